@@ -25,12 +25,7 @@ from llm_functionalities.model.pool import FairPool
 from llm_functionalities.services.admission import Admission
 from llm_functionalities.services.context import ModelClient
 from llm_functionalities.services.runner import LLMRunner
-from llm_functionalities.services.workflows.chit_chat import LLMChitChat
-from llm_functionalities.services.workflows.description import LLMDescriptionGeneration
-from llm_functionalities.services.workflows.execution_search import LLMExecutionSearchManager
-from llm_functionalities.services.workflows.proactive_question import LLMProactiveQuestionGeneration
-from llm_functionalities.services.workflows.replacement import LLMReplacementGeneration
-from llm_functionalities.services.workflows.summary import LLMSummaryGeneration
+from llm_functionalities.services.workflows.table import add_workflows
 from llm_functionalities.settings import Settings
 from shared.event_loop import watch_event_loop
 from shared.stubs import llm_pb2, llm_pb2_grpc
@@ -172,13 +167,7 @@ class Server:
         model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
         client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
         llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client, settings.prompt_echo), server)
-        llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(client), server)
-        llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(client), server)
-        llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(client), server)
-        questions = LLMProactiveQuestionGeneration(client)
-        llm_pb2_grpc.add_LLMProactiveQuestionGenerationServicer_to_server(questions, server)
-        llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(client), server)
-        llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(client), server)
+        add_workflows(client, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server

@@ -83,22 +83,6 @@ class Model:
         self._empty_responses = empty_responses
         self._batch_text = threading.Lock()
 
-    async def answer(
-        self,
-        ask: Callable[[], Question[T]],
-        generation: GenerationParameters,
-        deadline: Deadline,
-        headers: Mapping[str, str],
-    ) -> Answer[T]:
-        """Returns the model's answer, at the latest when the deadline passes."""
-        pending = _PendingAnswers[T](1, deadline, headers)
-        try:
-            self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation, nullcontext)))
-        except NoThread as error:
-            return self._counted([Answer.without(error)], headers)[0]
-        await pending.wait()
-        return self._counted(pending.answers, headers)[0]
-
     async def answers(
         self,
         count: int,
@@ -107,22 +91,31 @@ class Model:
         deadline: Deadline,
         headers: Mapping[str, str],
     ) -> list[Answer[T]]:
-        """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together."""
+        """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together.
+
+        A single question does not wait for those of batches.
+        """
         if not count:
             return []
         pending = _PendingAnswers[T](count, deadline, headers)
+        text_work = self._turn if count > 1 else nullcontext
 
         def job(place: int) -> None:
-            pending.work(place, partial(self._ask, partial(ask, place), generation, self._turn))
+            pending.work(place, partial(self._ask, partial(ask, place), generation, text_work))
 
+        drop_waiting = None
         try:
-            drop_waiting = self._pool.run_batch(count, job)
+            if count > 1:
+                drop_waiting = self._pool.run_batch(count, job)
+            else:
+                self._pool.run(partial(job, 0))
         except NoThread as error:
             return self._counted([Answer.without(error)] * count, headers)
         try:
             await pending.wait()
         finally:
-            drop_waiting()
+            if drop_waiting is not None:
+                drop_waiting()
         return self._counted(pending.answers, headers)
 
     async def stream(

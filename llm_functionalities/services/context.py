@@ -103,14 +103,6 @@ class ModelClient:
             raise InvalidArgument(f"`max_tokens` is {max_tokens}; give tokens, or leave it out for {self.max_tokens}")
         return GenerationParameters(max_tokens or self.max_tokens, grammar, grammar_is_optional, adapter_id or None)
 
-    async def answer(
-        self, context: CallContext, ask: Callable[[], Question[T]], generation: GenerationParameters, deadline: Deadline
-    ) -> Answer[T]:
-        """Returns the parsed answer of the model; its value is None when there is none, or it is of no use."""
-        answer = await self.model.answer(ask, generation, deadline, context.headers)
-        context.tell_reasons([answer])
-        return answer
-
     async def answers(
         self,
         context: CallContext,

@@ -1,8 +1,7 @@
 """`LLMRunner`: sends prompts to the model as they are, and summarises texts."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from functools import partial
 
 from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.model.model import Question
@@ -27,64 +26,30 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self._echo: PromptEcho = echo
 
     async def call_model(self, request: llm_pb2.ModelRequest, context: CallContext) -> llm_pb2.ModelResponse:
-        deadline = self._model.deadline(context, request.timeout)
-        generation = self._generation(request)
-
-        ended: set[int] = set()
-
-        def ask() -> Question[str]:
-            return self._as_it_is(request.formatted_prompt, generation, partial(ended.add, 0))
-
-        answer = await self._model.answer(context, ask, generation, deadline)
-        generated = answer.generated
-        return llm_pb2.ModelResponse(
-            text=answer.value or "",
-            finish_reason=_OBJECT_ENDED if ended else generated.finish_reason,
-            prompt_tokens=generated.prompt_tokens,
-            generated_tokens=generated.generated_tokens,
-        )
+        (response,) = await self._responses(request, [request.formatted_prompt], context)
+        return response
 
     async def batch_call_model(
         self, request: llm_pb2.ModelBatchRequest, context: CallContext
     ) -> llm_pb2.ModelBatchResponse:
-        deadline = self._model.deadline(context, request.timeout)
-        generation = self._generation(request)
-        prompts = request.formatted_prompts
-        ended: set[int] = set()
-
-        def ask(place: int) -> Question[str]:
-            return self._as_it_is(prompts[place], generation, partial(ended.add, place))
-
-        answers = await self._model.answers(context, len(prompts), ask, generation, deadline)
-        generated = [answer.generated for answer in answers]
+        responses = await self._responses(request, request.formatted_prompts, context)
         return llm_pb2.ModelBatchResponse(
-            text=[answer.value or "" for answer in answers],
-            finish_reason=[
-                _OBJECT_ENDED if place in ended else each.finish_reason for place, each in enumerate(generated)
-            ],
-            prompt_tokens=[each.prompt_tokens for each in generated],
-            generated_tokens=[each.generated_tokens for each in generated],
+            text=[each.text for each in responses],
+            finish_reason=[each.finish_reason for each in responses],
+            prompt_tokens=[each.prompt_tokens for each in responses],
+            generated_tokens=[each.generated_tokens for each in responses],
         )
 
     async def generate_summary(
         self, request: llm_pb2.TGISummaryRequest, context: CallContext
     ) -> llm_pb2.TGISummaryResponse:
-        deadline = self._model.deadline(context)
-        ask = partial(_summary_of, request.input_text)
-        answer = await self._model.answer(context, ask, self._model.generation(0), deadline)
-        return llm_pb2.TGISummaryResponse(summary_text=answer.value or "")
+        (text,) = await self._summaries([request.input_text], context)
+        return llm_pb2.TGISummaryResponse(summary_text=text)
 
     async def generate_summaries(
         self, request: llm_pb2.TGIMultipleSummaryRequest, context: CallContext
     ) -> llm_pb2.TGIMultipleSummaryResponse:
-        deadline = self._model.deadline(context)
-        texts = request.input_text
-
-        def ask(place: int) -> Question[str]:
-            return _summary_of(texts[place])
-
-        answers = await self._model.answers(context, len(texts), ask, self._model.generation(0), deadline)
-        return llm_pb2.TGIMultipleSummaryResponse(summary_text=[answer.value or "" for answer in answers])
+        return llm_pb2.TGIMultipleSummaryResponse(summary_text=await self._summaries(request.input_text, context))
 
     async def stream_model(
         self, request: llm_pb2.ModelRequest, context: CallContext
@@ -111,18 +76,44 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         grammar = grammar_of(request.grammar)
         return self._model.generation(request.max_tokens, grammar, adapter_id=request.adapter_id)
 
-    def _as_it_is(self, prompt: str, generation: GenerationParameters, on_ended: Callable[[], None]) -> Question[str]:
-        """on_ended: called if the answer closes the object that the prompt began."""
-        echoed = EchoedAnswer(prompt, self._echo, has_grammar=generation.grammar is not None)
+    async def _responses(
+        self,
+        request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest,
+        prompts: Sequence[str],
+        context: CallContext,
+    ) -> list[llm_pb2.ModelResponse]:
+        """Returns a response for each prompt, sent as it is."""
+        deadline = self._model.deadline(context, request.timeout)
+        generation = self._generation(request)
+        # Places of answers that close the object that their prompt began.
+        ended: set[int] = set()
 
-        def parse(text: str) -> str:
-            whole = echoed.whole(text)
-            if echoed.ended:
-                on_ended()
-            return whole
+        def ask(place: int) -> Question[str]:
+            echoed = EchoedAnswer(prompts[place], self._echo, has_grammar=generation.grammar is not None)
 
-        return Question(prompt, parse)
+            def parse(text: str) -> str:
+                whole = echoed.whole(text)
+                if echoed.ended:
+                    ended.add(place)
+                return whole
 
+            return Question(prompts[place], parse)
 
-def _summary_of(text: str) -> Question[str]:
-    return Question.verbatim(alpaca(SUMMARISE, text) if text.strip() else None)
+        answers = await self._model.answers(context, len(prompts), ask, generation, deadline)
+        return [
+            llm_pb2.ModelResponse(
+                text=answer.value or "",
+                finish_reason=_OBJECT_ENDED if place in ended else answer.generated.finish_reason,
+                prompt_tokens=answer.generated.prompt_tokens,
+                generated_tokens=answer.generated.generated_tokens,
+            )
+            for place, answer in enumerate(answers)
+        ]
+
+    async def _summaries(self, texts: Sequence[str], context: CallContext) -> list[str]:
+        def ask(place: int) -> Question[str]:
+            return Question.verbatim(alpaca(SUMMARISE, texts[place]) if texts[place].strip() else None)
+
+        deadline = self._model.deadline(context)
+        answers = await self._model.answers(context, len(texts), ask, self._model.generation(0), deadline)
+        return [answer.value or "" for answer in answers]

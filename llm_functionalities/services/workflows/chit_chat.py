@@ -1,10 +1,10 @@
 """`LLMChitChat`: small talk in the middle of a task."""
 
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled
 from llm_functionalities.services.workflows.answers import speech_parser
-from shared.stubs import llm_pb2, llm_pb2_grpc
+from llm_functionalities.services.workflows.workflow import Workflow
+from shared.stubs import llm_pb2
 
 MAX_TOKENS = 96
 SENTENCES = 3
@@ -34,17 +34,9 @@ def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
     )
 
 
-class LLMChitChat(llm_pb2_grpc.LLMChitChatServicer):
-    def __init__(self, model: ModelClient) -> None:
-        self._model = model
-
-    async def generate_chit_chat(
-        self, request: llm_pb2.LLMChitChatRequest, context: CallContext
-    ) -> llm_pb2.ChitChatResponse:
-        deadline = self._model.deadline(context, request.timeout)
-
-        def ask() -> Question[str]:
-            return Question(prompt(request), parse)
-
-        answer = await self._model.answer(context, ask, self._model.generation(MAX_TOKENS), deadline)
-        return llm_pb2.ChitChatResponse(text=answer.value or "")
+def generate_chit_chat(request: llm_pb2.LLMChitChatRequest) -> Workflow[str]:
+    return Workflow(
+        lambda _: Question(prompt(request), parse),
+        lambda answers: llm_pb2.ChitChatResponse(text=answers[0].value or ""),
+        MAX_TOKENS,
+    )

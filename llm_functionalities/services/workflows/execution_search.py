@@ -4,10 +4,10 @@ import re
 
 from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled
 from llm_functionalities.services.workflows.answers import first_object, speakable
-from shared.stubs import llm_pb2, llm_pb2_grpc
+from llm_functionalities.services.workflows.workflow import Workflow
+from shared.stubs import llm_pb2
 
 # Assistants compare the decision with these names.
 INTENTS = ("recommend_new_search", "continue_current_task", "ask_clarifying_question")
@@ -71,18 +71,10 @@ def parse(text: str) -> llm_pb2.ExecutionSearchResponse | None:
     return llm_pb2.ExecutionSearchResponse(intent_classification=intent, ai_response=said)
 
 
-class LLMExecutionSearchManager(llm_pb2_grpc.LLMExecutionSearchManagerServicer):
-    def __init__(self, model: ModelClient) -> None:
-        self._model = model
-
-    async def generate_decision(
-        self, request: llm_pb2.ExecutionSearchRequest, context: CallContext
-    ) -> llm_pb2.ExecutionSearchResponse:
-        deadline = self._model.deadline(context, request.timeout)
-        generation = self._model.generation(MAX_TOKENS, DECISION, grammar_is_optional=True)
-
-        def ask() -> Question[llm_pb2.ExecutionSearchResponse]:
-            return Question(prompt(request), parse)
-
-        answer = await self._model.answer(context, ask, generation, deadline)
-        return answer.value or llm_pb2.ExecutionSearchResponse()
+def generate_decision(request: llm_pb2.ExecutionSearchRequest) -> Workflow[llm_pb2.ExecutionSearchResponse]:
+    return Workflow(
+        lambda _: Question(prompt(request), parse),
+        lambda answers: answers[0].value or llm_pb2.ExecutionSearchResponse(),
+        MAX_TOKENS,
+        grammar=DECISION,
+    )

@@ -2,10 +2,10 @@
 
 from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled, value_at
 from llm_functionalities.services.workflows.answers import CLOSING, plain, split
-from shared.stubs import llm_pb2, llm_pb2_grpc
+from llm_functionalities.services.workflows.workflow import Workflow, texts
+from shared.stubs import llm_pb2
 
 MAX_TOKENS = 64
 CHARACTERS = 160
@@ -31,23 +31,18 @@ def parse(text: str) -> str | None:
     return next((question for question in questions if len(question) <= CHARACTERS), None)
 
 
-class LLMProactiveQuestionGeneration(llm_pb2_grpc.LLMProactiveQuestionGenerationServicer):
-    def __init__(self, model: ModelClient) -> None:
-        self._model = model
-
-    async def generate_proactive_question(
-        self, request: llm_pb2.ProactiveQuestionGenerationRequest, context: CallContext
-    ) -> llm_pb2.ProactiveQuestionGenerationResponse:
-        """Returns one question for each title, in their order. Its text is empty where the model has none."""
-        deadline = self._model.deadline(context)
-        titles, previous, current = request.task_title, request.previous_steps, request.current_step
-
-        def ask(place: int) -> Question[str]:
-            return Question(prompt(value_at(titles, place), value_at(previous, place), value_at(current, place)), parse)
-
-        generation = self._model.generation(MAX_TOKENS, QUESTION, grammar_is_optional=True)
-        answers = await self._model.answers(context, max(len(titles), len(current)), ask, generation, deadline)
-        kind = llm_pb2.ExtraInfo.QUESTION
-        return llm_pb2.ProactiveQuestionGenerationResponse(
-            questions=[llm_pb2.ExtraInfo(type=kind, text=answer.value or "") for answer in answers]
-        )
+def generate_proactive_question(request: llm_pb2.ProactiveQuestionGenerationRequest) -> Workflow[str]:
+    """The response has a question for each title, in their order. Its text is empty where the model has none."""
+    titles, previous, current = request.task_title, request.previous_steps, request.current_step
+    kind = llm_pb2.ExtraInfo.QUESTION
+    return Workflow(
+        lambda place: Question(
+            prompt(value_at(titles, place), value_at(previous, place), value_at(current, place)), parse
+        ),
+        lambda answers: llm_pb2.ProactiveQuestionGenerationResponse(
+            questions=[llm_pb2.ExtraInfo(type=kind, text=text) for text in texts(answers)]
+        ),
+        MAX_TOKENS,
+        count=max(len(titles), len(current)),
+        grammar=QUESTION,
+    )

@@ -1,14 +1,15 @@
 """`LLMReplacementGeneration`: another ingredient in the place of one, and the steps rewritten for it."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from llm_functionalities.endpoint.generation import Grammar
-from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient
+from llm_functionalities.model.model import Answer, Question
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled
 from llm_functionalities.services.workflows.answers import first_object, words
 from llm_functionalities.services.workflows.rewriting import Replacement, SessionRewriting, rewriting
-from shared.stubs import llm_pb2, llm_pb2_grpc
+from llm_functionalities.services.workflows.workflow import Workflow
+from shared.stubs import llm_pb2
 
 LONGEST_NAME = 60
 LONGEST_AMOUNT = 40
@@ -64,52 +65,47 @@ def parse_replacement(text: str, original: str = "") -> llm_pb2.Ingredient | Non
     return llm_pb2.Ingredient(name=name, amount=words(found.get("amount"), LONGEST_AMOUNT))
 
 
-class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
-    def __init__(self, model: ModelClient) -> None:
-        self._model = model
+def generate_replacement(request: llm_pb2.IngredientReplacementRequest) -> Workflow[llm_pb2.Ingredient]:
+    """The response is without an ingredient when the model has none."""
+    parse = partial(parse_replacement, original=request.original_ingredient.name)
+    return Workflow(
+        lambda _: Question(replacement_prompt(request), parse),
+        lambda answers: llm_pb2.IngredientReplacementResponse(new_ingredient=answers[0].value),
+        OBJECT_TOKENS,
+        grammar=REPLACEMENT,
+    )
 
-    async def generate_replacement(
-        self, request: llm_pb2.IngredientReplacementRequest, context: CallContext
-    ) -> llm_pb2.IngredientReplacementResponse:
-        """Returns a response without an ingredient when the model has none."""
-        deadline = self._model.deadline(context)
-        original = request.original_ingredient.name
-        generation = self._model.generation(OBJECT_TOKENS, REPLACEMENT, grammar_is_optional=True)
 
-        def ask() -> Question[llm_pb2.Ingredient]:
-            return Question(replacement_prompt(request), partial(parse_replacement, original=original))
+def rewrite_steps(request: llm_pb2.AdjustedStepGenerationRequest) -> Workflow[str]:
+    """The response has a text for each step, in their order: unchanged without a replaced ingredient, or empty."""
+    steps = [step.response.speech_text for step in request.step]
+    replacements = [Replacement(pair) for pair in request.ingredient]
 
-        answer = await self._model.answer(context, ask, generation, deadline)
-        return llm_pb2.IngredientReplacementResponse(new_ingredient=answer.value)
-
-    async def rewrite_steps(
-        self, request: llm_pb2.AdjustedStepGenerationRequest, context: CallContext
-    ) -> llm_pb2.AdjustedStepGenerationResponse:
-        """Returns a text for each step, in their order: unchanged without a replaced ingredient, empty on failure."""
-        deadline = self._model.deadline(context)
-        steps = request.step
-        replacements = [Replacement(pair) for pair in request.ingredient]
-
-        def ask(place: int) -> Question[str]:
-            return rewriting(request.task_title, steps[place].response.speech_text, replacements)
-
-        answers = await self._model.answers(context, len(steps), ask, self._model.generation(STEP_TOKENS), deadline)
+    def respond(answers: Sequence[Answer[str]]) -> llm_pb2.AdjustedStepGenerationResponse:
         rewritten = [
-            step.response.speech_text if answer.nothing_asked else answer.value or ""
-            for step, answer in zip(steps, answers, strict=True)
+            step if answer.nothing_asked else answer.value or "" for step, answer in zip(steps, answers, strict=True)
         ]
-        ids = [step.unique_id for step in steps]
-        return llm_pb2.AdjustedStepGenerationResponse(step_text=rewritten, ids=ids)
-
-    async def adjust_step_texts(self, request: llm_pb2.Session, context: CallContext) -> llm_pb2.Session:
-        """Returns the session with the ingredients that its task has replaced put into its steps and requirements.
-
-        It is as it was where no task is being validated, and so is the text of a step that the model cannot rewrite.
-        """
-        deadline = self._model.deadline(context)
-        work = SessionRewriting(request)
-        answers = await self._model.answers(
-            context, work.parts, work.ask, self._model.generation(STEP_TOKENS), deadline
+        return llm_pb2.AdjustedStepGenerationResponse(
+            step_text=rewritten, ids=[step.unique_id for step in request.step]
         )
+
+    return Workflow(
+        lambda place: rewriting(request.task_title, steps[place], replacements),
+        respond,
+        STEP_TOKENS,
+        count=len(steps),
+    )
+
+
+def adjust_step_texts(session: llm_pb2.Session) -> Workflow[str]:
+    """The response is the session with the ingredients that its task has replaced put into its steps and requirements.
+
+    It is as it was where no task is being validated, and so is the text of a step that the model cannot rewrite.
+    """
+    work = SessionRewriting(session)
+
+    def respond(answers: Sequence[Answer[str]]) -> llm_pb2.Session:
         work.put([answer.value for answer in answers])
-        return request
+        return session
+
+    return Workflow(work.ask, respond, STEP_TOKENS, count=work.parts)

@@ -1,12 +1,10 @@
 """`LLMSummaryGeneration`: a step and its details, short enough to be listened to."""
 
-from collections.abc import Callable
-
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled, value_at
 from llm_functionalities.services.workflows.answers import speech_parser
-from shared.stubs import llm_pb2, llm_pb2_grpc
+from llm_functionalities.services.workflows.workflow import Workflow, texts
+from shared.stubs import llm_pb2
 
 MAX_TOKENS = 128
 SENTENCES = 2
@@ -27,30 +25,19 @@ def prompt(title: str, step: str, details: str) -> str | None:
     return alpaca(INSTRUCTION, labelled(("Task", title), ("Step", step), ("Details", details)))
 
 
-class LLMSummaryGeneration(llm_pb2_grpc.LLMSummaryGenerationServicer):
-    def __init__(self, model: ModelClient) -> None:
-        self._model = model
+def generate_summary(request: llm_pb2.SummaryGenerationRequest) -> Workflow[str]:
+    return Workflow(
+        lambda _: Question(prompt(request.task_title, request.step_text, request.more_details), parse),
+        lambda answers: llm_pb2.SummaryGenerationResponse(summary=answers[0].value or ""),
+        MAX_TOKENS,
+    )
 
-    async def generate_summary(
-        self, request: llm_pb2.SummaryGenerationRequest, context: CallContext
-    ) -> llm_pb2.SummaryGenerationResponse:
 
-        def ask(place: int) -> Question[str]:
-            return Question(prompt(request.task_title, request.step_text, request.more_details), parse)
-
-        return llm_pb2.SummaryGenerationResponse(summary=(await self._summaries(context, 1, ask))[0])
-
-    async def generate_summaries(
-        self, request: llm_pb2.MultipleSummaryGenerationRequest, context: CallContext
-    ) -> llm_pb2.MultipleSummaryGenerationResponse:
-        titles, steps, details = request.task_title, request.step_text, request.more_details
-
-        def ask(place: int) -> Question[str]:
-            return Question(prompt(value_at(titles, place), steps[place], value_at(details, place)), parse)
-
-        return llm_pb2.MultipleSummaryGenerationResponse(summary=await self._summaries(context, len(steps), ask))
-
-    async def _summaries(self, context: CallContext, count: int, ask: Callable[[int], Question[str]]) -> list[str]:
-        deadline = self._model.deadline(context)
-        answers = await self._model.answers(context, count, ask, self._model.generation(MAX_TOKENS), deadline)
-        return [answer.value or "" for answer in answers]
+def generate_summaries(request: llm_pb2.MultipleSummaryGenerationRequest) -> Workflow[str]:
+    titles, steps, details = request.task_title, request.step_text, request.more_details
+    return Workflow(
+        lambda place: Question(prompt(value_at(titles, place), steps[place], value_at(details, place)), parse),
+        lambda answers: llm_pb2.MultipleSummaryGenerationResponse(summary=texts(answers)),
+        MAX_TOKENS,
+        count=len(steps),
+    )

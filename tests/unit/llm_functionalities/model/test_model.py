@@ -37,18 +37,18 @@ def model(server: ModelServer, http: httpx2.Client, empty: list[str]) -> Iterato
     endpoint.breaker.stop(2)
 
 
-def ask(prompt: str | None = "hello") -> Callable[[], Question[str]]:
-    return lambda: Question.verbatim(prompt)
+def ask(prompt: str | None = "hello") -> Callable[[int], Question[str]]:
+    return lambda _: Question.verbatim(prompt)
 
 
 async def test_an_answer(model: Model, empty: list[str]) -> None:
-    answer = await model.answer(ask(), GENERATION, Deadline.after(5), {})
+    (answer,) = await model.answers(1, ask(), GENERATION, Deadline.after(5), {})
     assert (answer.value, answer.reason) == ("a fine answer", None)
     assert empty == []
 
 
 async def test_nothing_is_asked_without_a_prompt(model: Model, server: ModelServer, empty: list[str]) -> None:
-    answer = await model.answer(ask(None), GENERATION, Deadline.after(5), {})
+    (answer,) = await model.answers(1, ask(None), GENERATION, Deadline.after(5), {})
     assert answer.nothing_asked
     assert server.requests == []
     assert empty == []
@@ -60,11 +60,13 @@ async def test_an_answer_without_use_is_told_apart_and_kept_out_of_the_log(
     server.answer = "a secret"
     caplog.set_level("DEBUG", "llm_functionalities")
     headers = {"x-request-id": "7"}
-    answer = await model.answer(lambda: Question("x", lambda text: None), GENERATION, Deadline.after(5), headers)
+    (answer,) = await model.answers(
+        1, lambda _: Question("x", lambda text: None), GENERATION, Deadline.after(5), headers
+    )
     assert [(record.levelname, record.request_id) for record in caplog.records] == [("DEBUG", "7"), ("WARNING", "7")]
     assert (answer.value, answer.reason) == (None, "unusable")
     server.answer = " "
-    answer = await model.answer(ask(), GENERATION, Deadline.after(5), {})
+    (answer,) = await model.answers(1, ask(), GENERATION, Deadline.after(5), {})
     assert answer.reason == "no_text"
     assert empty == ["unusable", "no_text"]
     assert "secret" not in "\n".join(record.getMessage() for record in caplog.records if record.levelname != "DEBUG")
@@ -108,12 +110,13 @@ async def test_calls_are_answered_empty_while_no_thread_can_be_started(
     deadline = Deadline.after(SECONDS)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        answers = [await model.answer(ask(), GENERATION, deadline, {})]
+        answers = await model.answers(1, ask(), GENERATION, deadline, {})
         answers += await model.answers(2, lambda place: Question.verbatim("x"), GENERATION, deadline, {})
         answers += [piece async for piece in model.stream("x", GENERATION, deadline, {})]
     assert [(answer.value, answer.reason) for answer in answers] == [(None, "no_thread")] * 4
     assert empty == ["no_thread"] * 4
-    assert (await model.answer(ask(), GENERATION, deadline, {})).value == "a fine answer"
+    (answer,) = await model.answers(1, ask(), GENERATION, deadline, {})
+    assert answer.value == "a fine answer"
 
 
 async def test_an_empty_batch_has_no_answers(model: Model) -> None:
@@ -130,7 +133,7 @@ async def test_a_stream_that_is_closed_stops_the_generation(model: Model, server
 
 async def test_a_cancelled_question_is_cancelled_at_the_server(model: Model, server: ModelServer) -> None:
     server.fault = "hang"
-    task = asyncio.create_task(model.answer(ask(), GENERATION, Deadline.after(SECONDS), {}))
+    task = asyncio.create_task(model.answers(1, ask(), GENERATION, Deadline.after(SECONDS), {}))
     await asyncio.to_thread(until, lambda: server.requests != [])
     task.cancel()
     assert await asyncio.to_thread(server.requests[0].abandoned.wait, 2)
