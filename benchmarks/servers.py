@@ -57,7 +57,8 @@ class ServerCommand:
 
 OURS = ServerCommand(
     "oatmill",
-    "text-generation-launcher --model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16",
+    f"{shlex.quote(sys.executable)} -m tgi_server.launcher.cli "
+    "--model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16",
     adapter_flags="--lora-adapters {listed}",
 )
 # Servers to compare with.
