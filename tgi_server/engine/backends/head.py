@@ -20,11 +20,7 @@ class ScreenedHead(FloatLinear):
 
     The copy is read in passes of which no more is needed than the largest output of each row. That is the same to the
     last bit, and so is its place, whichever way it is found.
-
-    screening_kernel: the kernel that reads the copy; None: the best of this CPU for a number of rows.
     """
-
-    screening_kernel: str | None = None
 
     @classmethod
     def pays(cls, weight: Tensor) -> bool:
@@ -46,7 +42,7 @@ class ScreenedHead(FloatLinear):
         if x.numel() > self._most:
             return self(x)
         bits, positions = (mask.bits, list(mask.positions)) if mask else (None, [])
-        y: Tensor = self._layer.screened(x, *self._screen, bits, positions, self.screening_kernel)
+        y: Tensor = self._layer.screened(x, *self._screen, bits, positions)
         return y
 
     @property

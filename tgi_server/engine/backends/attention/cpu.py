@@ -18,22 +18,15 @@ class CpuAttention(AttentionBackend):
 
     keys, values: one tensor for each layer, [blocks, kv_heads, head_dim * block_size];
     `kernels/cpu/attention/kv_layout.h` describes the order of the numbers in a block. key_scales, value_scales: of the
-    layers. prompt_kernel: the kernel that computes prompts, one of `prompt_kernels`; None: the best of this CPU.
+    layers.
     """
 
     block_size = 32
-    prompt_kernel: str | None = None
 
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
         fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_HEAD_DIM
         return fits and dtype in (torch.float32, torch.bfloat16, torch.float16) and load_kernels()
-
-    @property
-    def prompt_kernels(self) -> list[str]:
-        """Returns the names of the kernels for prompts that this CPU has, the best first, those for tests last."""
-        names: list[str] = torch.ops.oatmill.attention_kernels(torch.empty(0, dtype=self.dtype), self.shape.head_dim)
-        return names
 
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
@@ -97,7 +90,6 @@ class CpuAttention(AttentionBackend):
             variant.rounded_alibi,
             variant.sinks,
             *self.kv_format.of(layer),
-            self.prompt_kernel,
         )
 
     def copy(self, source: int, target: int, tokens: int) -> None:

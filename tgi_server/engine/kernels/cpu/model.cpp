@@ -370,7 +370,7 @@ class CausalLM : public torch::CustomClassHolder {
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
     if (greedy && !changed && !ranks_ && !screen_.empty() && hidden.size(0) <= screened_rows_ && logits_softcap_ == 0) {
       at::Tensor largest = head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], masks,
-                                           std::move(masked_rows), {});
+                                           std::move(masked_rows));
       return divided(largest);
     }
     at::Tensor all = head_->adapted(hidden, adapters);

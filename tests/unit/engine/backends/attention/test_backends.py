@@ -192,12 +192,10 @@ def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, ca
 
 
 @pytest.mark.parametrize("cached", FP8)
-def test_every_kernel_for_prompts_reads_a_cache_in_8_bits(cached) -> None:
+def test_prompts_read_a_cache_in_8_bits(cached) -> None:
     instance = CpuAttention(KVShape((2,), 64), torch.device("cpu"), torch.bfloat16, fp8(cached))
-    for name in instance.prompt_kernels:
-        instance.prompt_kernel = name
-        actual, wanted = run(instance, 6, 2, [130], [(0, 300), (31, 33), (200, 31)], AttentionVariant(0.2, window=70))
-        torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name}: {text}")
+    actual, wanted = run(instance, 6, 2, [130], [(0, 300), (31, 33), (200, 31)], AttentionVariant(0.2, window=70))
+    torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -233,29 +231,18 @@ class DirtyAttention(CpuAttention):
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_kernel_for_prompts_is_as_exact_as_its_inputs(dtype, head_dim) -> None:
+def test_prompts_are_as_exact_as_their_inputs(dtype, head_dim) -> None:
     instance = DirtyAttention(KVShape((2,), head_dim), torch.device("cpu"), dtype)
-    kernels = instance.prompt_kernels
-    assert "vectors" in kernels
     exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
-    for name in kernels:
-        instance.prompt_kernel = name
-        for variant in (
-            AttentionVariant(0.2),
-            AttentionVariant(0.2, window=70),
-            AttentionVariant(0.2, softcap=3.0),
-            AttentionVariant(0.2, window=70, sinks=torch.linspace(-4, 12, 6)),
-        ):
-            prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
-            actual, wanted = run(instance, 6, 2, [130], prompts, variant)
-            torch.testing.assert_close(actual, wanted, **exact, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_a_kernel_that_this_cpu_has_not_is_refused() -> None:
-    instance = create(CpuAttention, 2)
-    instance.prompt_kernel = "magic"
-    with pytest.raises(RuntimeError, match="no kernel `magic` for prompts"):
-        run(instance, 4, 2, [], [(0, 70)], AttentionVariant(0.2))
+    for variant in (
+        AttentionVariant(0.2),
+        AttentionVariant(0.2, window=70),
+        AttentionVariant(0.2, softcap=3.0),
+        AttentionVariant(0.2, window=70, sinks=torch.linspace(-4, 12, 6)),
+    ):
+        prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
+        actual, wanted = run(instance, 6, 2, [130], prompts, variant)
+        torch.testing.assert_close(actual, wanted, **exact)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,8 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <string>
-#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -92,41 +90,23 @@ void attend(const AttentionLayer<T>& layer, const Plan& plan, Prefill<T> prefill
   });
 }
 
-// The kernels for prompts that this CPU has, and that take heads of this size; the best first.
+// Returns the best kernel for prompts that this CPU has, and that takes heads of this size.
 template <typename T>
-std::vector<PrefillKernel<T>> serving(int64_t head_dim) {
-  std::vector<PrefillKernel<T>> kernels;
-  for (const PrefillKernel<T>& kernel : prefill_kernels<T>())
-    if (kernel.available() && head_dim % kernel.head_dim == 0) kernels.push_back(kernel);
-  return kernels;
-}
-
-template <typename T>
-Prefill<T> prefill_by_name(int64_t head_dim, const std::optional<std::string_view>& name) {
-  const auto kernels = serving<T>(head_dim);
-  const auto found = std::find_if(kernels.begin(), kernels.end(),
-                                  [&](const PrefillKernel<T>& kernel) { return !name || kernel.name == *name; });
-  TORCH_CHECK(found != kernels.end(), "there is no kernel `", *name, "` for prompts here");
-  return found->run;
-}
-
-std::vector<std::string> attention_kernels(const at::Tensor& keys, int64_t head_dim) {
-  std::vector<std::string> names;
-  by_dtype(keys, [&]<typename T>(T*) {
-    for (const PrefillKernel<T>& kernel : serving<T>(head_dim)) names.emplace_back(kernel.name);
-  });
-  return names;
+Prefill<T> prefill_for(int64_t head_dim) {
+  const auto kernels = prefill_kernels<T>();
+  return std::find_if(kernels.begin(), kernels.end(), [&](const PrefillKernel<T>& kernel) {
+           return kernel.available() && head_dim % kernel.head_dim == 0;
+         })->run;
 }
 
 }  // namespace
 
-// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache. kernel: for prompts, of attention_kernels; none: the best.
+// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache.
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
-                           std::optional<std::string_view> kernel) {
+                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
   TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 256");
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
@@ -159,7 +139,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                                   static_cast<int>(kv_heads),
                                   static_cast<int>(head_dim),
                                   variant};
-    attend(layer, plan(layer, tables, kv_lengths, query_starts), prefill_by_name<T>(head_dim, kernel));
+    attend(layer, plan(layer, tables, kv_lengths, query_starts), prefill_for<T>(head_dim));
   });
   return output;
 }
@@ -201,8 +181,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
-      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0, str? kernel=None) -> Tensor");
-  library.def("attention_kernels(Tensor keys, int head_dim) -> str[]");
+      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0) -> Tensor");
   library.def("decode_places(Tensor positions, Tensor tables, int block_size) -> (Tensor, Tensor)");
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, float key_scale=1.0, "
@@ -211,7 +190,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("paged_attention", &oatmill::paged_attention);
-  library.impl("attention_kernels", &oatmill::attention_kernels);
   library.impl("decode_places", &oatmill::decode_places);
   library.impl("write_kv", &oatmill::write_kv);
 }

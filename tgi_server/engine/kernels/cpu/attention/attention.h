@@ -96,7 +96,6 @@ using Prefill = void (*)(const AttentionLayer<T>& layer, const AttentionItem& it
 
 template <typename T>
 struct PrefillKernel {
-  const char* name;
   bool (*available)();  // on this CPU
   int head_dim;         // of which a head's must be a multiple
   Prefill<T> run;

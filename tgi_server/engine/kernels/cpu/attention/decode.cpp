@@ -29,10 +29,7 @@ void score_tile(const char* query, const C* keys, const C* prefetched, int head_
     const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<C>),
                               BLOCK * PAIR<C> * sizeof(C), head_dim / PAIR<C>};
     add_products<Dot, R, V, P>(product, reinterpret_cast<const char*>(prefetched + j * PAIR<C>), sums);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) store_as(scores + r * BLOCK + j + v * WIDTH, sums[r][v]);
+    store_block(reinterpret_cast<char*>(scores + j), BLOCK * sizeof(float), sums);
   }
 }
 
@@ -41,23 +38,13 @@ template <int R, int V, typename C>
 void value_columns(const char* weights, const float* decays, const C* values, const C* prefetched, int tokens, int head_dim,
                    float* output) {
   using Dot = Columns<C>;
-  using Accumulator = typename Dot::Accumulator;
-  Accumulator sums[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const F32 sum = load_as<F32>(output + r * head_dim + v * WIDTH) * decays[r];
-      sums[r][v] = reinterpret_cast<const Accumulator&>(sum);
-    }
+  typename Dot::Accumulator sums[R][V];
+  load_decayed(output, head_dim, decays, sums);
   const TileProduct product{weights, BLOCK * sizeof(typename Dot::Operand), reinterpret_cast<const char*>(values),
                             int64_t(head_dim) * PAIR<C> * static_cast<int64_t>(sizeof(C)),
                             (tokens + PAIR<C> - 1) / PAIR<C>};
   add_products<Dot, R, V, 1>(product, reinterpret_cast<const char*>(prefetched), sums);
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store_as(output + r * head_dim + v * WIDTH, sums[r][v]);
+  store_block(reinterpret_cast<char*>(output), head_dim * sizeof(float), sums);
 }
 
 // output[r][d] = output[r][d] * decays[r] + sum over j of weights[r][j] * values[j][d]

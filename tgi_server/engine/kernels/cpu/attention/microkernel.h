@@ -6,12 +6,11 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 
 #include "attention/kv_layout.h"
+#include "gemm/loop.h"
 #include "gemm/microkernel.h"
 
 namespace oatmill {
@@ -126,12 +125,14 @@ inline void add_products(const TileProduct& product, const char* prefetched, typ
     }
 }
 
-// Calls visit<0>(), visit<1>(), ... and keeps what they return: an array of functions for 1, 2, ... rows.
-template <int ROWS, typename Visit>
-constexpr auto by_rows(const Visit& visit) {
-  return [&]<int... R>(std::integer_sequence<int, R...>) {
-    return std::array{visit.template operator()<R + 1>()...};
-  }(std::make_integer_sequence<int, ROWS>());
+// Loads what rows have summed of values so far, [R, columns] with so many floats from a row to the next, times their decays.
+template <int R, int V, typename Accumulator>
+inline void load_decayed(const float* from, int64_t columns, const float* decays, Accumulator (&acc)[R][V]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+      acc[r][v] = __builtin_bit_cast(Accumulator, load_as<F32>(from + r * columns + v * WIDTH) * decays[r]);
 }
 
 }  // namespace oatmill

@@ -99,10 +99,7 @@ void score_rows(const char* query, const Number* keys, int head_dim, int columns
     const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<Number>),
                               BLOCK * PAIR<Number> * sizeof(Number), head_dim / PAIR<Number>};
     add_products<Dot, R, V, 1>(product, nullptr, sums);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store_as(scores + r * CHUNK + j + v * WIDTH, sums[r][v]);
+    store_block(reinterpret_cast<char*>(scores + j), CHUNK * sizeof(float), sums);
   }
 }
 
@@ -111,13 +108,7 @@ template <typename Dot, int R, int V, typename Number>
 void value_rows(const char* weights, const float* decays, const Number* const* values, int64_t first, int tokens,
                 int head_dim, float* output) {
   typename Dot::Accumulator sums[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      const F32 sum = load_as<F32>(output + r * head_dim + v * WIDTH) * decays[r];
-      sums[r][v] = reinterpret_cast<const typename Dot::Accumulator&>(sum);
-    }
+  load_decayed(output, head_dim, decays, sums);
   for (int j = 0; j < tokens; j += BLOCK) {
     const TileProduct product{weights + j * sizeof(typename Dot::Operand), CHUNK * sizeof(typename Dot::Operand),
                               reinterpret_cast<const char*>(values[j / BLOCK] + first * PAIR<Number>),
@@ -125,10 +116,7 @@ void value_rows(const char* weights, const float* decays, const Number* const* v
                               static_cast<int>(ceil_div(std::min(BLOCK, tokens - j), PAIR<Number>))};
     add_products<Dot, R, V, 1>(product, nullptr, sums);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) store_as(output + r * head_dim + v * WIDTH, sums[r][v]);
+  store_block(reinterpret_cast<char*>(output), head_dim * sizeof(float), sums);
 }
 
 // Products in vector registers. Numbers of 16 bits are turned into floats once for all rows, where floats are multiplied.
@@ -340,24 +328,23 @@ void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item) {
 bool always() { return true; }
 
 template <typename T>
-constexpr PrefillKernel<T> BY_VECTORS{"vectors", always, 1, attend_prefill<T, VectorTiles<T>>};
+constexpr PrefillKernel<T> BY_VECTORS{always, 1, attend_prefill<T, VectorTiles<T>>};
 
 template <typename Tiles>
-constexpr PrefillKernel<c10::BFloat16> tiles(const char* name, bool (*available)()) {
-  return {name, available, 2 * SIDE, attend_prefill<c10::BFloat16, MatrixTiles<Tiles>>};
+constexpr PrefillKernel<c10::BFloat16> tiles(bool (*available)()) {
+  return {available, 2 * SIDE, attend_prefill<c10::BFloat16, MatrixTiles<Tiles>>};
 }
 
-// The default is the first.
+// The best is the first.
 constexpr std::array FLOAT_KERNELS{BY_VECTORS<float>};
 constexpr std::array HALF_KERNELS{BY_VECTORS<c10::Half>};
 constexpr std::array BF16_KERNELS{
-#if OATMILL_AMX
-    tiles<AmxTiles<Bf16Weights>>("amx", amx_permitted),
+#if defined(OATMILL_EMULATED_TILES)
+    tiles<EmulatedTiles<Bf16Weights>>(always),
+#elif OATMILL_AMX
+    tiles<AmxTiles<Bf16Weights>>(amx_permitted),
 #endif
     BY_VECTORS<c10::BFloat16>,
-#if defined(OATMILL_EMULATED_TILES)
-    tiles<EmulatedTiles<Bf16Weights>>("amx_emulated", always),
-#endif
 };
 
 }  // namespace

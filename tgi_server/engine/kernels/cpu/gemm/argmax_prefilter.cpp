@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "simd/dtypes.h"
@@ -199,7 +198,6 @@ std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const Pref
 // A kernel that finds candidates. It pays for `fewest` to `most` rows: with more, products in 8 bits take as long as
 // those that they save, and with fewer the next one is as fast.
 struct PrefilterKernel {
-  const char* name;
   bool (*available)();  // on this CPU
   int64_t depth;        // words, of which a weight must have a multiple
   int64_t fewest, most;
@@ -210,21 +208,20 @@ struct PrefilterKernel {
 bool always() { return true; }
 
 template <typename Tiles>
-constexpr PrefilterKernel by_matrices(const char* name, bool (*available)()) {
-  return {name, available, SIDE, 5, MOST_ROWS, candidates<AmxGemm<Tiles>>};
+constexpr PrefilterKernel by_matrices(bool (*available)()) {
+  return {available, SIDE, 5, MOST_ROWS, candidates<AmxGemm<Tiles>>};
 }
 
 constexpr std::array PREFILTER_KERNELS{
-#if OATMILL_AMX
-    by_matrices<AmxTiles<Int8Weights>>("amx", amx_permitted),
+#if defined(OATMILL_EMULATED_TILES)
+    by_matrices<EmulatedTiles<Int8Weights>>(always),
+#elif OATMILL_AMX
+    by_matrices<AmxTiles<Int8Weights>>(amx_permitted),
 #endif
 #if OATMILL_INT8
-    PrefilterKernel{"int8", always, 1, 1, 8, candidates<Gemm<Int8Dot>>},
+    PrefilterKernel{always, 1, 1, 8, candidates<Gemm<Int8Dot>>},
 #else
-    PrefilterKernel{"int16", always, 1, 1, WIDTH == 8 ? MOST_ROWS : 8, candidates<Gemm<Int16Dot>>},
-#endif
-#if defined(OATMILL_EMULATED_TILES)
-    by_matrices<EmulatedTiles<Int8Weights>>("amx_emulated", always),
+    PrefilterKernel{always, 1, 1, WIDTH == 8 ? MOST_ROWS : 8, candidates<Gemm<Int16Dot>>},
 #endif
 };
 
@@ -232,25 +229,15 @@ bool serves(const PrefilterKernel& prefilter, const at::Tensor& packed) {
   return prefilter.available() && packed.size(1) % prefilter.depth == 0;
 }
 
-// Returns the names of the kernels that can pre-filter with these weights on this CPU.
-std::vector<std::string> prefilter_kernels(const at::Tensor& packed) {
-  std::vector<std::string> names;
-  for (const PrefilterKernel& prefilter : PREFILTER_KERNELS)
-    if (serves(prefilter, packed)) names.emplace_back(prefilter.name);
-  return names;
-}
-
 // Returns the most rows for which a pre-filter with these weights pays.
 int64_t prefilter_rows(const at::Tensor& packed) {
   return std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(), [&](const PrefilterKernel& s) { return serves(s, packed); })->most;
 }
 
-const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed, const std::optional<std::string>& name) {
-  const auto found = std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(), [&](const PrefilterKernel& prefilter) {
-    return serves(prefilter, packed) && (name ? prefilter.name == *name : prefilter.fewest <= rows);
+const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed) {
+  return *std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(), [&](const PrefilterKernel& prefilter) {
+    return serves(prefilter, packed) && prefilter.fewest <= rows;
   });
-  TORCH_CHECK(found != PREFILTER_KERNELS.end(), "this CPU has no kernel `", name.value_or(""), "` for prefilter here");
-  return *found;
 }
 
 }  // namespace
@@ -258,12 +245,11 @@ const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed, con
 // input: [..., inputs], at most MOST_ROWS rows; screened: as of linear_pack, of the layer's weights divided by scales, as
 // int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
 // PrefilterWeights; masks, masked_rows: as
-// in argmax; kernel: of prefilter_kernels; none: the best. Returns [..., outputs]: the largest of each row, of those that
+// in argmax. Returns [..., outputs]: the largest of each row, of those that
 // its mask allows, and some others, are what the layer gives; the rest are minus infinity.
 at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
                             const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                            const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
-                            std::optional<std::string> kernel) const {
+                            const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
   TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be pre-filtered");
@@ -279,7 +265,7 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
   const PrefilterWeights weights{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
                       scales.const_data_ptr<float>(), compensation.const_data_ptr<int32_t>(),
                       error_norm.const_data_ptr<float>(), weight_norm.const_data_ptr<float>()};
-  const PrefilterKernel& prefilter = prefilter_for(rows, screened, kernel);
+  const PrefilterKernel& prefilter = prefilter_for(rows, screened);
   write_tiles(x, prefilter.candidates(x.view({rows, size}), outputs, weights, masks, masked_rows), output);
   return output;
 }
@@ -287,11 +273,9 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("prefilter_kernels(Tensor packed) -> str[]");
   library.def("prefilter_rows(Tensor packed) -> int");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("prefilter_kernels", &oatmill::prefilter_kernels);
   library.impl("prefilter_rows", &oatmill::prefilter_rows);
 }

@@ -17,7 +17,7 @@
 #include "gemm/mmla.h"
 #include "gemm/microkernel.h"
 #include "gemm/amx.h"
-#include "gemm/bf16_dequant_gemm.h"
+#include "gemm/dequant_gemm.h"
 
 namespace oatmill {
 

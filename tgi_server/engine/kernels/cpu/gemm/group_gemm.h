@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <utility>
 
 #include "gemm/w4_gemm.h"
 #include "gemm/gemm.h"
@@ -267,16 +266,12 @@ struct GroupGemm {
     }
   }
 
-  static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
-    return std::array<Block, Dot::ROWS>{&multiply_block<R + 1>...};
-  }(std::make_integer_sequence<int, Dot::ROWS>());
+  static constexpr auto BLOCKS = by_rows<Dot::ROWS>([]<int R>() -> Block { return &multiply_block<R>; });
 
   template <bool FIRST>
   static constexpr auto UNPACKED_BLOCKS = [] {
     if constexpr (UNPACKS)
-      return []<int... R>(std::integer_sequence<int, R...>) {
-        return std::array{&multiply_unpacked_block<R + 1, FIRST>...};
-      }(std::make_integer_sequence<int, Dot::MANY>());
+      return by_rows<Dot::MANY>([]<int R>() { return &multiply_unpacked_block<R, FIRST>; });
     else
       return 0;
   }();

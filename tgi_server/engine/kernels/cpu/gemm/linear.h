@@ -78,8 +78,7 @@ struct Linear : torch::CustomClassHolder {
   // See argmax_prefilter.cpp.
   at::Tensor screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
                       const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                      const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
-                      std::optional<std::string> kernel) const;
+                      const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
 
  private:
   const LinearKernel& kernel_for(int64_t rows) const;

@@ -22,8 +22,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "gemm/gemm.h"
 #include "simd/simd.h"
@@ -44,6 +46,31 @@ template <int R, int V, typename Accumulator>
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 12
     for (int v = 0; v < V; ++v) acc[r][v] = Accumulator{};
+}
+
+// Loads the accumulators of a block of R rows and V registers. stride: bytes from a row to the next.
+template <int R, int V, typename Accumulator>
+[[gnu::always_inline]] inline void load_block(const char* from, int64_t stride, Accumulator (&acc)[R][V]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 12
+    for (int v = 0; v < V; ++v) acc[r][v] = load_as<Accumulator>(from + r * stride + v * sizeof(Accumulator));
+}
+
+template <int R, int V, typename Accumulator>
+[[gnu::always_inline]] inline void store_block(char* to, int64_t stride, const Accumulator (&acc)[R][V]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 12
+    for (int v = 0; v < V; ++v) store_as(to + r * stride + v * sizeof(Accumulator), acc[r][v]);
+}
+
+// Returns an array of the functions for blocks of 1, 2, ... ROWS rows: of what visit<1>(), visit<2>(), ... return.
+template <int ROWS, typename Visit>
+constexpr auto by_rows(const Visit& visit) {
+  return [&]<int... R>(std::integer_sequence<int, R...>) {
+    return std::array{visit.template operator()<R + 1>()...};
+  }(std::make_integer_sequence<int, ROWS>());
 }
 
 // acc[r][v] += row_at(r) * column_at(v). Beside the accumulators, the fewer of rows and columns stay in registers.
@@ -75,32 +102,63 @@ template <typename Dot, int R, int V, typename Row, typename Column>
   }
 }
 
+// Where the inputs of up to eight rows stand. Left alone, compilers hold an offset for each row, for which registers are
+// missing; x86 addresses all of them by two pointers, the row stride and three times that.
+template <int R>
+class RowPointers {
+ public:
+  [[gnu::always_inline]] RowPointers(const char* first, int64_t row_bytes)
+      : low_(first), high_(first + 4 * row_bytes), stride_(row_bytes), three_(hidden(3 * row_bytes)) {}
+  [[gnu::always_inline]] const char* at(int r) const {
+    return (r < 4 ? low_ : high_) + (r % 4 == 3 ? three_ : r % 4 * stride_);
+  }
+  [[gnu::always_inline]] void advance(int64_t bytes) {
+    low_ = hidden(low_ + bytes);
+    if constexpr (R > 4) high_ = hidden(high_ + bytes);
+  }
+
+ private:
+  static_assert(R <= 8);
+
+  // Returns a value of which the compiler does not know how it came about: it would compute it again from others.
+  template <typename T>
+  [[gnu::always_inline]] static T hidden(T value) {
+#if defined(__x86_64__)
+    asm("" : "+r"(value));
+#endif
+    return value;
+  }
+
+  const char *low_, *high_;
+  int64_t stride_, three_;
+};
+
 // acc[r][v] += the products of words first .. last - 1. input: of the first row, at word 0; row_bytes: to the next row.
 template <typename Dot, typename Weights, int R, int V>
 [[gnu::always_inline]] inline void accumulate_words(const char* input, int64_t row_bytes, int64_t first, int64_t last,
                                                     Weights&& weights, typename Dot::Accumulator (&acc)[R][V]) {
   using Policy = std::remove_cvref_t<Weights>;
   constexpr int TOGETHER = Policy::TOGETHER;
-  const auto row_at = [&](int r, int64_t k, int step) {
-    return Dot::row(input + r * row_bytes + (k * Dot::STEPS + step) * Dot::NUMBER);
-  };
+  RowPointers<R> rows(input + first * Dot::STEPS * Dot::NUMBER, row_bytes);
+  const auto row_at = [&](int r, int step) { return Dot::row(rows.at(r) + step * Dot::NUMBER); };
   const auto add_word = [&](int64_t k) {
     weights.prefetch(k);
 #pragma GCC unroll 8
     for (int part = 0; part < Dot::STEPS / TOGETHER; ++part) {
       if constexpr (Policy::RELOADS) asm volatile("" ::: "memory");
       if constexpr (TOGETHER == 1) {
-        add_outer<Dot>([&](int r) { return row_at(r, k, part); }, [&](int v) { return weights.load(k, part, v); }, acc);
+        add_outer<Dot>([&](int r) { return row_at(r, part); }, [&](int v) { return weights.load(k, part, v); }, acc);
       } else {
         typename Policy::Operand columns[V][TOGETHER];
 #pragma GCC unroll 6
         for (int v = 0; v < V; ++v) weights.load(k, part, v, columns[v]);
 #pragma GCC unroll 4
         for (int i = 0; i < TOGETHER; ++i)
-          add_outer<Dot>([&](int r) { return row_at(r, k, Policy::step(part, i)); },
+          add_outer<Dot>([&](int r) { return row_at(r, Policy::step(part, i)); },
                          [&](int v) { return columns[v][i]; }, acc);
       }
     }
+    rows.advance(Policy::WORDS * Dot::STEPS * Dot::NUMBER);
   };
   if constexpr (requires { Dot::FLUSH_WORDS; }) {
     for (int64_t k = first; k < last;) {

@@ -309,15 +309,14 @@ struct Gemm {
   struct TileWeights : OneAtATime {
     static constexpr bool RELOADS = REGISTERS == 16;
     static constexpr bool BESIDE_OTHERS = 2 * R >= ROWS;  // maybe: for_each_block makes no smaller ones of many rows
-    const char* words;
-    int64_t column;
+    const char* words;  // from the column on: registers are at constant distances, and need no addresses of their own
     const char* ahead;
     int64_t ahead_stride;
     const char* next_part;
     int64_t next_stride;
 
     [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
-      return Dot::column(words + k * TILE_WORD, column + v * WIDTH, step);
+      return Dot::column(words + k * TILE_WORD, v * WIDTH, step);
     }
     [[gnu::always_inline]] void prefetch(int64_t) {
 #pragma GCC unroll 6
@@ -337,12 +336,11 @@ struct Gemm {
   static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const Later& later,
                                int64_t depth, bool from_zero, int64_t column, char* acc) {
     Accumulator sums[R][V];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 6
-      for (int v = 0; v < V; ++v)
-        sums[r][v] = from_zero ? Accumulator{} : load_as<Accumulator>(acc + r * TILE_WORD + v * WIDTH * WORD);
-    TileWeights<R, V> tile{{}, weights, column, nullptr, 0, later.part + depth * later.stride * column / COLUMNS,
+    if (from_zero)
+      make_zero(sums);
+    else
+      load_block(acc, TILE_WORD, sums);
+    TileWeights<R, V> tile{{}, weights + Weights::place(column, 0) * sizeof(typename Weights::Number), nullptr, 0, later.part + depth * later.stride * column / COLUMNS,
                            later.stride * V * WIDTH / COLUMNS};
     const int64_t own = std::max<int64_t>(depth - Dot::AHEAD, 0);
     for (int64_t k = 0, end = own; k < depth; k = end, end = depth) {
@@ -351,15 +349,10 @@ struct Gemm {
       tile.ahead_stride = k < own ? TILE_WORD : V * WIDTH * WORD;
       accumulate_words<Dot>(input, row_bytes, k, end, tile, sums);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 6
-      for (int v = 0; v < V; ++v) store_as(acc + r * TILE_WORD + v * WIDTH * WORD, sums[r][v]);
+    store_block(acc, TILE_WORD, sums);
   }
 
-  static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
-    return std::array<Block, ROWS>{&multiply_block<R + 1>...};
-  }(std::make_integer_sequence<int, ROWS>());
+  static constexpr auto BLOCKS = by_rows<ROWS>([]<int R>() -> Block { return &multiply_block<R>; });
 };
 
 }  // namespace oatmill

@@ -10,10 +10,8 @@
 #define OATMILL_MMLA 1
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "gemm/gemm.h"
 #include "gemm/loop.h"
@@ -140,9 +138,7 @@ struct MmlaGemm {
     }
   }
 
-  static constexpr auto BLOCKS = []<int... P>(std::integer_sequence<int, P...>) {
-    return std::array<Block, PAIRS>{&multiply_block<P + 1>...};
-  }(std::make_integer_sequence<int, PAIRS>());
+  static constexpr auto BLOCKS = by_rows<PAIRS>([]<int P>() -> Block { return &multiply_block<P>; });
 };
 
 }  // namespace oatmill

@@ -16,7 +16,7 @@
 #include "gemm/w4a8.h"
 #include "gemm/w4a16.h"
 #include "simd/dtypes.h"
-#include "gemm/w4_dequant_gemm.h"
+#include "gemm/dequant_gemm.h"
 #include "gemm/group_gemm.h"
 #include "gemm/linear.h"
 #include "gemm/mmla.h"

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 namespace oatmill {
@@ -30,8 +29,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
-                           std::optional<std::string_view> kernel = {});
+                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale);
 
 std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size);
 
