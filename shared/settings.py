@@ -1,17 +1,19 @@
 """Settings of a process: one typed object, read once from flags and environment variables.
 
-A setting `max_batch_size` is the flag `--max-batch-size` and the variable `MAX_BATCH_SIZE`; a flag wins over a
-variable, a variable over the default.
+A setting `max_batch_size` is the flag `--max-batch-size` and the variable `MAX_BATCH_SIZE`; a flag wins over the JSON
+file that `--settings-file` names, that over a variable, a variable over the default.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, ClassVar, NoReturn, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
@@ -131,9 +133,10 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
         print(f"{program} {package_version()}")
         raise SystemExit(0)
     parser = _Parser(settings, program)
+    arguments, values = _take_file(settings, program, arguments)
     try:
         source = CliSettingsSource[_Parser](settings, cli_prog_name=program, root_parser=parser)
-        result = CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
+        result = CliApp.run(settings, cli_args=arguments, cli_settings_source=source, **values)
     except ValidationError as error:
         fail(program, *(_explain(detail["loc"], detail["msg"], detail["input"]) for detail in error.errors()))
     except SettingsError as error:
@@ -145,6 +148,24 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
     if refusals := _refusals(result):
         fail(program, *refusals)
     return result
+
+
+def _take_file(
+    settings: type[ServiceSettings], program: str, arguments: Sequence[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the arguments without `--settings-file=FILE`, and the settings of that file which the program has.
+
+    The file may have settings of other programs, too. Raises SystemExit(2).
+    """
+    flag = "--settings-file="
+    values: dict[str, Any] = {}
+    for name in (each.removeprefix(flag) for each in arguments if each.startswith(flag)):
+        try:
+            content = json.loads(Path(name).read_text(encoding="utf-8"))
+            values |= {key: content[key] for key in content.keys() & settings.model_fields.keys()}
+        except (OSError, ValueError, AttributeError) as error:
+            fail(program, f"--settings-file: {name} is not a file with a JSON object: {error}")
+    return [each for each in arguments if not each.startswith(flag)], values
 
 
 def _refusals(settings: ServiceSettings) -> list[str]:

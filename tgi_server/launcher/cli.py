@@ -86,11 +86,14 @@ async def _launch(settings: LauncherSettings) -> None:
         if peers is None:
             return
     first = settings.node_rank * shards
-    with shard_sockets(settings.shard_uds_path, range(first, first + shards)) as sockets:
+    with (
+        shard_sockets(settings.shard_uds_path, range(first, first + shards)) as sockets,
+        commands.settings_file(settings) as file,
+    ):
         supervisor = Supervisor(
-            commands.shards(settings, sockets, peers.store_port if peers else None),
+            commands.shards(settings, file, sockets, peers.store_port if peers else None),
             sockets,
-            commands.router(settings, folder, sockets) if settings.node_rank == 0 else None,
+            commands.router(settings, file, folder, sockets) if settings.node_rank == 0 else None,
             (settings.hostname, settings.port),
             settings.graceful_termination_timeout,
             peers,

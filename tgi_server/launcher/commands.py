@@ -1,66 +1,79 @@
-"""Command lines of the processes that the launcher starts, made of its own settings."""
+"""Command lines of the processes that the launcher starts, and the file of its settings that shards and router read."""
 
+import json
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from shared.settings import SECRETS
 from tgi_server.launcher.machine import free_port
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.processes.sockets import router_socket
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
 from tgi_server.router.settings import ServingSettings
-from tgi_server.shard.settings import CheckpointSettings, ModelSettings
+from tgi_server.shard.settings import ModelSettings
 
-# Settings that are passed on under the same name. The API key is not: see `router`.
-DOWNLOAD_FLAGS = tuple(CheckpointSettings.model_fields)
-SHARD_FLAGS = (*ModelSettings.model_fields, "otlp_service_name")
-ROUTER_FLAGS = (*(name for name in ServingSettings.model_fields if name != "api_key"), "otlp_service_name")
-# Of these an adapter's command has its own.
-_OF_THE_MODEL = ("revision",)
+# Settings that shards and router share with the launcher, but for secrets, which are variables.
+SHARED = {*ServingSettings.model_fields, *ModelSettings.model_fields, "otlp_service_name"} - SECRETS
+
+
+@contextmanager
+def settings_file(settings: LauncherSettings) -> Iterator[Path]:
+    """Gives a file of the settings for shards and router, which only this user can read."""
+    values = settings.model_dump(mode="json", include=SHARED, exclude_none=True)
+    with tempfile.NamedTemporaryFile("w", prefix="text-generation-launcher-", suffix=".json") as file:
+        json.dump(values | {"logger_level": settings.log_level}, file)
+        file.flush()
+        yield Path(file.name)
 
 
 def download(settings: LauncherSettings, model_id: str) -> Command:
     """Returns the command that fetches a model, and prints its folder once it is complete."""
-    if model_id != settings.model_id:
-        settings = settings.model_copy(update={"revision": "main"})
-    arguments = ["download-weights", model_id, "--merge-lora", *_flags(settings, DOWNLOAD_FLAGS)]
-    arguments.append(f"--logger-level={settings.log_level}")
-    return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
+    revision = settings.revision if model_id == settings.model_id else "main"
+    return _download(settings, model_id, "--merge-lora", revision, _hub_cache(settings))
 
 
 def download_adapter(settings: LauncherSettings, adapter: AdapterSource) -> Command:
     """Returns the command that fetches an adapter, and prints its folder once it is complete."""
-    flags = _flags(settings, (name for name in DOWNLOAD_FLAGS if name not in _OF_THE_MODEL))
-    revision = [f"--revision={adapter.revision}"] if adapter.revision else []
-    arguments = ["download-weights", adapter.place, "--no-merge-lora", *revision, *flags]
-    arguments.append(f"--logger-level={settings.log_level}")
     # An inherited variable is of the model.
-    return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings) | {"REVISION": ""})
+    environment = _hub_cache(settings) | {"REVISION": ""}
+    return _download(settings, adapter.place, "--no-merge-lora", adapter.revision, environment)
 
 
-def shards(settings: LauncherSettings, sockets: list[Path], store_port: int | None = None) -> list[Command]:
+def _download(
+    settings: LauncherSettings, place: str, merge: str, revision: str | None, environment: dict[str, str]
+) -> Command:
+    arguments = ["download-weights", place, merge, f"--logger-level={settings.log_level}"]
+    arguments += [f"--revision={revision}"] if revision else []
+    # What is off is said to be off, for a variable that the child inherits may say otherwise.
+    arguments.append("--json-output" if settings.json_output else "--no-json-output")
+    arguments.append("--trust-remote-code" if settings.trust_remote_code else "--no-trust-remote-code")
+    return Command("download", _python("tgi_server.shard.cli", arguments), environment)
+
+
+def shards(settings: LauncherSettings, file: Path, sockets: list[Path], store_port: int | None = None) -> list[Command]:
     """Returns a command for each socket of this machine. store_port: where the shards of several machines meet."""
     port = store_port or settings.master_port or free_port()
-    return [_shard(settings, local_rank, sockets, port) for local_rank in range(len(sockets))]
+    return [_shard(settings, file, local_rank, sockets, port) for local_rank in range(len(sockets))]
 
 
-def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Command:
+def router(settings: LauncherSettings, file: Path, folder: Path, sockets: list[Path]) -> Command:
     """Returns the router's command. The API key is a variable: a command line can be read by every user."""
-    arguments = _flags(settings, ROUTER_FLAGS)
     # The model is named, for an inherited MODEL_ID may be another one, which a flag of the launcher overrides.
-    arguments += [f"--model-id={settings.model_id}", f"--tokenizer-name={folder}"]
+    arguments = [f"--settings-file={file}", f"--model-id={settings.model_id}", f"--tokenizer-name={folder}"]
     arguments.append(f"--master-shard-uds-path={sockets[0]}")
     arguments.append(f"--ready-uds-path={router_socket(sockets[0])}")
     environment = {"API_KEY": settings.api_key} if settings.api_key else {}
     return Command("router", _python("tgi_server.router.cli", arguments), environment)
 
 
-def _shard(settings: LauncherSettings, local_rank: int, sockets: list[Path], master_port: int) -> Command:
+def _shard(settings: LauncherSettings, file: Path, local_rank: int, sockets: list[Path], master_port: int) -> Command:
     here = len(sockets)
     rank, world_size = settings.node_rank * here + local_rank, settings.num_nodes * here
-    arguments = ["serve", settings.model_id, *_flags(settings, SHARD_FLAGS)]
-    arguments.append(f"--logger-level={settings.log_level}")
+    arguments = ["serve", settings.model_id, f"--settings-file={file}"]
     arguments.append(f"--uds-path={str(sockets[local_rank]).removesuffix(f'-{rank}')}")
     if world_size > 1:
         arguments.append("--sharded")
@@ -85,20 +98,3 @@ def _python(module: str, arguments: Iterable[str]) -> list[str]:
 
 def _hub_cache(settings: LauncherSettings) -> dict[str, str]:
     return {"HF_HUB_CACHE": str(settings.huggingface_hub_cache)} if settings.huggingface_hub_cache else {}
-
-
-def _flags(settings: LauncherSettings, names: Iterable[str]) -> list[str]:
-    """Returns `--name=value` for each setting that has a value.
-
-    Those that are off are said to be off, for a variable in the environment that the child inherits may say otherwise.
-    """
-    flags = []
-    for name in names:
-        flag, value = name.replace("_", "-"), getattr(settings, name)
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list) and value:
-            flags.append(f"--{flag}={','.join(map(str, value))}")
-        elif value not in (None, []):
-            flags.append(f"--{flag}={value}")
-    return flags

@@ -1,5 +1,7 @@
 """Settings that every process reads in the same way."""
 
+from pathlib import Path
+
 import pytest
 
 from shared.settings import ServiceSettings, read_settings
@@ -38,3 +40,33 @@ def test_other_variables_may_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("API_KEY", raising=False)
     settings = read_settings(LauncherSettings, "program", [])
     assert (settings.api_key, settings.otlp_endpoint) == (None, None)
+
+
+def test_flags_outweigh_a_file_and_that_outweighs_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"port": 5, "max_best_of": 7, "of_another_program": 1}')
+    monkeypatch.setenv("PORT", "3")
+    monkeypatch.setenv("MAX_BEST_OF", "3")
+    monkeypatch.setenv("MAX_STOP_SEQUENCES", "3")
+    settings = read_settings(LauncherSettings, "program", [f"--settings-file={file}", "--max-best-of=9"])
+    assert (settings.port, settings.max_best_of, settings.max_stop_sequences) == (5, 9, 3)
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "{"])
+def test_a_file_without_settings_is_refused(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit):
+        read_settings(LauncherSettings, "program", [f"--settings-file={file}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"program: --settings-file: {file} is not a file with a JSON object: ")
+
+
+def test_a_wrong_value_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "settings.json").write_text('{"port": -5}')
+    with pytest.raises(SystemExit):
+        read_settings(LauncherSettings, "program", [f"--settings-file={tmp_path}/settings.json"])
+    assert "--port (or PORT): " in capsys.readouterr().err
