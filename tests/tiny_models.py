@@ -115,6 +115,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
     "gpt_neox_serial": ("gpt_neox", {"intermediate_size": 96, "use_parallel_residual": False}),
     "gptj": ("gptj", {"rotary_dim": 8}),
+    "lfm2": ("lfm2", _GATED | {"layer_types": ["conv", "full_attention"]}),
     "llama": ("llama", _GATED),
     "llama4_text": (
         "llama4_text",
@@ -166,10 +167,34 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
 
 
 # By `model_type`: the `model_type` of the text model, and settings of the part that reads images.
-_WITH_IMAGES: dict[str, tuple[str, Settings]] = {
-    "gemma3": ("gemma3_text", {"image_size": 28}),
-    "llama4": ("llama4_text", {"image_size": 28, "vision_output_dim": 32, "projector_input_dim": 32}),
+def _mrope(section: list[int], **settings: Any) -> Settings:
+    """Rotary positions of time, height and width, for which each text has three times its position."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section} | settings}
+
+
+_QWEN3_VISION: Settings = {"out_hidden_size": 64, "depth": 1, "num_heads": 2, "deepstack_visual_indexes": [0]}
+# Models that read images, too: what the text model is like, what it has beside that, and the part for images.
+_WITH_IMAGES: dict[str, tuple[str, Settings, Settings]] = {
+    "gemma3": ("gemma3_text", {}, {"image_size": 28}),
+    "glm4v": ("glm4", _mrope([2, 1, 1], partial_rotary_factor=0.5), {}),
+    "idefics3": ("llama", {}, {"image_size": 28}),
+    "internvl": ("qwen2", {}, {"image_size": [28, 28], "patch_size": [14, 14]}),
+    "lfm2_vl": ("lfm2", {}, {}),
+    "llama4": ("llama4_text", {}, {"image_size": 28, "vision_output_dim": 32, "projector_input_dim": 32}),
+    "llava": ("llama", {}, {"image_size": 28}),
+    "llava_next": ("mistral", {}, {"image_size": 28}),
+    "mistral3": ("mistral", {}, {"image_size": 28}),
+    "qwen2_5_vl": ("qwen2", _mrope([2, 3, 3]), {"out_hidden_size": 64}),
+    "qwen2_vl": ("qwen2", _mrope([2, 3, 3]), {"embed_dim": 32, "depth": 1, "num_heads": 2}),
+    "qwen3_vl": (
+        "qwen3",
+        _mrope([2, 3, 3]),
+        {"out_hidden_size": 64, "depth": 1, "num_heads": 2, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_vl_moe": ("qwen3_moe", _mrope([2, 3, 3]), _QWEN3_VISION),
+    "smolvlm": ("llama", {}, {"image_size": 28}),
 }
+WITH_IMAGES = sorted(_WITH_IMAGES)
 
 
 def make(architecture: str, folder: Path, **overrides: Any) -> Path:
@@ -182,23 +207,24 @@ def make_with_images(model_type: str, folder: Path) -> Path:
     """Saves a model that reads images, too, in bfloat16, and returns its folder. Its config.json is like those of the
     hub: what the text model is stands in `text_config`, the dtype beside it.
     """
-    text_type, further = _WITH_IMAGES[model_type]
+    like, settings, further = _WITH_IMAGES[model_type]
+    text = configuration(like).to_dict() | settings
+    own: Any = type(AutoConfig.for_model(model_type)).sub_configs["text_config"]
+    if own is not AutoConfig:
+        text["model_type"] = own.model_type
     vision = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        model_type,
-        text_config=configuration(text_type).to_dict(),
-        vision_config=vision | further | {"patch_size": 14, "projector_output_dim": 32},
-        tie_word_embeddings=False,
-    )
+    vision |= {"patch_size": 14, "projector_output_dim": 32} | further
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+        _scale_up(model)
     model.save_pretrained(folder)
     file = folder / "config.json"
-    settings = json.loads(file.read_text())
+    saved = json.loads(file.read_text())
     for part in ("text_config", "vision_config"):
-        settings[part].pop("dtype", None)
-    file.write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+        saved[part].pop("dtype", None)
+    file.write_text(json.dumps(saved | {"dtype": "bfloat16"}))
     return folder
 
 
@@ -215,13 +241,17 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = factory.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(SCALE)
-                else:
-                    parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+        _scale_up(model)
     return model.eval()
+
+
+@torch.no_grad()
+def _scale_up(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(SCALE)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=NOISE)
 
 
 def make_llama(folder: Path, **overrides: Any) -> Path:

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from tests.tiny_models import VOCAB_SIZE
 from tgi_server.contract import StoppingParameters
@@ -37,6 +44,8 @@ def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
 def load_reference(folder: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        factory = AutoModelForImageTextToText
     # what transformers 5.17 takes by default for a model with soft caps leaves them out
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = factory.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)

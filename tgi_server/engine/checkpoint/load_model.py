@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, placement
@@ -72,7 +80,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     said = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
     checkpoint_dtype = said or stored_dtype(config.model_path)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
-    factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
+    factory = _factory(model_config)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
@@ -90,6 +98,18 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     return model.to(device).eval().requires_grad_(False)
 
 
+def _factory(config: PretrainedConfig) -> Any:
+    """Returns the class of `transformers` that makes a model of a configuration: for text alone where there is one."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    images_too = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (
+        AutoModelForImageTextToText
+        if images_too and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForCausalLM
+    )
+
+
 def _load_part(
     config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict]:
@@ -103,6 +123,7 @@ def _load_part(
         quantization is not None
         or (config.model_path / "adapter_config.json").is_file()
         or not has_index(config.model_path)
+        or type(model_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # whose images' part is left out
     ):
         # Where peft is installed, `transformers` would make an adapter that lies beside the model a part of it.
         path, trust = config.model_path, config.trust_remote_code

@@ -114,6 +114,7 @@ def _load(
             del part.quantization_config
     with torch.device("meta"):
         empty = factory.from_config(config, trust_remote_code=trust_remote_code)
+    _leave_out_images(empty)
     model_class, config = type(empty), empty.config  # of the text model, where it is loaded without its images
     with open_checkpoint(folder, plan, share, quantization) as tensors:
         if plan is not None:
@@ -279,6 +280,7 @@ def _part_class(
     class ModelShard(model_class):
         def __init__(self, config: PretrainedConfig) -> None:
             super().__init__(config)
+            _leave_out_images(self)
             if plan is not None and share is not None:
                 _cut(self, plan, share)
             for _, (path,) in linears:
@@ -290,6 +292,16 @@ def _part_class(
     ModelShard.__name__ = model_class.__name__
     ModelShard.__module__ = model_class.__module__
     return ModelShard
+
+
+def _leave_out_images(model: PreTrainedModel) -> None:
+    """Removes the modules that read images from a model that has them, so that no weights are read for them."""
+    decoder, base = model.get_decoder(), model.base_model
+    if decoder is base or model.config.is_encoder_decoder:
+        return
+    for name, child in list(base.named_children()):
+        if all(module is not decoder for module in child.modules()):
+            setattr(base, name, None)
 
 
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:

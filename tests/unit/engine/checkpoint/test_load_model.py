@@ -161,6 +161,13 @@ def test_a_model_that_also_reads_images_has_the_dtype_of_its_checkpoint(model_ty
     assert load_model(EngineConfig(folder), torch.device("meta")).dtype == torch.bfloat16
 
 
+def test_of_a_model_that_also_reads_images_the_text_model_is_loaded(tmp_path) -> None:
+    model = load_model(EngineConfig(make_with_images("qwen2_5_vl", tmp_path)), torch.device("cpu"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(
+        parameter.numel() for parameter in [*model.get_decoder().parameters(), model.get_output_embeddings().weight]
+    )
+
+
 def test_a_checkpoint_that_does_not_say_its_dtype_has_that_of_its_weights(tmp_path) -> None:
     file = make("llama", tmp_path) / "model.safetensors"
     weights = {name: tensor.half() for name, tensor in load_file(file).items()}

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import ARCHITECTURES, make
+from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_with_images
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.ranks import Ranks
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.parallel import ShardGroup
 
-UNSPLIT = {"llama4_text", "mamba", "qwen3_next", "rwkv"}
+UNSPLIT = {"lfm2", "lfm2_vl", "llama4", "llama4_text", "mamba", "qwen3_next", "rwkv"}
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 # Two shards get one and two KV heads, with two and four heads of queries.
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 101}
@@ -41,6 +41,12 @@ def test_shards_of_every_architecture_generate_what_the_whole_model_does(
     architecture: str, count: int, ranks_of: RanksOf, tmp_path: Path
 ) -> None:
     check(ranks_of(count), make(architecture, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(set(WITH_IMAGES) - UNSPLIT))
+def test_shards_of_models_that_read_images_too(model_type: str, ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make_with_images(model_type, tmp_path))
 
 
 @pytest.mark.slow

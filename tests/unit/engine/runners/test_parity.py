@@ -8,10 +8,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import ARCHITECTURES, make
+from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_with_images
 from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, load_engine, prompts
 
-PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "llama4_text", "mamba", "qwen3_next", "t5"}
+PADDED = {
+    "bart",
+    "deepseek_v3",
+    "flan_t5",
+    "gpt_neo",
+    "lfm2",
+    "lfm2_vl",
+    "llama4",
+    "llama4_text",
+    "mamba",
+    "qwen3_next",
+    "t5",
+}
 # The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
 # One of each kind: attention modules of our own, soft caps and windows, experts, one KV head, states of fixed size, and
@@ -63,6 +75,13 @@ def check_outputs(outputs: list[list[int]], expected: list[list[int]]) -> None:
 def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
     requests, expected = overlap(make(architecture, tmp_path))
     assert requests.engine.info.paged is (architecture not in PADDED)
+    check(requests, expected)
+
+
+@pytest.mark.parametrize("model_type", quick(WITH_IMAGES, {"mistral3", "qwen3_vl"}))
+def test_texts_of_models_that_read_images_too(model_type, tmp_path) -> None:
+    requests, expected = overlap(make_with_images(model_type, tmp_path))
+    assert requests.engine.info.paged is (model_type not in PADDED)
     check(requests, expected)
 
 

@@ -27,6 +27,7 @@ def spec_of(config: Any) -> DecoderSpec:
 
 def plan_for(config: Any) -> ShardingPlan:
     """Returns how models of that configuration are split. Raises UnsupportedModel for one that cannot be."""
+    config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     plan = family_of(config).plan
     if plan is None:
         known = ", ".join(sorted(name for name, family in _families().items() if family.plan is not None))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel
 from tgi_server.engine.parallel.shares import halves
@@ -22,8 +22,13 @@ def glm4(config: Any) -> DecoderSpec:
     return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act), interleaved=True)
 
 
+def glm4v(config: Any) -> DecoderSpec:
+    """`glm4v_text` reads the texts of GLM-4.1V."""
+    return replace(glm4(config), ropes=(RopeSpec(table="pairs"),))
+
+
 def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, {"gate_up_proj": column_parallel(halves)})
 
 
-FAMILIES = {"glm": Family(glm, _plan), "glm4": Family(glm4, _plan)}
+FAMILIES = {"glm": Family(glm, _plan), "glm4": Family(glm4, _plan), "glm4v_text": Family(glm4v, _plan)}

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen 2 and 3, SmolLM3: RMS norms, rotary positions, a gated feed-forward part."""
+"""Llama, Mistral, Qwen 2 and 3 (also -VL), SmolLM3: RMS norms, rotary positions, a gated feed-forward part."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,9 @@ FAMILIES = {
     "llama": Family(llama, llama_plan),
     "mistral": Family(llama, llama_plan),
     "qwen2": Family(llama, llama_plan),
+    "qwen2_vl_text": Family(llama, llama_plan),
+    "qwen2_5_vl_text": Family(llama, llama_plan),
     "qwen3": Family(qwen3, llama_plan),
+    "qwen3_vl_text": Family(qwen3, llama_plan),
     "smollm3": Family(smollm3, llama_plan),
 }

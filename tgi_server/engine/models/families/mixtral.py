@@ -29,4 +29,8 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, EXPERTS, whole=("gate",))
 
 
-FAMILIES = {"mixtral": Family(mixtral, _plan), "qwen3_moe": Family(qwen3_moe, _plan)}
+FAMILIES = {
+    "mixtral": Family(mixtral, _plan),
+    "qwen3_moe": Family(qwen3_moe, _plan),
+    "qwen3_vl_moe_text": Family(qwen3_moe, _plan),
+}
