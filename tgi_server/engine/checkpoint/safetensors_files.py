@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized import Quantization, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.rounding import STACKED
-from tgi_server.engine.checkpoint.quantized.source import StackedSource, TensorSource
+from tgi_server.engine.checkpoint.quantized.source import TensorSource
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.memory import Leftovers, mapped
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice
@@ -119,7 +119,7 @@ class QuantizedTensor:
     @property
     def stacked(self) -> bool:
         """True for the weights of a layer's experts in one tensor, False for the weight of a linear layer."""
-        return isinstance(self._source, StackedSource)
+        return self._source.stacked
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from tgi_server.engine.checkpoint.quantized.experts import Experts
 from tgi_server.engine.checkpoint.quantized.layer import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.recognition import Quantization, find_quantization
-from tgi_server.engine.checkpoint.quantized.source import QuantizedSource
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 
-__all__ = ["Experts", "Quantization", "QuantizedLinear", "QuantizedSource", "QuantizedWeight", "find_quantization"]
+__all__ = ["Experts", "Quantization", "QuantizedLinear", "QuantizedWeight", "find_quantization"]

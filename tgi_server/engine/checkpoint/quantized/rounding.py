@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedSource, StackedSource, TensorSource
+from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
 from tgi_server.engine.checkpoint.quantized.weight import LINE, QuantizedWeight, paired
 
 Rounding = Callable[[Tensor], QuantizedWeight]
@@ -100,41 +101,16 @@ def sources(files: Files, rounding: Rounding) -> list[TensorSource]:
     """Returns a source for every matrix of a checkpoint, and for every tensor of all experts of a layer."""
     found: list[TensorSource] = []
     for name, file in files.items():
-        dimensions = len(file.get_shape())
-        if name.endswith(".weight") and dimensions == 2:
-            found.append(_RoundedSource(name, files, rounding))
-        elif name.endswith(STACKED) and dimensions == 3:
-            found.append(_RoundedStack(name, files, rounding))
+        shape = tuple(file.get_shape())
+        if (name.endswith(".weight") and len(shape) == 2) or (name.endswith(STACKED) and len(shape) == 3):
+            weights = partial(_rounded_weights, file, rounding)
+            found.append(TensorSource(name, files, (name,), shape, weights))
     return found
 
 
-class _RoundedSource(QuantizedSource):
-    def __init__(self, name: str, files: Files, rounding: Rounding) -> None:
-        super().__init__(name, (name,), files)
-        self._rounding = rounding
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.size(self.name)
-
-    def read(self) -> QuantizedWeight:
-        return _rounded(self.tensor(self.name), self._rounding)
-
-
-class _RoundedStack(StackedSource):
-    def __init__(self, name: str, files: Files, rounding: Rounding) -> None:
-        super().__init__(name, (name,), files)
-        self._rounding = rounding
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.size(self.name, 3)
-
-    def weights(self) -> Iterator[QuantizedWeight]:
-        for expert in range(self.shape[0]):
-            yield _rounded(self._files[self.name][expert].T, self._rounding)
-
-
-def _rounded(weight: Tensor, rounding: Rounding) -> QuantizedWeight:
-    parts = weight.split(max(1, ROUNDED_AT_ONCE // weight.shape[1]))
-    return QuantizedWeight.joined([rounding(part.float()) for part in parts])
+def _rounded_weights(file: Any, rounding: Rounding) -> Iterator[QuantizedWeight]:
+    shape = file.get_shape()
+    matrices = [file[...]] if len(shape) == 2 else (file[expert].T for expert in range(shape[0]))
+    for weight in matrices:
+        parts = weight.split(max(1, ROUNDED_AT_ONCE // weight.shape[1]))
+        yield QuantizedWeight.joined([rounding(part.float()) for part in parts])

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint that make up a quantised weight."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,84 +12,82 @@ from tgi_server.engine.errors import InvalidWeights
 
 # What `get_slice` of open safetensors files returns, by the name of the tensor.
 Files = Mapping[str, Any]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class TensorSource(ABC):
-    """The tensors of one quantised weight, which are read when they are asked for.
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """The tensors of one quantised weight, which are read when they are needed.
 
-    name: of the dense tensor that they stand for. parts: the names of the tensors.
+    name: of the dense tensor that they stand for. parts: the names of the tensors in `files`.
+    shape: of the dense tensor: [outputs, inputs] of a linear layer, or [experts, inputs, outputs] of a layer's experts.
+    weights: yields the weight, [outputs, inputs], or each expert's. Raises InvalidWeights, which names the tensor, for
+        what does not fit together.
     """
 
-    def __init__(self, name: str, parts: tuple[str, ...], files: Files) -> None:
-        self.name = name
-        self.parts = parts
-        self._files = files
+    name: str
+    files: Files
+    parts: Sequence[str]
+    shape: tuple[int, ...]
+    weights: Callable[[], Iterator[QuantizedWeight]]
 
     @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the dense tensor."""
+    def stacked(self) -> bool:
+        """True for the weights of a layer's experts in one tensor, False for the weight of a linear layer."""
+        return len(self.shape) == 3
 
-    @abstractmethod
-    def weights(self) -> Iterator[QuantizedWeight]:
-        """Yields the weight, [outputs, inputs], or each of those that are stacked in the tensor.
-
-        Raises InvalidWeights, which names the tensor, for what does not fit together.
-        """
-
-    @abstractmethod
     def dense(self) -> Tensor:
         """Returns the dense tensor. Raises InvalidWeights as `weights` does."""
-
-    def tensor(self, name: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> Tensor:
-        """Reads a tensor that has one of these shapes and dtypes, where any are given. Raises InvalidWeights."""
-        found: Tensor = self._files[name][...]
-        if shapes and tuple(found.shape) not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise InvalidWeights(f"tensor {name} has the shape {list(found.shape)}, where {wanted} is expected")
-        if dtypes and found.dtype not in dtypes:
-            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise InvalidWeights(
-                f"tensor {name} is of {str(found.dtype).removeprefix('torch.')}, where {wanted} is expected"
-            )
-        return found
-
-    def stored(self) -> Iterator[Tensor]:
-        """Yields the tensors as they are in the files."""
-        return (self._files[name][...] for name in self.parts)
-
-    def size(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
-        """Returns the shape of a tensor without reading it. Raises InvalidWeights if it has other dimensions."""
-        shape = tuple(self._files[name].get_shape())
-        if len(shape) != dimensions:
-            raise InvalidWeights(
-                f"tensor {name} has the shape {list(shape)}, where {dimensions} dimensions are expected"
-            )
-        return shape
-
-
-class QuantizedSource(TensorSource):
-    """The tensors of the weight of a linear layer, [outputs, inputs]."""
-
-    @abstractmethod
-    def read(self) -> QuantizedWeight:
-        """Returns the whole weight. Raises InvalidWeights, which names the tensor, for what does not fit together."""
-
-    def weights(self) -> Iterator[QuantizedWeight]:
-        yield self.read()
-
-    def dense(self) -> Tensor:
-        return self.read().dense()
-
-
-class StackedSource(TensorSource):
-    """The tensors of the weights of a layer's experts, whose dense tensor is [experts, inputs, outputs]."""
-
-    def dense(self) -> Tensor:
+        if not self.stacked:
+            return next(self.weights()).dense()
         dense = torch.empty(self.shape, dtype=torch.bfloat16)
         for expert, weight in zip(dense, self.weights(), strict=True):
             expert.copy_(weight.dense().T)
         return dense
+
+    def stored(self) -> Iterator[Tensor]:
+        """Yields the tensors as they are in the files."""
+        return (self.files[name][...] for name in self.parts)
+
+
+def parts_of(files: Files, needed: Sequence[str], optional: Sequence[str] = ()) -> list[str]:
+    """Returns the names that are there. Raises InvalidWeights if one is missing beside the first that is needed."""
+    for name in needed:
+        if name not in files:
+            raise InvalidWeights(f"tensor {name} is missing beside {needed[0]}")
+    return [*needed, *(name for name in optional if name in files)]
+
+
+def read(files: Files, name: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> Tensor:
+    """Reads a tensor that has one of these shapes and dtypes, where any are given. Raises InvalidWeights."""
+    found: Tensor = files[name][...]
+    if shapes and tuple(found.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidWeights(f"tensor {name} has the shape {list(found.shape)}, where {expected} is expected")
+    if dtypes and found.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InvalidWeights(
+            f"tensor {name} is of {str(found.dtype).removeprefix('torch.')}, where {expected} is expected"
+        )
+    return found
+
+
+def read_groups(files: Files, name: str, inputs: int, count: int) -> Tensor:
+    """Reads the group of each input, one of `count`: [inputs] int64. Raises InvalidWeights."""
+    groups = read(files, name, (inputs,)).long()
+    if int(groups.min()) < 0 or int(groups.max()) >= count:
+        raise InvalidWeights(
+            f"tensor {name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}"
+        )
+    return groups
+
+
+def size(files: Files, name: str, dimensions: int = 2) -> tuple[int, ...]:
+    """Returns the shape of a tensor without reading it. Raises InvalidWeights if it has other dimensions."""
+    shape = tuple(files[name].get_shape())
+    if len(shape) != dimensions:
+        raise InvalidWeights(f"tensor {name} has the shape {list(shape)}, where {dimensions} dimensions are expected")
+    return shape
 
 
 def words_of(numbers: int, bits: int) -> int:

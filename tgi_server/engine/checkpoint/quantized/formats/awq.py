@@ -4,21 +4,28 @@ Of a layer with K inputs and N outputs: `qweight`, [K, N / 8] int32, in which ni
 eight; `qzeros`, [groups, N / 8], alike; `scales`, [groups, N].
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedSource, whole_numbers
+from tgi_server.engine.checkpoint.quantized.source import (
+    FLOATS,
+    Files,
+    TensorSource,
+    parts_of,
+    read,
+    size,
+    whole_numbers,
+)
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight, paired
-from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+from tgi_server.engine.errors import UnsupportedModel
 
 BITS = 4
 _PLACES = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +52,25 @@ class AwqFormat:
         return f"AWQ, {BITS} bits, " + (f"groups of {self.group_size}" if self.group_size else "one group")
 
 
-def sources(files: Files, settings: AwqFormat) -> list[QuantizedSource]:
-    return [_AwqSource(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+def sources(files: Files, settings: AwqFormat) -> list[TensorSource]:
+    return [_source(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
 
 
-class _AwqSource(QuantizedSource):
-    def __init__(self, path: str, files: Files, settings: AwqFormat) -> None:
-        self._path = path
-        self._settings = settings
-        names = tuple(f"{path}.{part}" for part in ("qweight", "qzeros", "scales"))
-        for name in names:
-            if name not in files:
-                raise InvalidWeights(f"tensor {name} is missing beside {names[0]}")
-        super().__init__(f"{path}.weight", names, files)
+def _source(path: str, files: Files, settings: AwqFormat) -> TensorSource:
+    parts = parts_of(files, [f"{path}.{part}" for part in ("qweight", "qzeros", "scales")])
+    inputs, words = size(files, parts[0])
+    outputs = words * _PLACES
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        inputs, words = self.size(f"{self._path}.qweight")
-        return words * _PLACES, inputs
+    def weights() -> Iterator[QuantizedWeight]:
+        group_size = settings.group_size or inputs
+        count = -(-inputs // group_size)
+        codes = read(files, parts[0], (inputs, words), dtypes=(torch.int32,))
+        zeros = read(files, parts[1], (count, words), dtypes=(torch.int32,))
+        scales = read(files, parts[2], (count, outputs), dtypes=FLOATS)
+        groups = torch.arange(inputs) // group_size
+        yield whole_numbers(paired(_unpacked(codes)), _unpacked(zeros), scales.T.float(), BITS, groups)
 
-    def read(self) -> QuantizedWeight:
-        outputs, inputs = self.shape
-        size = self._settings.group_size or inputs
-        count = -(-inputs // size)
-        words = self.tensor(f"{self._path}.qweight", (inputs, outputs // _PLACES), dtypes=(torch.int32,))
-        zeros = self.tensor(f"{self._path}.qzeros", (count, outputs // _PLACES), dtypes=(torch.int32,))
-        scales = self.tensor(f"{self._path}.scales", (count, outputs), dtypes=_FLOATS)
-        groups = torch.arange(inputs) // size
-        return whole_numbers(paired(_unpacked(words)), _unpacked(zeros), scales.T.float(), BITS, groups)
+    return TensorSource(f"{path}.weight", files, parts, (outputs, inputs), weights)
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ In int8, `weight`, [N, K], has a scale for each output in `SCB`, times 127.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedSource
+from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource, parts_of, read, size
 from tgi_server.engine.checkpoint.quantized.weight import CODES, QuantizedWeight, paired
 from tgi_server.engine.errors import InvalidWeights
 
@@ -26,9 +26,9 @@ INT8 = "int8"
 _STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
-def sources(files: Files, kind: str) -> list[QuantizedSource]:
+def sources(files: Files, kind: str) -> list[TensorSource]:
     """kind: of all quantised weights; nf4, fp4 or INT8. Raises InvalidWeights for one of another kind."""
-    found: list[QuantizedSource] = []
+    found: list[TensorSource] = []
     for name in files:
         weight, state, stored = name.partition(_STATE)
         if not state and not name.endswith(".SCB"):
@@ -37,81 +37,65 @@ def sources(files: Files, kind: str) -> list[QuantizedSource]:
             raise InvalidWeights(
                 f"tensor {name} is of a weight in {stored or INT8}, but config.json says {kind}; download it again"
             )
-        found.append(_FourBits(weight, name, files) if state else _EightBits(name.removesuffix(".SCB"), files))
+        found.append(_four_bits(weight, name, files) if state else _eight_bits(name.removesuffix(".SCB"), files))
     return found
 
 
-class _FourBits(QuantizedSource):
-    def __init__(self, name: str, state: str, files: Files) -> None:
-        kinds = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-        parts = tuple(f"{name}.{kind}" for kind in kinds if f"{name}.{kind}" in files)
-        for needed in (name, f"{name}.absmax", f"{name}.quant_map"):
-            if needed not in files:
-                raise InvalidWeights(f"tensor {needed} is missing beside {state}")
-        super().__init__(name, (name, state, *parts), files)
-        try:
-            self._state: Mapping[str, Any] = json.loads(bytes(files[state][...].tolist()))
-            self._outputs, self._inputs = map(int, self._state["shape"])
-            self._block = int(self._state["blocksize"])
-            self._nested_block = int(self._state.get("nested_blocksize", 256))
-            if min(self._outputs, self._inputs, self._block, self._nested_block) < 1:
-                raise ValueError("its shape and its sizes of blocks have to be positive")
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidWeights(f"tensor {state} does not say how the weight is quantised: {error}") from error
+def _four_bits(name: str, state_name: str, files: Files) -> TensorSource:
+    absmax, quant_map, *nested = (
+        f"{name}.{kind}" for kind in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    )
+    parts = parts_of(files, (state_name, name, absmax, quant_map), nested)
+    try:
+        state: Mapping[str, Any] = json.loads(bytes(files[state_name][...].tolist()))
+        outputs, inputs = map(int, state["shape"])
+        block, nested_block = int(state["blocksize"]), int(state.get("nested_blocksize", 256))
+        if min(outputs, inputs, block, nested_block) < 1:
+            raise ValueError("its shape and its sizes of blocks have to be positive")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidWeights(f"tensor {state_name} does not say how the weight is quantised: {error}") from error
+    count = outputs * inputs
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._outputs, self._inputs
-
-    def read(self) -> QuantizedWeight:
-        outputs, inputs = self._outputs, self._inputs
-        count = outputs * inputs
+    def weights() -> Iterator[QuantizedWeight]:
         half = -(-count // 2)
-        pairs = self.tensor(self.name, dtypes=_STORAGES).flatten().view(torch.uint8)
+        pairs = read(files, name, dtypes=_STORAGES).flatten().view(torch.uint8)
         if len(pairs) != half:
             raise InvalidWeights(
-                f"tensor {self.name} has {len(pairs):,} bytes, where {half:,} are expected for a weight of the shape "
+                f"tensor {name} has {len(pairs):,} bytes, where {half:,} are expected for a weight of the shape "
                 f"{[outputs, inputs]}"
             )
         if inputs % 2:
             codes = paired(torch.stack((pairs >> 4, pairs & 15), 1).flatten()[:count].view(outputs, inputs))
         else:
             codes = (pairs >> 4 | pairs << 4).view(outputs, inputs // 2)
-        codebook = self.tensor(f"{self.name}.quant_map", (CODES,)).float()
+        codebook = read(files, quant_map, (CODES,)).float()
         # No block ends inside of so many inputs of an output.
-        size = math.gcd(inputs, self._block)
-        places = torch.arange(outputs).unsqueeze(1) * inputs + torch.arange(inputs // size) * size
-        scales = self._scales(-(-count // self._block))[places // self._block]
-        groups = torch.arange(inputs) // size
-        return QuantizedWeight.of(codes, scales, codebook=codebook, groups=groups)
+        group_size = math.gcd(inputs, block)
+        places = torch.arange(outputs).unsqueeze(1) * inputs + torch.arange(inputs // group_size) * group_size
+        scales = block_scales(-(-count // block))[places // block]
+        yield QuantizedWeight.of(codes, scales, codebook=codebook, groups=torch.arange(inputs) // group_size)
 
-    def _scales(self, blocks: int) -> Tensor:
-        stored = self.tensor(f"{self.name}.absmax", (blocks,))
+    def block_scales(blocks: int) -> Tensor:
+        stored = read(files, absmax, (blocks,))
         if stored.dtype != torch.uint8:
             return stored.float()
-        name = f"{self.name}.nested_absmax"
-        if name not in self.parts or f"{self.name}.nested_quant_map" not in self.parts:
-            raise InvalidWeights(f"tensor {name} or its codebook is missing beside {self.name}.absmax")
-        size = self._nested_block
-        nested = self.tensor(name, (-(-blocks // size),)).float().repeat_interleave(size)[:blocks]
-        codebook = self.tensor(f"{self.name}.nested_quant_map", (256,)).float()
-        return codebook[stored.long()] * nested + float(self._state.get("nested_offset", 0.0))
+        if len(parts) < 6:
+            raise InvalidWeights(f"tensor {nested[0]} or its codebook is missing beside {absmax}")
+        scales = read(files, nested[0], (-(-blocks // nested_block),)).float()
+        codebook = read(files, nested[1], (256,)).float()
+        offset = float(state.get("nested_offset", 0.0))
+        return codebook[stored.long()] * scales.repeat_interleave(nested_block)[:blocks] + offset
+
+    return TensorSource(name, files, parts, (outputs, inputs), weights)
 
 
-class _EightBits(QuantizedSource):
-    def __init__(self, path: str, files: Files) -> None:
-        name = f"{path}.weight"
-        if name not in files:
-            raise InvalidWeights(f"tensor {name} is missing beside {path}.SCB")
-        layout = f"{path}.weight_format"
-        super().__init__(name, (name, f"{path}.SCB", *([layout] if layout in files else [])), files)
-        self._scales = f"{path}.SCB"
+def _eight_bits(path: str, files: Files) -> TensorSource:
+    name, scales_name = f"{path}.weight", f"{path}.SCB"
+    parts = parts_of(files, (scales_name, name), (f"{path}.weight_format",))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.size(self.name)
+    def weights() -> Iterator[QuantizedWeight]:
+        codes = read(files, name, dtypes=(torch.int8,))
+        scales = read(files, scales_name, (len(codes),)).float() / _LEVELS
+        yield QuantizedWeight.of(codes, scales.unsqueeze(1))
 
-    def read(self) -> QuantizedWeight:
-        codes = self.tensor(self.name, dtypes=(torch.int8,))
-        scales = self.tensor(self._scales, (len(codes),)).float() / _LEVELS
-        return QuantizedWeight.of(codes, scales.unsqueeze(1))
+    return TensorSource(name, files, parts, size(files, name), weights)

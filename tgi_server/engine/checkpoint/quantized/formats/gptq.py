@@ -5,7 +5,7 @@ Of a layer with K inputs and N outputs, in b bits: `qweight`, [K * b / 32, N] in
 except in the format that calls itself gptq_v2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized.source import (
+    FLOATS,
     Files,
-    QuantizedSource,
+    TensorSource,
     codes_of,
+    parts_of,
+    read,
+    read_groups,
+    size,
     unpacked,
     whole_numbers,
     words_of,
 )
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
-from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+from tgi_server.engine.errors import UnsupportedModel
 
 BITS = range(2, 9)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,30 @@ class GptqFormat:
         return f"GPTQ, {self.bits} bits, {groups}"
 
 
-def sources(files: Files, settings: GptqFormat) -> list[QuantizedSource]:
-    return [_GptqSource(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+def sources(files: Files, settings: GptqFormat) -> list[TensorSource]:
+    return [_source(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+
+
+def _source(path: str, files: Files, settings: GptqFormat) -> TensorSource:
+    names = [f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
+    parts, bits = parts_of(files, names[:3], names[3:]), settings.bits
+    words, outputs = size(files, names[0])
+    inputs = size(files, names[3], 1)[0] if names[3] in parts else words * 32 // bits
+
+    def weights() -> Iterator[QuantizedWeight]:
+        group_size = settings.group_size or inputs
+        count = -(-inputs // group_size)
+        codes = read(files, names[0], (words_of(inputs, bits), outputs), dtypes=(torch.int32,))
+        zeros = read(files, names[1], (count, words_of(outputs, bits)), dtypes=(torch.int32,))
+        scales = read(files, names[2], (count, outputs), dtypes=FLOATS)
+        if names[3] in parts:
+            groups = read_groups(files, names[3], inputs, count)
+        else:
+            groups = torch.arange(inputs) // group_size
+        numbers = unpacked(zeros.T, bits, outputs).float() + settings.stored_zeros
+        yield whole_numbers(codes_of(codes.T, bits, inputs), numbers, scales.T.float(), bits, groups)
+
+    return TensorSource(f"{path}.weight", files, parts, (outputs, inputs), weights)
 
 
 def tensors(weight: QuantizedWeight, bits: int) -> dict[str, Tensor]:
@@ -84,44 +110,3 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     for place in range(places):
         words |= rows[:, place] << place * bits
     return words
-
-
-class _GptqSource(QuantizedSource):
-    def __init__(self, path: str, files: Files, settings: GptqFormat) -> None:
-        self._path = path
-        self._settings = settings
-        names = [f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
-        for name in names[:3]:
-            if name not in files:
-                raise InvalidWeights(f"tensor {name} is missing beside {names[0]}")
-        super().__init__(f"{path}.weight", tuple(name for name in names if name in files), files)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        words, outputs = self.size(f"{self._path}.qweight")
-        has_groups = f"{self._path}.g_idx" in self.parts
-        inputs = self.size(f"{self._path}.g_idx", 1)[0] if has_groups else words * 32 // self._settings.bits
-        return outputs, inputs
-
-    def read(self) -> QuantizedWeight:
-        path, bits = self._path, self._settings.bits
-        outputs, inputs = self.shape
-        size = self._settings.group_size or inputs
-        count = -(-inputs // size)
-        words = self.tensor(f"{path}.qweight", (words_of(inputs, bits), outputs), dtypes=(torch.int32,))
-        scales = self.tensor(f"{path}.scales", (count, outputs), dtypes=_FLOATS)
-        packed_zeros = self.tensor(f"{path}.qzeros", (count, words_of(outputs, bits)), dtypes=(torch.int32,))
-        zeros = unpacked(packed_zeros.T, bits, outputs).float() + self._settings.stored_zeros
-        codes = codes_of(words.T, bits, inputs)
-        return whole_numbers(codes, zeros, scales.T.float(), bits, self._groups(inputs, size, count))
-
-    def _groups(self, inputs: int, size: int, count: int) -> Tensor:
-        name = f"{self._path}.g_idx"
-        if name not in self.parts:
-            return torch.arange(inputs) // size
-        groups = self.tensor(name, (inputs,)).long()
-        if int(groups.min()) < 0 or int(groups.max()) >= count:
-            raise InvalidWeights(
-                f"tensor {name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}"
-            )
-        return groups

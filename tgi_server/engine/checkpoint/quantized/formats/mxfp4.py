@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tgi_server.engine.checkpoint.quantized.source import Files, StackedSource
+from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource, parts_of, read, size
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
 
@@ -22,28 +22,23 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODEBOOK = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 
 
-def sources(files: Files) -> list[StackedSource]:
-    return [_Experts(name.removesuffix(_BLOCKS), files) for name in files if name.endswith(_BLOCKS)]
+def sources(files: Files) -> list[TensorSource]:
+    return [_experts(name.removesuffix(_BLOCKS), files) for name in files if name.endswith(_BLOCKS)]
 
 
-class _Experts(StackedSource):
-    def __init__(self, name: str, files: Files) -> None:
-        if name + _SCALES not in files:
-            raise InvalidWeights(f"tensor {name}{_SCALES} is missing beside {name}{_BLOCKS}")
-        super().__init__(name, (name + _BLOCKS, name + _SCALES), files)
+def _experts(name: str, files: Files) -> TensorSource:
+    parts = parts_of(files, (name + _BLOCKS, name + _SCALES))
+    experts, outputs, blocks, bytes_ = size(files, parts[0], 4)
+    inputs = blocks * bytes_ * 2
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, outputs, blocks, bytes_ = self.size(self.parts[0], 4)
-        return experts, blocks * bytes_ * 2, outputs
-
-    def weights(self) -> Iterator[QuantizedWeight]:
-        experts, inputs, outputs = self.shape
+    def weights() -> Iterator[QuantizedWeight]:
         blocks = inputs // (2 * _BYTES)
-        pairs = self.tensor(self.parts[0], (experts, outputs, blocks, _BYTES), dtypes=(torch.uint8,))
-        exponents = self.tensor(self.parts[1], (experts, outputs, blocks), dtypes=(torch.uint8,))
+        pairs = read(files, parts[0], (experts, outputs, blocks, _BYTES), dtypes=(torch.uint8,))
+        exponents = read(files, parts[1], (experts, outputs, blocks), dtypes=(torch.uint8,))
         if bool((exponents == _NAN).any()):
-            raise InvalidWeights(f"tensor {self.parts[1]} has scales that are NaN; download the folder again")
+            raise InvalidWeights(f"tensor {parts[1]} has scales that are NaN; download the folder again")
         for expert in range(experts):
             scales = torch.ldexp(torch.ones(outputs, blocks), exponents[expert].int() - _BIAS)
             yield QuantizedWeight.of(pairs[expert].flatten(1), scales, codebook=CODEBOOK)
+
+    return TensorSource(name, files, parts, (experts, inputs, outputs), weights)

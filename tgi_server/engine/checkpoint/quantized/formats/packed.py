@@ -5,13 +5,19 @@ Of a layer with K inputs and N outputs, in b bits: `weight_packed`, [N, K * b / 
 N, or in int8; `weight_g_idx`, [K], the group of each input; `weight_shape`.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.source import (
     Files,
-    QuantizedSource,
+    TensorSource,
     codes_of,
+    parts_of,
+    read,
+    read_groups,
+    size,
     unpacked,
     whole_numbers,
     words_of,
@@ -22,71 +28,51 @@ from tgi_server.engine.errors import InvalidWeights
 _PACKED = ".weight_packed"
 
 
-def sources(files: Files, bits: frozenset[int], sizes: frozenset[int]) -> list[QuantizedSource]:
+def sources(files: Files, bits: frozenset[int], sizes: frozenset[int]) -> list[TensorSource]:
     """bits, sizes: of codes and of groups (-1: one group) that the settings of the checkpoint name; a layer has one of
     them each.
     """
-    return [_PackedSource(name.removesuffix(_PACKED), files, bits, sizes) for name in files if name.endswith(_PACKED)]
+    return [_source(name.removesuffix(_PACKED), files, bits, sizes) for name in files if name.endswith(_PACKED)]
 
 
-class _PackedSource(QuantizedSource):
-    def __init__(self, path: str, files: Files, bits: frozenset[int], sizes: frozenset[int]) -> None:
-        self._path = path
-        self._sizes = sizes
-        kinds = ("packed", "scale", "shape", "zero_point", "g_idx")
-        names = [f"{path}.weight_{kind}" for kind in kinds]
-        for name in names[:3]:
-            if name not in files:
-                raise InvalidWeights(f"tensor {name} is missing beside {names[0]}")
-        super().__init__(f"{path}.weight", tuple(name for name in names if name in files), files)
-        self._outputs, self._inputs = self.tensor(names[2], (2,)).tolist()
-        self._bits = self._bits_of(bits)
+def _source(path: str, files: Files, known_bits: frozenset[int], sizes: frozenset[int]) -> TensorSource:
+    packed, scale, stored_shape, zero_point, g_idx = (
+        f"{path}.weight_{kind}" for kind in ("packed", "scale", "shape", "zero_point", "g_idx")
+    )
+    parts = parts_of(files, (packed, scale, stored_shape), (zero_point, g_idx))
+    outputs, inputs = read(files, stored_shape, (2,)).tolist()
+    bits = _bits(files, packed, outputs, inputs, known_bits)
 
-    def _bits_of(self, known: frozenset[int]) -> int:
-        name = f"{self._path}{_PACKED}"
-        fitting = [bits for bits in sorted(known) if self.size(name) == (self._outputs, words_of(self._inputs, bits))]
-        if not fitting:
+    def weights() -> Iterator[QuantizedWeight]:
+        codes = codes_of(read(files, packed, dtypes=(torch.int32,)), bits, inputs)
+        stored = read(files, scale).float()
+        scales = stored.reshape(1, 1).expand(outputs, 1) if stored.numel() == 1 else stored
+        expected = [(outputs, max(1, inputs // size) if size > 0 else 1) for size in sorted(sizes)]
+        if tuple(scales.shape) not in expected or inputs % scales.shape[1]:
+            known = " or ".join("one group" if size < 0 else f"groups of {size}" for size in sorted(sizes))
             raise InvalidWeights(
-                f"tensor {name} has the shape {list(self.size(name))}, which holds no weight of the shape "
-                f"{[self._outputs, self._inputs]} in {' or '.join(map(str, sorted(known)))} bits"
+                f"tensor {scale} has the shape {list(stored.shape)}, which does not divide a weight of the shape "
+                f"{[outputs, inputs]} into {known}"
             )
-        return fitting[0]
+        zeros = _zeros(files, zero_point, outputs, scales.shape[1], bits) if zero_point in parts else None
+        groups = read_groups(files, g_idx, inputs, scales.shape[1]) if g_idx in parts else None
+        yield whole_numbers(codes, zeros, scales, bits, groups)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._outputs, self._inputs
+    return TensorSource(f"{path}.weight", files, parts, (outputs, inputs), weights)
 
-    def read(self) -> QuantizedWeight:
-        words = self.tensor(f"{self._path}{_PACKED}", dtypes=(torch.int32,))
-        codes = codes_of(words, self._bits, self._inputs)
-        stored = self.tensor(f"{self._path}.weight_scale").float()
-        scales = stored.reshape(1, 1).expand(self._outputs, 1) if stored.numel() == 1 else stored
-        wanted = [(self._outputs, max(1, self._inputs // size) if size > 0 else 1) for size in sorted(self._sizes)]
-        if tuple(scales.shape) not in wanted or self._inputs % scales.shape[1]:
-            sizes = " or ".join("one group" if size < 0 else f"groups of {size}" for size in sorted(self._sizes))
-            raise InvalidWeights(
-                f"tensor {self._path}.weight_scale has the shape {list(stored.shape)}, which does not divide a weight "
-                f"of the shape {[self._outputs, self._inputs]} into {sizes}"
-            )
-        return whole_numbers(codes, self._zeros(scales), scales, self._bits, self._groups(scales.shape[1]))
 
-    def _zeros(self, scales: Tensor) -> Tensor | None:
-        name = f"{self._path}.weight_zero_point"
-        if name not in self.parts:
-            return None
-        count = scales.shape[1]
-        stored = self.tensor(name, (self._outputs, count), (words_of(self._outputs, self._bits), count))
-        if stored.dtype == torch.int32:
-            return unpacked(stored, self._bits, self._outputs).float()
-        return stored.float() + 2 ** (self._bits - 1)
+def _bits(files: Files, name: str, outputs: int, inputs: int, known: frozenset[int]) -> int:
+    fitting = [bits for bits in sorted(known) if size(files, name) == (outputs, words_of(inputs, bits))]
+    if not fitting:
+        raise InvalidWeights(
+            f"tensor {name} has the shape {list(size(files, name))}, which holds no weight of the shape "
+            f"{[outputs, inputs]} in {' or '.join(map(str, sorted(known)))} bits"
+        )
+    return fitting[0]
 
-    def _groups(self, count: int) -> Tensor | None:
-        name = f"{self._path}.weight_g_idx"
-        if name not in self.parts:
-            return None
-        groups = self.tensor(name, (self._inputs,)).long()
-        if int(groups.min()) < 0 or int(groups.max()) >= count:
-            raise InvalidWeights(
-                f"tensor {name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}"
-            )
-        return groups
+
+def _zeros(files: Files, name: str, outputs: int, count: int, bits: int) -> Tensor:
+    stored = read(files, name, (outputs, count), (words_of(outputs, bits), count))
+    if stored.dtype == torch.int32:
+        return unpacked(stored, bits, outputs).float()
+    return stored.float() + 2 ** (bits - 1)
