@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help install demo serve test check proto format clean
+.PHONY: help install demo serve test check proto reference format clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -37,12 +37,13 @@ serve: $(READY)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 
 test: $(READY)  ## Runs the test suite, two files at a time. More: make test ARGS=--runslow
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-check: $(READY)  ## Lint, formatting, types, import rules, stubs.
+check: $(READY)  ## Lint, formatting, types, import rules, stubs, generated pages.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.stubs --check
+	@$(BIN)/python -m tools.reference --check
 
 format: $(READY)  ## Formats the code and mends what the linter can mend.
 	@$(BIN)/ruff check --fix .
@@ -50,6 +51,9 @@ format: $(READY)  ## Formats the code and mends what the linter can mend.
 
 proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 	@$(BIN)/python -m tools.stubs
+
+reference: $(READY)  ## Writes docs/reference from the code.
+	@$(BIN)/python -m tools.reference
 
 clean:  ## Removes .venv and caches.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

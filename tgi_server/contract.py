@@ -1,10 +1,12 @@
-"""The terms that router and engine share: sampling and stopping parameters, grammar, finish reason, block copy.
+"""The terms that router and engine share: generation options, grammar, finish reason, block copy.
 
-They are defined here once. `wire.py` turns them into the messages of `generate.proto` and back.
+They are defined here once. `wire.py` turns them into the messages of `generate.proto` and back. A new option of a
+request is a field here, a field of the same name there, and what acts on it.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 # Tokens that may be drafted for a sequence in one step: the router grants blocks for so many ahead, and more are hardly
 # ever all right.
@@ -64,57 +66,143 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """The values that a number may have; of a text, the number of its characters. None: not bounded on that side."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def fault(self, value: float) -> str | None:
+        """Returns the bound that `value` breaks, as in "it must be at most 1"; None if it breaks none."""
+        if self.least is not None and value < self.least:
+            return f"at least {self.least}"
+        if self.above is not None and value <= self.above:
+            return f"greater than {self.above}"
+        if self.most is not None and value > self.most:
+            return f"at most {self.most}"
+        if self.below is not None and value >= self.below:
+            return f"less than {self.below}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is known of a generation option beside its name, type and default. example: a value, for documentation."""
+
+    description: str
+    bounds: Bounds
+    example: object = None
+
+
+# The key of an option in the metadata of a dataclass field.
+OPTION = "option"
+
+_INT32 = 2**31 - 1
+_UINT32 = 2**32 - 1
+
+
+def _option(
+    default: Any,
+    description: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    example: object = None,
+) -> Any:
+    """Declares an option that a request may set: a field of a dataclass, which every interface then takes by the same
+    name. `router/options.py` says where an interface has another name, other bounds, or no such option.
+    """
+    return field(default=default, metadata=_row(description, Bounds(least, above, most, below), example))
+
+
+def _row(description: str, bounds: Bounds, example: object = None) -> dict[str, Option]:
+    """Returns the metadata of a field that is an option."""
+    return {OPTION: Option(description, bounds, example)}
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """The rules by which the next token is chosen. The defaults are greedy decoding.
+    """The rules by which the next token is chosen. The defaults are greedy decoding: each switches its rule off.
 
-    Each parameter is named as in TGI's HTTP interface, and its default switches its rule off.
-
-    count_penalty: OpenAI's `frequency_penalty`, which is taken off once for each time that a token has been generated.
-    TGI's, which `frequency_penalty` is here, goes by the token's share of prompt and generated text.
-    min_tokens: so many tokens are generated before any of `late_tokens` may be, which end the text.
+    frequency_penalty, count_penalty: TGI's penalty goes by a token's share of prompt and generated text, OpenAI's by
+    how often it was generated. late_tokens: tokens that end the text, and may come only after `min_tokens` others.
     """
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    count_penalty: float = 0.0
-    seed: int = 0
-    watermark: bool = False
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
+    do_sample: bool = _option(False, "Sample, rather than take the most likely token.")
+    temperature: float = _option(1.0, "Divides the logits.", above=0, example=0.7)
+    top_k: int = _option(0, "Sample from so many most likely tokens.", least=1, most=_INT32, example=40)
+    top_p: float = _option(
+        1.0, "Sample from the most likely tokens of this total probability.", above=0, below=1, example=0.95
+    )
+    typical_p: float = _option(1.0, "Typical decoding mass (arXiv:2202.00666).", above=0, below=1, example=0.95)
+    min_p: float = _option(
+        0.0, "Drop tokens less likely than this share of the most likely one's probability.", least=0, below=1
+    )
+    repetition_penalty: float = _option(1.0, "Divides the logits of tokens seen before.", above=0, example=1.1)
+    frequency_penalty: float = _option(
+        0.0, "Penalty of a token, times its share of prompt and generated text.", least=-2, most=2
+    )
+    presence_penalty: float = _option(0.0, "Penalty of a token once it was generated.", least=-2, most=2)
+    count_penalty: float = _option(0.0, "Penalty of a token for each time that it was generated.", least=-2, most=2)
+    seed: int = _option(0, "Seed of sampling; unset: random.", least=0, most=2**64 - 1, example=42)
+    watermark: bool = _option(False, "Watermark the text (arXiv:2301.10226).")
+    logit_bias: dict[int, float] = field(
+        default_factory=dict,
+        metadata=_row("Added to the logits, by token id; as a list, one for each token.", Bounds(least=-100, most=100)),
+    )
+    min_tokens: int = _option(0, "The text has at least so many tokens.", least=0, most=_UINT32)
     late_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StoppingParameters:
-    """The end of generation.
+    """The end of generation. max_new_tokens: those generated before a preemption count, too."""
 
-    max_new_tokens: tokens to generate, those generated before a preemption included.
-    ignore_eos: an end-of-sequence token is a token like any other.
-    """
-
-    max_new_tokens: int
-    ignore_eos: bool = False
+    max_new_tokens: int = _option(0, "Tokens to generate; unset: as many as fit.", least=1, most=_INT32, example=40)
+    ignore_eos: bool = _option(False, "Generate as many tokens as may be, whatever the model says.")
 
 
 @dataclass(frozen=True, slots=True)
 class ReportParameters:
     """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
-    logprobs: of the generated tokens. top_n_tokens: most likely tokens to report at each position.
-    prefill_logprobs: of the prompt's tokens. prefill_top_n: most likely tokens to report in the place of each of them.
+    logprobs: of the generated tokens. prefill_top_n: most likely tokens to report in the place of each prompt token.
     """
 
     logprobs: bool = False
-    top_n_tokens: int = 0
-    prefill_logprobs: bool = False
+    top_n_tokens: int = _option(0, "Report so many most likely tokens at each position.", least=0, most=_UINT32)
+    prefill_logprobs: bool = _option(False, "Report the prompt's tokens and their log-probabilities.")
     prefill_top_n: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """All that a request says about its generation, whichever interface it came by.
+
+    include_stop: a stop sequence is part of the text that it ends. truncate: 0 for the whole prompt.
+    """
+
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    stopping: StoppingParameters = field(default_factory=StoppingParameters)
+    report: ReportParameters = field(default_factory=ReportParameters)
+    n: int = _option(1, "Answers to generate for each prompt.", least=1, most=_UINT32)
+    best_of: int = _option(
+        0, "Generate so many sequences, and answer with the most likely.", least=1, most=_UINT32, example=2
+    )
+    stop: tuple[str, ...] = _option((), "Texts that end the generation.", example=["\n\n"])
+    stop_token_ids: tuple[int, ...] = _option((), "Tokens that end the text.")
+    include_stop: bool = _option(False, "Show the stop sequence.")
+    skip_special_tokens: bool = _option(True, "Leave special tokens out of the text.")
+    truncate: int = _option(0, "Use only so many last tokens of the prompt.", least=1, most=_UINT32)
+    cache_salt: str | None = _option(
+        None, "Reuse what was computed of a prompt only for prompts with the same salt.", least=1, most=1024
+    )
+    adapter_id: str | None = _option(None, "Adapter to use.")
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,18 @@
 """The contract's types as messages of `generate.proto`, and back."""
 
+from dataclasses import fields
+from typing import Any
+
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarKind, SamplingParameters
+from tgi_server.contract import (
+    BlockCopy,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    ReportParameters,
+    SamplingParameters,
+    StoppingParameters,
+)
 
 _GRAMMAR_TYPES = {
     GrammarKind.REGEX: pb.Grammar.REGEX,
@@ -16,6 +27,11 @@ _FINISH_REASONS = {
     FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
 }
 _FINISH_REASONS_BACK = {message: reason for reason, message in _FINISH_REASONS.items()}
+# Messages and the contract have the same names for these.
+_SAMPLING, _STOPPING, _REPORT = (
+    tuple(field.name for field in fields(parameters))
+    for parameters in (SamplingParameters, StoppingParameters, ReportParameters)
+)
 
 
 def grammar_to_message(grammar: Grammar) -> pb.Grammar:
@@ -45,46 +61,30 @@ def finish_reason_from_message(message: pb.FinishReason) -> FinishReason | None:
 
 
 def sampling_to_message(sampling: SamplingParameters) -> pb.SamplingParameters:
-    return pb.SamplingParameters(
-        do_sample=sampling.do_sample,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        count_penalty=sampling.count_penalty,
-        seed=sampling.seed,
-        watermark=sampling.watermark,
-        logit_bias=sampling.logit_bias,
-        min_tokens=sampling.min_tokens,
-        late_tokens=sampling.late_tokens,
-    )
+    return pb.SamplingParameters(**members(sampling))
 
 
 def sampling_from_message(message: pb.SamplingParameters) -> SamplingParameters:
     """Returns greedy decoding for a message in which nothing is set."""
     if not (message.do_sample or message.ByteSize()):
         return SamplingParameters()
+    values = {name: getattr(message, name) for name in _SAMPLING}
     return SamplingParameters(
-        do_sample=message.do_sample,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        typical_p=message.typical_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        count_penalty=message.count_penalty,
-        seed=message.seed,
-        watermark=message.watermark,
-        logit_bias=dict(message.logit_bias),
-        min_tokens=message.min_tokens,
-        late_tokens=tuple(message.late_tokens),
+        **values | {"logit_bias": dict(message.logit_bias), "late_tokens": tuple(message.late_tokens)}
     )
+
+
+def stopping_from_message(message: pb.Request) -> StoppingParameters:
+    return StoppingParameters(**{name: getattr(message, name) for name in _STOPPING})
+
+
+def report_from_message(message: pb.Request) -> ReportParameters:
+    return ReportParameters(**{name: getattr(message, name) for name in _REPORT})
+
+
+def members(parameters: SamplingParameters | StoppingParameters | ReportParameters) -> dict[str, Any]:
+    """Returns the fields of the parameters, which the messages have by the same names."""
+    return {field.name: getattr(parameters, field.name) for field in fields(parameters)}
 
 
 def block_copy_to_message(copy: BlockCopy) -> pb.BlockCopy:

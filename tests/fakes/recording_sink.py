@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.stubs.generate_pb2 import Generation
-from tgi_server.contract import FinishReason, ReportParameters, StoppingParameters
+from tgi_server.contract import FinishReason, GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.errors import RouterError
 from tgi_server.router.request import ValidRequest
 
@@ -63,10 +63,13 @@ def recorded_request(
     ignore_eos: bool = True,
     top_n_tokens: int = 0,
     prefill_logprobs: bool = False,
-    **parameters: Any,
+    cache_namespace: str = "",
+    trace_context: dict[str, str] | None = None,
+    **options: Any,
 ) -> tuple[ValidRequest, RecordingSink]:
-    """Returns a request, and the sink that it carries. It ignores the end-of-sequence token unless told otherwise."""
+    """Returns a request, and the sink that it carries. It ignores the end-of-sequence token by default."""
     sink = RecordingSink(stop_after, on_end)
     stopping = StoppingParameters(max_new_tokens, ignore_eos)
     report = ReportParameters(top_n_tokens=top_n_tokens, prefill_logprobs=prefill_logprobs)
-    return ValidRequest(request_id, list(input_ids), stopping, sink, report=report, **parameters), sink
+    chosen = GenerationOptions(stopping=stopping, report=report, **options)
+    return ValidRequest(request_id, list(input_ids), chosen, sink, cache_namespace, trace_context or {}), sink

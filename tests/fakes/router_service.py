@@ -19,6 +19,7 @@ from tgi_server.router.api.connections import BREAK_OFF
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.options import OptionReader
 from tgi_server.router.request import Limits, ValidRequest
 from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, Service
@@ -87,10 +88,12 @@ class ScriptedScheduler:
             return
         ids = self._tokenizer.encode(text + self.end, add_special_tokens=False).ids
         reason = FinishReason.EOS_TOKEN
-        if len(ids) > request.stopping.max_new_tokens:
-            ids, reason = ids[: request.stopping.max_new_tokens], FinishReason.LENGTH
+        if len(ids) > request.options.stopping.max_new_tokens:
+            ids, reason = ids[: request.options.stopping.max_new_tokens], FinishReason.LENGTH
         for position, token_id in enumerate(ids):
-            generation = pb.Generation(token_ids=[token_id], logprobs=[LOGPROB] if request.report.logprobs else [])
+            generation = pb.Generation(
+                token_ids=[token_id], logprobs=[LOGPROB] if request.options.report.logprobs else []
+            )
             if position == len(ids) - 1:
                 generation.finish_reason = finish_reason_to_message(reason)
             stopped = request.sink.push(generation)
@@ -141,8 +144,7 @@ class RouterService:
             "special_tokens": None,
             "answer_form": AnswerForm(tool_format("json", ""), None, self.tokenizer.special_tokens),
             "max_stored_responses": 10,
-            "openai_limits": LIMITS.of_openai(),
-            "sampling_defaults": {},
+            "options": OptionReader(LIMITS, VOCAB_SIZE),
             "adapters": adapters,
         }
         self.service = Service(**(usual | changes))

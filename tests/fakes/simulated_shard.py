@@ -54,17 +54,17 @@ def _next_token(entries: Iterable[int], position: int, seed: int) -> int:
 
 def expected_tokens(request: ValidRequest, *, stop_after: int | None = None) -> list[int]:
     """Returns what the request generates. stop_after: the token count at which its sink ends it."""
-    entry, entries = _adapter(request.adapter_id or ""), []
+    entry, entries = _adapter(request.options.adapter_id or ""), []
     tokens = list(request.input_ids)
     for token in tokens:
         entry = _mix(entry, token)
         entries.append(entry)
     generated: list[int] = []
-    seed = request.sampling.seed if request.sampling.do_sample else 0
-    while len(generated) < request.stopping.max_new_tokens and len(generated) != stop_after:
+    seed = request.options.sampling.seed if request.options.sampling.do_sample else 0
+    while len(generated) < request.options.stopping.max_new_tokens and len(generated) != stop_after:
         token = _next_token(entries, len(entries), seed)
         generated.append(token)
-        if token == EOS and not request.stopping.ignore_eos:
+        if token == EOS and not request.options.stopping.ignore_eos:
             break
         entry = _mix(entry, token)
         entries.append(entry)

@@ -242,7 +242,7 @@ class Simulation:
             expected = expected_tokens(request, stop_after=stop_after)
             if sink.reason is not None:
                 assert sink.tokens == expected, f"request {request.id}"
-                if request.report.prefill_logprobs:
+                if request.options.report.prefill_logprobs:
                     assert sink.prefill_ids == request.input_ids
             else:
                 assert sink.tokens == expected[: len(sink.tokens)], f"request {request.id}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from shared.stubs.generate_pb2 import Generation
-from tgi_server.contract import FinishReason, Grammar, ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.errors import RouterError
 
 
@@ -47,12 +47,8 @@ class ValidRequest:
 
     id: int
     input_ids: list[int]
-    stopping: StoppingParameters
+    options: GenerationOptions
     sink: Sink
-    sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    report: ReportParameters = field(default_factory=ReportParameters)
-    grammar: Grammar | None = None
-    adapter_id: str | None = None
     cache_namespace: str = ""
     trace_context: dict[str, str] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """Everything that the HTTP routes work with."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tgi_server.router.errors import Overloaded
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.options import OptionReader
 from tgi_server.router.request import Limits, Submitter
 from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.text.chat_template import ChatTemplate
@@ -113,7 +114,7 @@ class Service:
     adapters: that requests may name. adapter_root: the folder below which they may be loaded from while the server
     runs; None: they may not.
     strict_fields: unknown fields of requests are refused. ignored_fields: those that were logged.
-    openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
+    options: makes the options of requests.
     """
 
     model: ModelDescription
@@ -132,8 +133,7 @@ class Service:
     special_tokens: SpecialTokens | None
     answer_form: AnswerForm
     max_stored_responses: int
-    openai_limits: Limits
-    sampling_defaults: Mapping[str, float]
+    options: OptionReader
     adapters: Adapters
     adapter_root: Path | None = None
     strict_fields: bool = False

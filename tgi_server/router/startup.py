@@ -20,6 +20,7 @@ from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.options import OptionReader
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
 from tgi_server.router.scheduling.adapters import Adapters
@@ -151,7 +152,6 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     refusal,
                     PinnedGrammars(shards).compile,
                     adapters,
-                    info.eos_token_ids,
                 ),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
@@ -163,8 +163,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 special_tokens=guard,
                 answer_form=_answer_form(settings, template, threads.tokenizer),
                 max_stored_responses=settings.max_stored_responses,
-                openai_limits=limits.of_openai(),
-                sampling_defaults=defaults,
+                options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
                 adapters=adapters,
                 strict_fields=settings.strict_fields,
                 adapter_root=settings.adapter_root if settings.allow_adapter_updates else None,

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine.engine import LoadedModel
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.sequence import RunningSequence
@@ -12,7 +11,9 @@ from tgi_server.wire import (
     block_copy_from_message,
     finish_reason_to_message,
     grammar_from_message,
+    report_from_message,
     sampling_from_message,
+    stopping_from_message,
 )
 
 
@@ -56,10 +57,8 @@ def sequence(request: pb.Request) -> RunningSequence:
         input_ids=list(request.input_ids),
         generated_ids=list(request.generated_ids),
         sampling=sampling_from_message(request.sampling),
-        stopping=StoppingParameters(request.max_new_tokens, request.ignore_eos),
-        report=ReportParameters(
-            request.logprobs, request.top_n_tokens, request.prefill_logprobs, request.prefill_top_n
-        ),
+        stopping=stopping_from_message(request),
+        report=report_from_message(request),
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
         computed=request.cached_tokens,

@@ -144,7 +144,7 @@ async def test_several_answers(router: Router):
     chunks = await chat_stream(router, n=2)
     assert text(chunks, 0) == text(chunks, 1) == TEXT
     assert len((await chat(router, n=128, max_tokens=1))["choices"]) == 128
-    assert "`n` must be 1 to 128" in (await refusal(router, n=129))["error"]["message"]
+    assert "`n` is 129; it must be 1 to 128" in (await refusal(router, n=129))["error"]["message"]
 
 
 async def test_logprobs(router: Router):

@@ -102,14 +102,16 @@ def explain(error: ValidationError) -> str:
 def _bound(detail: ErrorDetails) -> str | None:
     """Returns the bound that a number breaks, in words; None for any other fault."""
     context = detail.get("ctx", {})
-    return next((f"{words} {context[bound]}" for bound, words in _BOUNDS.items() if bound in context), None)
+    return context.get("bound") or next(
+        (f"{words} {context[bound]}" for bound, words in _BOUNDS.items() if bound in context), None
+    )
 
 
 def _fault(detail: ErrorDetails) -> str:
     bound = _bound(detail)
     if bound is None:
         message = _JSON_TYPES.get(detail["type"], detail["msg"]).removeprefix("Value error, ")
-        return f": {one_line(message, _LONGEST_FAULT)}"
+        return f"{' ' if message.startswith('must ') else ': '}{one_line(message, _LONGEST_FAULT)}"
     return f" is {one_line(str(detail['input']), _LONGEST_NUMBER)}; it must be {bound}"
 
 

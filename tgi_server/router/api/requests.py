@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.logging import one_line
-from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
@@ -138,58 +137,46 @@ class Exchange:
         output: F,
         on_end: OnEnd,
         *,
-        reveal_stop: bool,
-        logprobs: bool,
         shown: Collection[int] = (),
     ) -> TokenStream[F]:
-        """Queues a sequence, which `output` writes.
-
-        reveal_stop: a stop sequence is part of the text that it ends. shown: special tokens that are part of the text.
-        """
-        service = self.service
+        """Queues a sequence, which `output` writes. shown: special tokens that are part of the text."""
+        service, options = self.service, checked.options
         self._note_unenforced(checked.unenforced)
-        stops = checked.stop_sequences(reveal=reveal_stop)
         stream = TokenStream(
             service.tokenizer,
             checked.input_ids,
-            stops,
+            checked.stop_sequences,
             output,
             on_end,
-            stop_ids=checked.stop_token_ids,
-            min_tokens=checked.sampling.min_tokens,
-            shown=service.tokenizer.special_tokens if checked.show_special else shown,
+            stop_ids=frozenset(options.stop_token_ids),
+            min_tokens=options.sampling.min_tokens,
+            shown=shown if options.skip_special_tokens else service.tokenizer.special_tokens,
             observe_gap=service.metrics.requests.gap,
         )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
         self._token_bytes.append(
             (
-                _TOKEN_BYTES + _ALTERNATIVE_BYTES * checked.prefill_top_n,
-                _TOKEN_BYTES + _ALTERNATIVE_BYTES * checked.top_n_tokens,
+                _TOKEN_BYTES + _ALTERNATIVE_BYTES * options.report.prefill_top_n,
+                _TOKEN_BYTES + _ALTERNATIVE_BYTES * options.report.top_n_tokens,
             )
         )
-        service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
+        service.metrics.requests.validated(len(checked.input_ids), options.stopping.max_new_tokens)
         self._requested = {
-            "gen_ai.request.model": checked.adapter_id or service.model.names[0],
-            "gen_ai.request.max_tokens": checked.max_new_tokens,
-            "gen_ai.request.temperature": checked.sampling.temperature if checked.sampling.do_sample else 0.0,
+            "gen_ai.request.model": options.adapter_id or service.model.names[0],
+            "gen_ai.request.max_tokens": options.stopping.max_new_tokens,
+            "gen_ai.request.temperature": options.sampling.temperature if options.sampling.do_sample else 0.0,
         }
-        if checked.adapter_id not in self._adapters:
-            self._adapters.add(checked.adapter_id)
-            service.metrics.requests.computed_by(checked.adapter_id)
+        if options.adapter_id not in self._adapters:
+            self._adapters.add(options.adapter_id)
+            service.metrics.requests.computed_by(options.adapter_id)
         service.submitter.submit(
             ValidRequest(
                 id=request_id,
                 input_ids=checked.input_ids,
-                stopping=StoppingParameters(checked.max_new_tokens, checked.ignore_eos),
+                options=options,
                 sink=stream,
-                sampling=checked.sampling,
-                report=ReportParameters(
-                    logprobs, checked.top_n_tokens, checked.prefill_logprobs, checked.prefill_top_n
-                ),
-                grammar=checked.grammar,
-                adapter_id=checked.adapter_id,
-                cache_namespace=cache_namespace(self.tenant, checked.cache_salt),
+                cache_namespace=cache_namespace(self.tenant, options.cache_salt),
                 trace_context=service.tracer.context(self.span),
             )
         )
@@ -209,18 +196,13 @@ class Exchange:
             self._unenforced += new
             logger.info("%s: constraints are left to the model: %s", self.path, shortened(new))
 
-    async def collect(
-        self, requests: Sequence[CheckedRequest], *, reveal_stop: bool, logprobs: bool
-    ) -> list[TokenStream[CollectedTokens]]:
+    async def collect(self, requests: Sequence[CheckedRequest]) -> list[TokenStream[CollectedTokens]]:
         """Generates one sequence for each request, all at once, and returns them once all have ended.
 
         Raises GenerationFailed, or ClientGone.
         """
         end = AllEnded(len(requests))
-        streams = [
-            self.generate(checked, CollectedTokens(), end, reveal_stop=reveal_stop, logprobs=logprobs)
-            for checked in requests
-        ]
+        streams = [self.generate(checked, CollectedTokens(), end) for checked in requests]
         await self.wait_for(end.future)
         return streams
 

@@ -12,13 +12,13 @@ _MOST_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the chat messages of its conversation up to it, joined by commas; both as JSON."""
+    """A response, and the turns of its conversation up to it, joined by commas; both as JSON."""
 
     response: bytes
-    messages: bytes
+    turns: bytes
 
     def __len__(self) -> int:
-        return len(self.response) + len(self.messages)
+        return len(self.response) + len(self.turns)
 
 
 class StoredResponses:

@@ -187,7 +187,9 @@ class PagedMemory:
         if not sequence.speculates:
             return ()
         prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
-        return array("I", self._cache.continuation(_space(sequence), prompt, sequence.request.stopping.max_new_tokens))
+        return array(
+            "I", self._cache.continuation(_space(sequence), prompt, sequence.request.options.stopping.max_new_tokens)
+        )
 
     def _take(self, blocks: int) -> list[int]:
         short = blocks - self._pool.free

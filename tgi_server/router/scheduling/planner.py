@@ -104,7 +104,7 @@ class StepPlan:
     def call(self) -> pb.Call:
         if not self.is_prefill:
             return wire.decode_call(self.batch_id, self.grants)
-        joining = [(sequence.message, sequence.request.grammar) for sequence in self.joined]
+        joining = [(sequence.message, sequence.request.options.grammar) for sequence in self.joined]
         return wire.prefill_call(self.batch_id, joining, self.chunks, self.grants, decode=self.decode)
 
 

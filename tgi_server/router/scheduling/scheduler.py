@@ -125,7 +125,7 @@ class Scheduler:
             tell_end(request, self._unhealthy)
             return
         try:
-            adapter = self._adapters.find(request.adapter_id) if request.adapter_id else None
+            adapter = self._adapters.find(request.options.adapter_id) if request.options.adapter_id else None
             sequence = Sequence(request, self._speculates, adapter)
             self.batch.memory.check_length(sequence)
         except (InvalidRequest, NoSuchAdapter) as error:

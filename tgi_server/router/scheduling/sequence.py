@@ -70,10 +70,10 @@ class Sequence:
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
-        grammar = self.request.grammar
+        grammar = self.request.options.grammar
         self.size = self.message.ByteSize() + (grammar.size if grammar is not None else 0)
         self.known = self.prompt_tokens = len(self.tokens)
-        self.max_total_tokens = self.prompt_tokens + self.request.stopping.max_new_tokens
+        self.max_total_tokens = self.prompt_tokens + self.request.options.stopping.max_new_tokens
 
     @property
     def id(self) -> int:
@@ -86,12 +86,12 @@ class Sequence:
     @property
     def jumps(self) -> bool:
         """True if one step may yield several tokens: drafted ones, or such as its grammar leaves no choice about."""
-        return self.speculates or self.request.grammar is not None
+        return self.speculates or self.request.options.grammar is not None
 
     @property
     def reports_prompt(self) -> bool:
         """True if the logprobs of its prompt are still to be reported, so that all of it has to be computed."""
-        return self.request.report.prefill_logprobs and self.generated == 0
+        return self.request.options.report.prefill_logprobs and self.generated == 0
 
     @property
     def remaining(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy, Grammar
 from tgi_server.router.request import ValidRequest
-from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
+from tgi_server.wire import block_copy_to_message, grammar_to_message, members, sampling_to_message
 
 
 def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
@@ -14,17 +14,15 @@ def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
     adapter_key: the name that the shards know its adapter by; empty: it has none.
     Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
     """
+    options = request.options
     return pb.Request(
         id=request.id,
         input_ids=request.input_ids,
-        max_new_tokens=request.stopping.max_new_tokens,
-        ignore_eos=request.stopping.ignore_eos,
-        logprobs=request.report.logprobs,
-        top_n_tokens=request.report.top_n_tokens,
-        prefill_top_n=request.report.prefill_top_n,
         adapter_id=adapter_key,
-        sampling=sampling_to_message(request.sampling),
+        sampling=sampling_to_message(options.sampling),
         trace_context=request.trace_context,
+        **members(options.stopping),
+        **members(options.report),
     )
 
 

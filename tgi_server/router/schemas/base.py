@@ -1,41 +1,36 @@
 """Base classes and types of all bodies."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
 
-# Bounds of parameters, for the API's description: `text/parameters.py` enforces them, with a message of its own.
-POSITIVE: dict[str, JsonValue] = {"exclusiveMinimum": 0}
-PROBABILITY: dict[str, JsonValue] = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
-PENALTY: dict[str, JsonValue] = {"minimum": -2, "maximum": 2}
+from tgi_server.router.options import Dialect, OptionRow, fault_of, rows
+
 NOT_EMPTY: dict[str, JsonValue] = {"minLength": 1}
 SEVERAL: dict[str, JsonValue] = {"minItems": 1}
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 # Numbers that fit into the messages to the shards (proto/generate.proto).
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-CacheSalt = Annotated[
-    str | None,
-    Field(
-        min_length=1,
-        max_length=1024,
-        description="What is computed for the prompt is used again for prompts with the same salt only.",
-    ),
-]
-
 # A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold.
 Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 
-# Added to the logits, by token id.
-TokenBiases = Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)]
-
-TokenIds = Annotated[list[UnsignedInt], Field(max_length=1024, fail_fast=True)]
 
 Name = Annotated[str, Field(max_length=256)]
 
@@ -46,6 +41,80 @@ Off = Annotated[
 On = Annotated[
     bool, BeforeValidator(lambda value: True if value is None else value, json_schema_input_type=bool | None)
 ]
+
+
+def _read_schema(schema: Any) -> Any:
+    try:
+        schema = from_json(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise ValueError(f"the JSON schema of the arguments is not JSON: {error}") from None
+    return {} if schema is True else schema
+
+
+# The JSON schema of a tool's arguments, as a grammar may have it: an object, `true`, or a string of JSON.
+ToolSchema = Annotated[Any, AfterValidator(_read_schema)]
+
+
+def _by_token_id(biases: Any) -> Any:
+    return {str(token): bias for token, bias in enumerate(biases) if bias != 0} if isinstance(biases, list) else biases
+
+
+def _one_or_several(texts: Any) -> Any:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _bounded(row: OptionRow, number: type) -> Any:
+    """Returns the type of a number within the bounds of an option."""
+
+    def check(value: float) -> float:
+        if fault := fault_of(row.bounds, value):
+            raise PydanticCustomError("bound", "must be {bound}", {"bound": fault})
+        return value
+
+    keywords = {"least": "minimum", "above": "exclusiveMinimum", "most": "maximum", "below": "exclusiveMaximum"}
+    bounds = {name: bound for side, name in keywords.items() if (bound := getattr(row.bounds, side)) is not None}
+    return Annotated[number, AfterValidator(check), Field(json_schema_extra=bounds)]
+
+
+def _type(row: OptionRow, dialect: Dialect) -> Any:
+    """Returns the type that the fields of an option have in a request; null leaves it out."""
+    if row.type in (int, float):
+        return _bounded(row, row.type) | None
+    if row.type is bool:
+        return bool | None
+    if row.type == dict[int, float]:
+        biases: Any = dict.__class_getitem__((str, _bounded(row, float)))
+        biases = Annotated[biases, Field(max_length=1024, fail_fast=True)] | None
+        as_list = BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float] | list[float] | None)
+        return Annotated[biases, as_list]
+    if row.type == tuple[int, ...]:
+        return Annotated[list[UnsignedInt], Field(max_length=1024, fail_fast=True)] | None
+    if row.type == tuple[str, ...]:
+        if dialect is Dialect.TGI:
+            return Items[str] | None
+        as_one = BeforeValidator(_one_or_several, json_schema_input_type=str | Items[str] | None)
+        return Annotated[Items[str] | None, as_one]
+    least, most = row.bounds.least, row.bounds.most
+    length = Field(min_length=None if least is None else int(least), max_length=None if most is None else int(most))
+    return Annotated[str, length] | None
+
+
+def takes_options(dialect: Dialect) -> Callable[[type[M]], type[M]]:
+    """Adds the fields of all options to the body of a request, as an interface has them."""
+
+    def extended(model: type[M]) -> type[M]:
+        more: dict[str, Any] = {}
+        for row in rows(dialect):
+            example: Any = {} if row.example is None else {"example": row.example}
+            for name in row.names:
+                shown = Field(default=None, description=row.description, json_schema_extra=example)
+                more[name] = (_type(row, dialect), shown)
+        made: type[M] = create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **more
+        )
+        return made
+
+    return extended
 
 
 class RequestModel(BaseModel):

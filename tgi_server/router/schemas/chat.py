@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, RootModel, field_validator, model_validator
-from pydantic_core import from_json
+from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
 
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     SEVERAL,
     Items,
@@ -14,7 +14,9 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
     ResponseModel,
+    ToolSchema,
     UnsignedInt,
+    takes_options,
 )
 from tgi_server.router.schemas.generate import TokenizeResponse
 from tgi_server.router.schemas.openai import SharedParameters, Usage
@@ -67,16 +69,11 @@ class FunctionDefinition(RequestModel):
 
 
 class ToolFunction(FunctionDefinition):
-    """A function with a schema as a grammar may have it: an object, `true`, or a string of JSON."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _read(cls, schema: Any) -> Any:
-        try:
-            schema = from_json(schema) if isinstance(schema, str) else schema
-        except ValueError as error:
-            raise ValueError(f"the JSON schema of the arguments is not JSON: {error}") from None
-        return {} if schema is True else schema
+    arguments: ToolSchema = Field(
+        default=None,
+        validation_alias=AliasChoices("arguments", "parameters"),
+        description="JSON schema of the arguments.",
+    )
 
 
 class Tool(RequestModel):
@@ -150,6 +147,7 @@ class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool | All
         return value
 
 
+@takes_options(Dialect.CHAT)
 class ChatRequest(SharedParameters):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SharedParameters.refused,
@@ -160,9 +158,6 @@ class ChatRequest(SharedParameters):
 
     messages: Items[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
-    top_logprobs: UnsignedInt | None = Field(
-        default=None, description="Report so many most likely tokens at each position; needs `logprobs`."
-    )
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
     parallel_tool_calls: On = Field(default=True, description="An answer may have several calls.")

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, RootModel
+from pydantic import Field, RootModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
-from tgi_server.router.schemas.base import Items, Off, On, ResponseModel, UnsignedInt
+from tgi_server.router.options import Dialect
+from tgi_server.router.schemas.base import Items, Off, On, ResponseModel, UnsignedInt, takes_options
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 # A prompt as tokens, which may be as long as a body can be.
@@ -19,17 +21,31 @@ def _several(prompt: Any) -> Any:
     return prompt
 
 
+def _shaped(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Returns the prompts, or refuses them in words of its own: those of a union name none that a client knows."""
+    several = _several(prompt)
+    if isinstance(several, list) and [] in several:
+        raise PydanticCustomError("prompt", "must have at least one token in each list")
+    try:
+        return read(several)
+    except ValidationError:
+        raise PydanticCustomError(
+            "prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists"
+        ) from None
+
+
 class Prompt(
     RootModel[
         Annotated[
             Items[str] | Items[PromptIds],
-            BeforeValidator(_several, json_schema_input_type=str | Items[str] | PromptIds | Items[PromptIds]),
+            WrapValidator(_shaped, json_schema_input_type=str | Items[str] | PromptIds | Items[PromptIds]),
         ]
     ]
 ):
     """One prompt, or several, as text or as tokens."""
 
 
+@takes_options(Dialect.COMPLETIONS)
 class CompletionRequest(SharedParameters):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SharedParameters.refused,
@@ -49,15 +65,6 @@ class CompletionRequest(SharedParameters):
     echo: Off = Field(default=False, description="Show the prompt in front of the text, and in `logprobs`.")
     add_special_tokens: On = Field(
         default=True, description="Begin the prompt with the tokens that the tokenizer puts there."
-    )
-    logprobs: UnsignedInt | None = Field(
-        default=None, description="Report the logprob of each token, and so many likeliest in its place."
-    )
-    best_of: UnsignedInt | None = Field(
-        default=None, description="Generate so many answers to each prompt, and show the likeliest `n` of them."
-    )
-    max_tokens: UnsignedInt | None = Field(
-        default=None, description="Tokens to generate; unset: as many as fit; 0: none, `echo` and `logprobs` at most."
     )
 
 

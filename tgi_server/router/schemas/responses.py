@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, RootModel
 
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     Items,
     Name,
@@ -13,7 +14,8 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
     ResponseModel,
-    UnsignedInt,
+    ToolSchema,
+    takes_options,
 )
 from tgi_server.router.schemas.openai import TextParameters
 
@@ -84,7 +86,7 @@ class FunctionTool(RequestModel):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: Any = Field(default=None, description="JSON schema of the arguments.")
+    parameters: ToolSchema = Field(default=None, description="JSON schema of the arguments.")
     strict: bool | None = None
 
 
@@ -118,6 +120,7 @@ class ReasoningOptions(RequestModel):
     effort: str | None = Field(default=None, description="How much to think, for templates that know it.")
 
 
+@takes_options(Dialect.RESPONSES)
 class ResponsesRequest(TextParameters):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TextParameters.refused,
@@ -138,16 +141,12 @@ class ResponsesRequest(TextParameters):
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")
     store: On = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
     stream: Off = False
-    max_output_tokens: UnsignedInt | None = Field(
-        default=None, description="Tokens to generate; unset: as many as fit."
-    )
     tools: Items[FunctionTool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions | None = "auto"
     parallel_tool_calls: On = True
     text: TextOptions | None = TextOptions()
     reasoning: ReasoningOptions | None = None
     include: Items[str] | None = Field(default=None, description="`message.output_text.logprobs` asks for logprobs.")
-    top_logprobs: UnsignedInt | None = Field(default=None, description="Alternatives that are told of each token.")
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")

@@ -1,7 +1,8 @@
-"""Turns a chat request into a prompt, with the model's chat template."""
+"""A conversation in no interface's words, and the prompt that the model's chat template makes of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -9,19 +10,89 @@ from pydantic_core import from_json
 
 from shared.logging import one_line
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.schemas.chat import ChatRequest, ImageChunk, Message, TextChunk, Tool, ToolCall
 from tgi_server.router.text.chat_template import RESERVED, ChatTemplate, RenderOptions, as_parts
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
+from tgi_server.router.text.tools import ToolSpec
 
 _DEVELOPER = "developer"
 # Variables with which templates turn a model's reasoning on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call that the model made earlier in the conversation. arguments: an object, or a text of JSON."""
+
+    id: str
+    name: str
+    arguments: Any = None
+    type: str = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message of a conversation, in no interface's words. texts: the parts of its content."""
+
+    role: str
+    texts: tuple[str, ...] = ()
+    reasoning: str | None = None
+    calls: tuple[PastCall, ...] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The turns so far, and what the chat template gets beside them.
+
+    tools: that are shown. tool_prompt: tells the model how to call a tool. continue_last: the answer continues the last
+    turn; None: if that is the assistant's.
+    """
+
+    turns: Sequence[Turn]
+    tools: Sequence[ToolSpec] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    tool_prompt: str | None = None
+    add_generation_prompt: bool = True
+    continue_last: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for variables that the server sets."""
+        if taken := sorted(RESERVED & self.variables.keys()):
+            raise InvalidRequest(f"`chat_template_kwargs` may not set {taken[0]!r}, which the server sets itself")
+
+    @property
+    def said(self) -> str:
+        """The text of all turns."""
+        return "\n".join(turn.text for turn in self.turns)
+
+
+def template_variables(
+    chosen: Mapping[str, Any] | None, *, effort: str | None = None, documents: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """Returns the template's variables. chosen: those that a request sets itself. effort: how much to reason."""
+    variables: dict[str, Any] = {}
+    if documents is not None:
+        variables["documents"] = documents
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        if effort == "none":
+            variables |= thinking_switches(on=False)
+    return variables | dict(chosen or {})
+
+
+def thinking_switches(*, on: bool) -> dict[str, bool]:
+    """Returns the variables with which templates turn a model's reasoning on and off."""
+    return dict.fromkeys(_THINKING_SWITCHES, on)
+
+
 def render_conversation(
     template: ChatTemplate,
-    request: ChatRequest,
-    tools: Sequence[Tool],
+    conversation: Conversation,
     special_tokens: SpecialTokens | None = None,
     tool_prompt: str = "",
 ) -> RenderedPrompt:
@@ -32,83 +103,50 @@ def render_conversation(
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
+    tools = conversation.tools
     developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
-    shown = [_message(message, developer, template, tools=bool(tools)) for message in request.messages]
-    options = RenderOptions(request.add_generation_prompt, request.continue_final_message)
+    shown = [_message(turn, developer, template, tools=bool(tools)) for turn in conversation.turns]
+    options = RenderOptions(conversation.add_generation_prompt, conversation.continue_last)
     if shown and options.opens_turn(shown[-1]):
         # Rendered as it is, it would be a finished turn, after which a model generates nothing.
         shown, options = shown[:-1], RenderOptions(continue_last=False)
     described = [_tool(tool) for tool in tools]
     if shown and described:
         told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
-        prompt = request.tool_prompt or tool_prompt
+        prompt = conversation.tool_prompt or tool_prompt
         if told or prompt:
             more = "\n".join(["\n---", *told, prompt])
             shown[-1]["content"] += more if isinstance(shown[-1]["content"], str) else as_parts(more)
-    conversation = shown, described or None, _variables(request)
+    rendered = shown, described or None, dict(conversation.variables)
     render = partial(template.render, options=options)
     if special_tokens is None:
-        return RenderedPrompt(render(*conversation))
-    return special_tokens.render(render, conversation)
+        return RenderedPrompt(render(*rendered))
+    return special_tokens.render(render, rendered)
 
 
-def _variables(request: ChatRequest) -> dict[str, Any]:
-    """Returns the template's variables from the request. Raises InvalidRequest for those that the server sets."""
-    variables: dict[str, Any] = {}
-    if request.documents is not None:
-        variables["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            variables |= dict.fromkeys(_THINKING_SWITCHES, False)
-    chosen = request.chat_template_kwargs or {}
-    if taken := sorted(RESERVED & chosen.keys()):
-        raise InvalidRequest(f"`chat_template_kwargs` may not set {taken[0]!r}, which the server sets itself")
-    return variables | chosen
-
-
-def _message(message: Message, developer: str, template: ChatTemplate, *, tools: bool) -> dict[str, Any]:
+def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool) -> dict[str, Any]:
     """Returns the message as the template expects it, without absent members.
 
     developer: the template's role for OpenAI's `developer`.
     """
-    role = developer if message.role == _DEVELOPER else message.role
-    texts = _texts(message)
+    role = developer if turn.role == _DEVELOPER else turn.role
     in_parts = template.reads_parts(role, tools=tools)
-    shown: dict[str, Any] = {"role": role, "content": as_parts(*texts) if in_parts else "".join(texts)}
-    if message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
+    shown: dict[str, Any] = {"role": role, "content": as_parts(*turn.texts) if in_parts else turn.text}
+    if turn.reasoning is not None:
+        shown["reasoning_content"] = turn.reasoning
+    if turn.calls:
         as_text = template.reads_json(tools=tools)
-        shown["tool_calls"] = [_tool_call(call, as_text=as_text) for call in message.tool_calls]
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
+        shown["tool_calls"] = [_tool_call(call, as_text=as_text) for call in turn.calls]
+    if turn.name is not None:
+        shown["name"] = turn.name
+    if turn.tool_call_id is not None:
+        shown["tool_call_id"] = turn.tool_call_id
     return shown
 
 
-def message_text(message: Message) -> str:
-    """Returns the text of a message. Raises InvalidRequest for images."""
-    return "".join(_texts(message))
-
-
-def _texts(message: Message) -> list[str]:
-    """Returns the texts of a message's parts. Raises InvalidRequest for images."""
-    content = message.content.root if message.content is not None else ""
-    if isinstance(content, str):
-        return [content]
-    texts: list[str] = []
-    for chunk in content:
-        if isinstance(chunk.root, ImageChunk):
-            raise InvalidRequest("images are not supported: this model reads text only")
-        texts.append(chunk.root.text if isinstance(chunk.root, TextChunk) else chunk.root.refusal)
-    return texts
-
-
-def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+def _tool_call(call: PastCall, *, as_text: bool) -> dict[str, Any]:
     """Returns the call with its arguments as an object, or as JSON. Raises InvalidRequest if they are not JSON."""
-    arguments = call.function.arguments
+    arguments = call.arguments
     if isinstance(arguments, str):
         try:
             arguments = _read_arguments(arguments)
@@ -117,7 +155,7 @@ def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
                 f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}"
             ) from error
     shown = json.dumps(arguments or {}, ensure_ascii=False) if as_text else arguments or {}
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": shown}}
+    return {"id": call.id, "type": call.type, "function": {"name": call.name, "arguments": shown}}
 
 
 def _read_arguments(text: str) -> Any:
@@ -136,9 +174,9 @@ def _read_arguments(text: str) -> Any:
         return from_json(text, allow_partial="trailing-strings")
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.function.name}
-    if tool.function.description is not None:
-        function["description"] = tool.function.description
-    function["parameters"] = tool.function.arguments or {"type": "object", "properties": {}}
-    return {"type": tool.type, "function": function}
+def _tool(tool: ToolSpec) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}

@@ -3,11 +3,8 @@
 import logging
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.schemas.generate import GenerateParameters
-from tgi_server.router.text.parameters import sampling_parameters
+from tgi_server.router.options import Dialect, fault_of, rows
 from tgi_server.router.text.tokenizer_config import read_json
 
 logger = logging.getLogger(__name__)
@@ -16,8 +13,6 @@ logger = logging.getLogger(__name__)
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Too large for the messages to the shards.
 _TOO_LARGE = 2.0**128
-# Values that turn off a rule on OpenAI's routes, or, for the first two, sampling. TGI's routes leave the field out.
-_SWITCHES = {"temperature": (0,), "top_p": (0, 1), "top_k": (0, -1)}
 
 
 def read_sampling_defaults(model: Path) -> dict[str, float]:
@@ -49,9 +44,7 @@ def _checked(name: str, value: object) -> float:
         if value != int(value):
             raise InvalidRequest(f"`top_k` must be a whole number, not {value}")
         value = int(value)
-    if value not in _SWITCHES.get(name, ()):
-        try:
-            sampling_parameters(GenerateParameters.model_validate({name: value}), 1)
-        except ValidationError as error:
-            raise InvalidRequest(f"`{name}` is {value}: {error.errors()[0]['msg']}") from error
+    bounds = next(row.bounds for row in rows(Dialect.CHAT) if row.option == name)
+    if fault := fault_of(bounds, value):
+        raise InvalidRequest(f"`{name}` is {value}; it must be {fault}")
     return value

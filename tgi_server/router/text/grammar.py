@@ -9,9 +9,10 @@ from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas import grammar as schemas
 
-_ANY_OBJECT = {"type": "object"}
+ANY_OBJECT = {"type": "object"}
 _SPAN = '"x-span"'
-_WHOLE = "#"
+# The place of all of a JSON schema.
+WHOLE_SCHEMA = "#"
 
 
 def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
@@ -29,13 +30,13 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
         case schemas.LarkGrammar(value=lark):
             return Grammar(GrammarKind.LARK, lark)
         case schemas.JsonGrammar(value=value):
-            return json_grammar(_ANY_OBJECT if value is None else value)
+            return json_grammar(ANY_OBJECT if value is None else value)
         case schemas.JsonSchemaGrammar(value=value, json_schema=json_schema):
             config = value or json_schema
             if config is None:
                 raise InvalidRequest("a grammar of type `json_schema` needs the schema in `value`, or in `json_schema`")
             strict = value is not None if config.strict is None else config.strict
-            return json_grammar(config.definition, () if strict else (_WHOLE,))
+            return json_grammar(config.definition, () if strict else (WHOLE_SCHEMA,))
 
 
 def json_grammar(schema: Any, lenient: tuple[str, ...] = ()) -> Grammar:

@@ -33,7 +33,7 @@ _LONGEST_PRIVATE = 5
 _WINDOW = 65_536
 
 # Messages, tools, and further variables, as the template gets them.
-Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
+TemplateInput = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]], str]
 
 
@@ -141,7 +141,7 @@ class SpecialTokens:
         """Returns the special tokens among `ids`. unknown: also the one that stands for what the model cannot read."""
         return [token_id for token_id in ids if token_id in self._ids and (unknown or token_id != self._unknown)]
 
-    def render(self, render: Render, conversation: Conversation) -> RenderedPrompt:
+    def render(self, render: Render, conversation: TemplateInput) -> RenderedPrompt:
         """Returns the prompt that `render` makes of the conversation."""
         text = render(*conversation)
         texts = list(_texts(conversation))

@@ -9,7 +9,6 @@ from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
-from tgi_server.router.schemas.chat import AllowedTools, NamedTool, Tool, ToolChoice
 from tgi_server.router.text.answer_reader import AnswerReader, CallHeads
 from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.tagged_arguments import tagged_parameters
@@ -32,44 +31,59 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 @dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A function that the model may call. parameters: JSON schema of its arguments; None: it has none. strict: refuse a
+    schema of which not all can be enforced.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Any = None
+    strict: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which tools an answer may or must call. only: names of those that may be called; None: all of them."""
+
+    required: bool = False
+    only: Sequence[str] | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that an answer may call; required: it must call one. parallel: it may call several times."""
 
-    tools: Sequence[Tool] = ()
+    tools: Sequence[ToolSpec] = ()
     required: bool = False
     parallel: bool = True
 
     @property
     def names(self) -> list[str]:
-        return [tool.function.name for tool in self.tools]
+        return [tool.name for tool in self.tools]
 
 
-def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True) -> ToolUse:
-    """Returns the tools that this answer may call, and whether it must call one.
+def chosen_tools(tools: Sequence[ToolSpec], choice: Choice | None) -> ToolUse:
+    """Returns the tools that this answer may call, and whether it must call one. choice: None: it may call none.
 
     Raises InvalidTool for a choice that names no tool, or tools that cannot be distinguished.
     """
-    wanted = choice.root if choice is not None else "auto"
-    if wanted == "none" or (wanted == "auto" and not tools):
+    if choice is None or not (tools or choice.required or choice.only):
         return ToolUse()
-    tools = tools or []
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
+    if len({tool.name for tool in tools}) < len(tools):
         raise InvalidTool("two `tools` have the same name")
-    if isinstance(wanted, NamedTool):
-        return ToolUse(_named(tools, [wanted.function.name]), required=True, parallel=False)
-    if isinstance(wanted, AllowedTools):
-        allowed = _named(tools, [each.function.name for each in wanted.allowed_tools.tools])
-        return ToolUse(allowed, wanted.allowed_tools.mode == "required", parallel)
+    if choice.only is not None:
+        tools = _named(tools, choice.only)
     if not tools:
         raise InvalidTool("`tool_choice` is `required`, and there are no `tools`")
-    return ToolUse(tools, wanted == "required", parallel)
+    return ToolUse(tools, choice.required, choice.parallel)
 
 
-def _named(tools: Sequence[Tool], names: Sequence[str]) -> Sequence[Tool]:
+def _named(tools: Sequence[ToolSpec], names: Sequence[str]) -> Sequence[ToolSpec]:
     wanted = set(names)
-    found = [tool for tool in tools if tool.function.name in wanted]
-    if unknown := wanted - {tool.function.name for tool in found}:
+    found = [tool for tool in tools if tool.name in wanted]
+    if unknown := wanted - {tool.name for tool in found}:
         first = next(name for name in names if name in unknown)
         raise InvalidTool(f"`tool_choice` names {first[:100]!r}, which is none of the `tools`")
     return found
@@ -116,7 +130,7 @@ class AnswerForm:
         document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
         arguments = self._arguments(use)
         places = [place for each in arguments.values() for place in each.places]
-        left = (arguments[tool.function.name] for tool in use.tools if not tool.function.strict)
+        left = (arguments[tool.name] for tool in use.tools if not tool.strict)
         lenient = [place for each in left for place in dict.fromkeys((each.place, *each.places))]
         if answer is not None:
             document["definitions"] = {"answer": _moved(json.loads(answer.value), _ANSWER)}
@@ -141,9 +155,7 @@ class AnswerForm:
         """Returns the arguments of each tool, in the form in which the model writes them."""
         may_be_tagged = self._calls.as_json is not None
         return {
-            tool.function.name: Arguments(
-                f"#/$defs/{home}", tagged_parameters(tool.function.arguments) if may_be_tagged else None
-            )
+            tool.name: Arguments(f"#/$defs/{home}", tagged_parameters(tool.parameters) if may_be_tagged else None)
             for tool, home in zip(use.tools, _homes(use.names), strict=True)
         }
 
@@ -153,14 +165,14 @@ def _homes(names: Sequence[str]) -> list[str]:
     return [name if _PLAIN_NAME.fullmatch(name) else f"tool.{index}" for index, name in enumerate(names)]
 
 
-def _parameters(tool: Tool, home: str) -> dict[str, Any]:
+def _parameters(tool: ToolSpec, home: str) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, which is an object's."""
-    parameters = tool.function.arguments
+    parameters = tool.parameters
     if parameters is None:
         return _NO_ARGUMENTS
     kind = parameters.get("type", "object") if isinstance(parameters, dict) else None
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InvalidTool(f"the parameters of the tool {tool.function.name!r} must be a JSON schema of an object")
+        raise InvalidTool(f"the parameters of the tool {tool.name!r} must be a JSON schema of an object")
     return {**_moved(parameters, home), "type": "object"}
 
 

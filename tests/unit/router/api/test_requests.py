@@ -13,7 +13,9 @@ from starlette.types import Message
 from tests.fakes.router_service import RouterService, ScriptedScheduler
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.api.requests import AllEnded, Exchange, respond
+from tgi_server.router.api.routes.generate import tgi_options
 from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
@@ -39,8 +41,9 @@ class Client:
 async def collect(exchange: Exchange) -> Response:
     """Responds with the text that is generated for the request's prompt."""
     asked = await exchange.read(GenerateRequest)
-    checked = await exchange.service.validator.check(RenderedPrompt(asked.inputs), asked.parameters)
-    (stream,) = await exchange.collect([checked], reveal_stop=True, logprobs=False)
+    options = tgi_options(exchange.service, asked.parameters)
+    checked = await exchange.service.validator.check(RenderedPrompt(asked.inputs), options, Dialect.TGI)
+    (stream,) = await exchange.collect([checked])
     return exchange.respond(stream.output.text, characters=len(asked.inputs), streams=[stream])
 
 

@@ -17,7 +17,7 @@ def filled(most: int, *entries: tuple[str, str, int]) -> StoredResponses:
 
 def has(stored: StoredResponses, tenant: str, response_id: str) -> bool:
     try:
-        return stored.get(tenant, response_id).messages == b"m"
+        return stored.get(tenant, response_id).turns == b"m"
     except NoSuchResponse:
         return False
 

@@ -20,7 +20,7 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
     assert (message.id, list(message.input_ids), message.max_new_tokens, message.top_n_tokens) == (7, [1, 2], 5, 3)
     assert not message.ignore_eos
     assert (message.sampling.seed, dict(message.sampling.logit_bias)) == (11, {4: -2.0})
-    sent = wire.prefill_call(3, [(message, request.grammar)], [], [], decode=False).prefill.requests[0]
+    sent = wire.prefill_call(3, [(message, request.options.grammar)], [], [], decode=False).prefill.requests[0]
     assert (sent.grammar.type, sent.grammar.value) == (pb.Grammar.LARK, "start: /a/")
     assert not message.HasField("grammar")
     assert (message.adapter_id, dict(message.trace_context)) == ("chef#3", {"traceparent": "00-1"})

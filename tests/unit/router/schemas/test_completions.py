@@ -46,13 +46,6 @@ def test_what_only_chats_have_is_refused_by_name_unless_it_asks_for_nothing(fiel
         assert request(**{field: unset}) == request()
 
 
-def test_the_token_limit_has_two_names():
-    assert request(max_tokens=3).token_limit == request(max_completion_tokens=3).token_limit == 3
-    assert request(max_tokens=None, max_completion_tokens=3).token_limit == 3
-    assert request(max_tokens=3, max_completion_tokens=None).token_limit == 3
-    assert request().token_limit is None
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("prompt", None), ("prompt", [1, "a"]), ("n", "2"), ("max_tokens", -1), ("temperature", "hot")]
 )

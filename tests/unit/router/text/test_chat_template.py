@@ -5,13 +5,14 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tgi_server import demo_model
+from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
-from tgi_server.router.schemas.chat import ChatRequest, Tool
+from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text import template_bounds
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from tgi_server.router.text.tools import TGI_TOOL_PROMPT
+from tgi_server.router.text.tools import TGI_TOOL_PROMPT, ToolSpec, ToolUse
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -203,7 +204,7 @@ def test_a_long_last_message_that_the_template_changes_takes_no_longer():
 PLAIN = "{% for message in messages %}{{ message | tojson }}{% if not loop.last %}\n{% endif %}{% endfor %}"
 WITH_TOOLS = "{{ tools | tojson if tools }}#" + PLAIN
 CALL = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
-CLOCK = Tool.model_validate({"type": "function", "function": {"name": "clock", "description": "Tells the time."}})
+CLOCK = ToolSpec("clock", "Tells the time.")
 
 
 def render(
@@ -216,7 +217,8 @@ def render(
 ) -> str:
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
     request = ChatRequest.model_validate({"messages": list(messages), "tool_prompt": tool_prompt, **fields})
-    return render_conversation(template, request, [CLOCK] if tools else [], tool_prompt=usual).text
+    conversation = conversation_of(request, ToolUse([CLOCK] if tools else []))
+    return render_conversation(template, conversation, tool_prompt=usual).text
 
 
 @pytest.mark.parametrize("text", ["e", "<", "|im_", ">\n<", "Well \ue000"])

@@ -30,7 +30,7 @@ def test_only_numbers_that_are_finite_are_defaults(tmp_path: Path) -> None:
         ("temperature", 1, 1),
         ("temperature", -0.5, None),
         ("temperature", "0.6", None),
-        ("temperature", 1e-60, None),
+        ("temperature", 1e-60, 1e-60),
         ("temperature", 10**400, None),
         ("top_p", 1.0, 1.0),
         ("top_p", 1.5, None),

@@ -9,7 +9,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.published_tokenizers import PUBLISHED, Published
-from tgi_server.router.schemas.chat import ChatRequest, Tool
+from tgi_server.router.api.routes.chat_prompt import conversation_of, tools_of
+from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.reasoning import reasoning_tags
@@ -43,12 +44,12 @@ def test_prompts_are_those_of_transformers(published: Published, tools: list[dic
     config = read_tokenizer_config(published.save(tmp_path), None)
     template = ChatTemplate(config)
     # Other templates have them told in the last message.
-    asked = [Tool.model_validate(each) for each in tools or ()] if template.shows_tools() else []
+    asked = tools if template.shows_tools() else None
     names = {"bos_token": published.bos, "eos_token": published.eos, "pad_token": published.pad}
     named = {name: token for name, token in (names | {"unk_token": published.unk}).items() if token is not None}
     shown = 0
     for messages in (MESSAGES, WITH_CALLS):
-        request = ChatRequest.model_validate({"messages": messages})
+        request = ChatRequest.model_validate({"messages": messages, "tools": asked})
         if published.calls == "deepseek_v3":
             messages = json.loads(json.dumps(messages).replace(ARGUMENTS, json.dumps(ARGUMENTS)))
         try:
@@ -57,7 +58,7 @@ def test_prompts_are_those_of_transformers(published: Published, tools: list[dic
             )
         except TemplateError:  # as of Gemma's, which knows no calls
             continue
-        assert render_conversation(template, request, asked).text == expected
+        assert render_conversation(template, conversation_of(request, tools_of(request))).text == expected
         shown += 1
     assert shown
 

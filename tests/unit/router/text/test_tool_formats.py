@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from tests.grammars import compiler_fault, demo_compiler
 from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.router.api.routes.chat_prompt import tools_of
 from tgi_server.router.errors import InvalidTool
-from tgi_server.router.schemas.chat import Tool, ToolChoice
+from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.settings import ToolCallParser
 from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader
 from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.tool_formats import FORMAT_NAMES, ToolFormat, tool_format
-from tgi_server.router.text.tools import AnswerForm, ToolUse, chosen_tools
+from tgi_server.router.text.tools import AnswerForm, ToolSpec, ToolUse
 
 WEATHER = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 THINK = reasoning_tags("qwen3", "")
@@ -50,9 +51,8 @@ BRACES = ("llama3_json", "json", "tgi")
 WRITTEN = {name: text.replace("PARIS", PARIS).replace("ROME", ROME) for name, text in WRITTEN.items()}
 
 
-def tool(name: str, parameters: Any = None, *, strict: bool | None = None) -> Tool:
-    function = {"name": name, "parameters": parameters, "strict": strict}
-    return Tool.model_validate({"type": "function", "function": function})
+def tool(name: str, parameters: Any = None, *, strict: bool | None = None) -> ToolSpec:
+    return ToolSpec(name, parameters=parameters, strict=strict)
 
 
 TOOLS = [tool("weather", WEATHER), tool('a"b', WEATHER), tool("clock")]
@@ -163,7 +163,7 @@ def test_many_tools_beside_a_text():
     tools = [tool(f"näme({index})[a-z]/ \\d{{2}}.*", WEATHER) for index in range(500)]
     form = AnswerForm(tool_format("json", ""), None, {})
     grammar = form.grammar(ToolUse(tools), None, thinking=False)
-    called = json.dumps(tools[77].function.name, ensure_ascii=False)
+    called = json.dumps(tools[77].name, ensure_ascii=False)
     assert takes(grammar, f'{{"name": {called}, "arguments": {PARIS}}}')
     assert not takes(grammar, f'{{"name": {called}}}')
     assert takes(grammar, '{"name": "näme(3)a/ 22"}')
@@ -280,24 +280,27 @@ def test_thoughts_are_told_by_the_template():
     assert not THINK.open_in("<think>\n\n</think>\n\n")
 
 
-def choice(value: Any) -> ToolChoice:
-    return ToolChoice.model_validate(value)
+def use_of(tools: list[ToolSpec], choice: Any = None, **fields: Any) -> ToolUse:
+    """Returns what a chat with these tools and this choice may call."""
+    sent = [{"type": "function", "function": {"name": each.name, "parameters": each.parameters}} for each in tools]
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": sent, "tool_choice": choice, **fields}
+    return tools_of(ChatRequest.model_validate(body))
 
 
 def test_the_choice():
     weather, clock = TOOLS[0], TOOLS[2]
     tools = [weather, clock]
-    assert chosen_tools(tools, None) == ToolUse(tools)
-    assert chosen_tools(tools, choice("auto"), parallel=False) == ToolUse(tools, parallel=False)
-    assert chosen_tools(tools, choice("none")) == ToolUse()
-    assert chosen_tools(tools, choice("required")) == ToolUse(tools, required=True)
+    assert use_of(tools) == ToolUse(tools)
+    assert use_of(tools, "auto", parallel_tool_calls=False) == ToolUse(tools, parallel=False)
+    assert use_of(tools, "none") == ToolUse()
+    assert use_of(tools, "required") == ToolUse(tools, required=True)
     for named in ({"type": "function", "function": {"name": "clock"}}, {"function": {"name": "clock"}}, "clock"):
-        assert chosen_tools(tools, choice(named)) == ToolUse([clock], required=True, parallel=False)
+        assert use_of(tools, named) == ToolUse([clock], required=True, parallel=False)
     for mode in ("auto", "required"):
         some = {"mode": mode, "tools": [{"type": "function", "function": {"name": "weather"}}]}
-        chosen = chosen_tools(tools, choice({"type": "allowed_tools", "allowed_tools": some}))
+        chosen = use_of(tools, {"type": "allowed_tools", "allowed_tools": some})
         assert chosen == ToolUse([weather], required=mode == "required")
-    assert chosen_tools(None, None) == ToolUse()
+    assert use_of([]) == ToolUse()
 
 
 @pytest.mark.parametrize(
@@ -308,9 +311,9 @@ def test_the_choice():
         ([], "required", "no `tools`"),
     ],
 )
-def test_choices_that_make_no_sense(tools: list[Tool], chosen: Any, fault: str):
+def test_choices_that_make_no_sense(tools: list[ToolSpec], chosen: Any, fault: str):
     with pytest.raises(InvalidTool, match=fault):
-        chosen_tools(tools, choice(chosen))
+        use_of(tools, chosen)
 
 
 def test_references_within_the_parameters_hold():

@@ -6,12 +6,12 @@ import pytest
 from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault, demo_compiler
-from tests.unit.router.text.test_parameters import LIMITS
+from tests.unit.router.test_options import LIMITS
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.options import Dialect, OptionReader
 from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
-from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
@@ -26,11 +26,14 @@ async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
     return demo_compiler().left_to_model(grammar)[0]
 
 
-async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
+async def check(
+    inputs: str, *, refusal: str | None = None, grammar: Grammar | None = None, **fields: Any
+) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
         validator = Validator(LIMITS, threads, threads.tokenizer.vocab_size, refusal, compile_grammar, ADAPTERS)
-        return await validator.check(RenderedPrompt(inputs), GenerateParameters(**fields), streaming=streaming)
+        options = OptionReader(LIMITS, threads.tokenizer.vocab_size).read(GenerateParameters(**fields), Dialect.TGI)
+        return await validator.check(RenderedPrompt(inputs), replace(options, grammar=grammar), Dialect.TGI)
     finally:
         threads.close()
 
@@ -38,12 +41,12 @@ async def check(inputs: str, *, refusal: str | None = None, streaming: bool = Fa
 async def test_the_prompt_becomes_tokens():
     checked = await check("hello world", max_new_tokens=5)
     assert checked.input_ids[0] == 0
-    assert checked.max_new_tokens == 5
+    assert checked.options.stopping.max_new_tokens == 5
 
 
 async def test_without_a_length_as_many_tokens_as_fit():
     checked = await check("hello")
-    assert checked.max_new_tokens == LIMITS.max_total_tokens - len(checked.input_ids)
+    assert checked.options.stopping.max_new_tokens == LIMITS.max_total_tokens - len(checked.input_ids)
 
 
 async def test_the_end_of_a_prompt_survives_truncation():
@@ -59,7 +62,6 @@ async def test_the_end_of_a_prompt_survives_truncation():
         ("a" * 21, {}, "`inputs` must have less than 21 tokens. Given: "),
         ("hello", {"max_new_tokens": 30}, r"must be <= 30. Given: \d+ `inputs` tokens and 30 `max_new_tokens`"),
         ("hello", {"adapter_id": "mine"}, "adapter_id"),
-        ("hello", {"temperature": 0.0}, "temperature"),
     ],
 )
 async def test_a_request_that_breaks_a_rule_is_refused(inputs: str, fields: dict[str, Any], fault: str):
@@ -67,32 +69,25 @@ async def test_a_request_that_breaks_a_rule_is_refused(inputs: str, fields: dict
         await check(inputs, **fields)
 
 
-async def test_streams_have_rules_of_their_own():
-    with pytest.raises(InvalidRequest, match="streaming"):
-        await check("hello", streaming=True, decoder_input_details=True)
-
-
 async def test_grammars_are_checked():
-    regex = RequestedGrammar.model_validate({"type": "regex", "value": "[a-z]+"})
-    assert (await check("hello", grammar=regex)).grammar == Grammar(GrammarKind.REGEX, "[a-z]+")
-    broken = RequestedGrammar.model_validate({"type": "regex", "value": "["})
+    regex = Grammar(GrammarKind.REGEX, "[a-z]+")
+    assert (await check("hello", grammar=regex)).options.grammar == regex
+    broken = Grammar(GrammarKind.REGEX, "[")
     with pytest.raises(InvalidRequest, match="the grammar cannot be used"):
         await check("hello", grammar=broken)
 
 
 async def test_spans_are_taken_from_the_prompt():
-    schema = RequestedGrammar.model_validate({"type": "json", "value": {"type": "string", "x-span": True}})
-    grammar = (await check("hello world", grammar=schema)).grammar
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "x-span": true}')
+    grammar = (await check("hello world", grammar=schema)).options.grammar
     assert grammar is not None
     assert grammar.text == "hello world"
 
 
 async def test_grammars_may_be_refused():
-    regex = RequestedGrammar.model_validate({"type": "regex", "value": "[a-z]+"})
     with pytest.raises(InvalidRequest, match="none here"):
-        await check("hello", grammar=regex, refusal="none here")
-    text = RequestedGrammar.model_validate({"type": "text"})
-    assert (await check("hello", grammar=text, refusal="none here")).grammar is None
+        await check("hello", grammar=Grammar(GrammarKind.REGEX, "[a-z]+"), refusal="none here")
+    assert (await check("hello", refusal="none here")).options.grammar is None
 
 
 def test_why_grammars_are_refused():
@@ -106,7 +101,7 @@ async def test_several_sequences_have_seeds_of_their_own():
     sequences = checked.times(3)
     assert sequences[0].seed == 7
     assert len({each.seed for each in sequences}) == 3
-    assert replace(sequences[1], sampling=checked.sampling) == checked
+    assert replace(sequences[1], options=checked.options) == checked
 
 
 @pytest.mark.parametrize("seed", [7, 2**64 - 1])

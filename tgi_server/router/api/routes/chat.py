@@ -12,7 +12,7 @@ from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.responses import event
 from tgi_server.router.api.routes.chat_answer import ChatAnswer, PieceWriter, WholeChoice, delta_json
-from tgi_server.router.api.routes.chat_prompt import ChatPlan, ChatPrompt, plan_chat, prompt_for_chat
+from tgi_server.router.api.routes.chat_prompt import ChatPrompt, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.openai import DONE, Envelope, usage_json
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from tgi_server.router.service import Service
@@ -38,10 +38,10 @@ def chat_routes(service: Service) -> APIRouter:
 
 async def answer_chat(exchange: Exchange, request: ChatRequest) -> Response:
     """Responds with the next message of a conversation."""
-    plan = plan_chat(exchange.service, request, exchange.size)
-    exchange.reserve(plan.choices - 1)
-    prompt = await prompt_for_chat(exchange.service, plan)
-    return await (_stream if request.stream else _whole)(exchange, plan, prompt)
+    service = exchange.service
+    prompt = await prompt_for_chat(service, exchange.size, lambda: plan_chat(service, request))
+    exchange.reserve(prompt.checked.options.n - 1)
+    return _stream(exchange, request, prompt) if request.stream else await _whole(exchange, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,11 @@ class ChatChoices:
     def begin(
         cls,
         exchange: Exchange,
-        plan: ChatPlan,
         prompt: ChatPrompt,
         writer: Callable[[int], PieceWriter],
         on_end: OnEnd,
     ) -> "ChatChoices":
-        """writer: makes what writes the choice of that index. on_end: told of the end of each choice."""
+        """writer: makes what writes the choice of that index. on_end: called at the end of each choice."""
         service = exchange.service
         streams = [
             exchange.generate(
@@ -69,15 +68,13 @@ class ChatChoices:
                     None if prompt.reader is None else prompt.reader(),
                     writer(index),
                     service.tokenizer,
-                    plan.logprobs,
-                    show_thoughts=plan.request.include_reasoning,
+                    prompt.logprobs,
+                    show_thoughts=prompt.show_thoughts,
                 ),
                 on_end,
-                reveal_stop=plan.request.include_stop_str_in_output,
-                logprobs=plan.logprobs is not None,
                 shown=service.answer_form.shown,
             )
-            for index, checked in enumerate(prompt.checked.times(plan.choices))
+            for index, checked in enumerate(prompt.checked.times(prompt.checked.options.n))
         ]
         return cls(prompt, streams)
 
@@ -86,24 +83,25 @@ class ChatChoices:
         return usage_json(len(self.prompt.checked.input_ids), self.streams, self.streams[0].cached_tokens)
 
 
-async def _whole(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Response:
-    end = AllEnded(plan.choices)
-    written = [WholeChoice() for _ in range(plan.choices)]
-    choices = ChatChoices.begin(exchange, plan, prompt, written.__getitem__, end)
+async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
+    number = prompt.checked.options.n
+    end = AllEnded(number)
+    written = [WholeChoice() for _ in range(number)]
+    choices = ChatChoices.begin(exchange, prompt, written.__getitem__, end)
     await exchange.wait_for(end.future)
-    logprobs = plan.logprobs is not None
+    logprobs = prompt.logprobs is not None
     shown = ",".join(choice.json(index, logprobs=logprobs) for index, choice in enumerate(written))
-    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model, prompt.checked.adapter_id)
+    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model, prompt.checked.options.adapter_id)
     text = envelope.wrap(shown, choices.usage())
     return exchange.respond(text, characters=len(prompt.text), streams=choices.streams)
 
 
-async def _stream(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Response:
-    options = plan.request.stream_options
+def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Response:
+    options = request.stream_options
     whole_usage = options is not None and options.include_usage
     usage_so_far = options is not None and options.include_usage and options.continuous_usage_stats
     outbox = Outbox()
-    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model, prompt.checked.adapter_id)
+    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model, prompt.checked.options.adapter_id)
 
     def last_words() -> bytes:
         return event(envelope.wrap("", choices.usage())) if whole_usage else b""
@@ -111,9 +109,9 @@ async def _stream(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Res
     def usage() -> str | None:
         return choices.usage() if usage_so_far else "null" if whole_usage else None
 
-    end = exchange.stream_end(outbox, sequences=plan.choices, last_words=last_words, trailer=DONE)
-    chunks = _Chunks(outbox, envelope, usage, logprobs=plan.logprobs is not None)
-    choices = ChatChoices.begin(exchange, plan, prompt, lambda index: _StreamedChoice(chunks, index), end)
+    end = exchange.stream_end(outbox, sequences=prompt.checked.options.n, last_words=last_words, trailer=DONE)
+    chunks = _Chunks(outbox, envelope, usage, logprobs=prompt.logprobs is not None)
+    choices = ChatChoices.begin(exchange, prompt, lambda index: _StreamedChoice(chunks, index), end)
     return exchange.stream(outbox, characters=len(prompt.text))
 
 

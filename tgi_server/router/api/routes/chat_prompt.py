@@ -1,39 +1,43 @@
-"""A chat request checked and rendered: its plan, and the prompt."""
+"""A chat that is to be answered, whichever interface it came by: its plan, and the prompt."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tgi_server.contract import Grammar
-from tgi_server.router.api.routes.openai import check_sequences, generation_parameters
+from tgi_server.contract import GenerationOptions
+from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.options import Dialect
+from tgi_server.router.schemas.chat import (
+    AllowedTools,
+    ChatRequest,
+    ImageChunk,
+    Message,
+    NamedTool,
+    TextChunk,
+    ToolChoice,
+)
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerReader
-from tgi_server.router.text.conversation import message_text, render_conversation
-from tgi_server.router.text.grammar import requested_grammar
+from tgi_server.router.text.conversation import Conversation, PastCall, Turn, render_conversation, template_variables
 from tgi_server.router.text.special_tokens import RenderedPrompt
-from tgi_server.router.text.tools import ToolUse, chosen_tools
+from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.text.validation import CheckedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """A chat request that keeps the rules. size: bytes of the request."""
+    """A chat that is to be answered. use: the tools that the answer may call. show_thoughts: they are sent."""
 
-    request: ChatRequest
-    size: int
-    choices: int
-
-    @property
-    def logprobs(self) -> int | None:
-        """The number of alternatives that are told of each token, or None where no log-probabilities are told."""
-        return (self.request.top_logprobs or 0) if self.request.logprobs else None
+    dialect: Dialect
+    conversation: Conversation
+    use: ToolUse
+    options: GenerationOptions
+    show_thoughts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as text, and as what the scheduler takes.
+    """A chat as text, and as what the scheduler takes.
 
     reader: makes what takes an answer apart; None: all of an answer is text.
     """
@@ -41,59 +45,102 @@ class ChatPrompt:
     text: str
     checked: CheckedRequest
     reader: Callable[[], AnswerReader] | None
+    show_thoughts: bool = True
+
+    @property
+    def logprobs(self) -> int | None:
+        """The number of alternatives that are reported for each token; None where no log-probabilities are."""
+        report = self.checked.options.report
+        return report.top_n_tokens if report.logprobs else None
 
 
-def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
-    """Returns what the request asks for. Raises InvalidRequest."""
-    choices = 1 if request.n is None else request.n
-    limits = service.openai_limits
-    check_sequences(choices, limits.max_client_batch_size, "`n`")
-    if (request.top_logprobs or 0) > limits.max_top_n_tokens:
-        raise InvalidRequest(f"`top_logprobs` must be 0 to {limits.max_top_n_tokens}, not {request.top_logprobs}")
-    if request.top_logprobs and not request.logprobs:
+def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
+    """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
+    options = openai_options(service, request, Dialect.CHAT)
+    if options.report.top_n_tokens and not request.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs`")
-    return ChatPlan(request, size, choices)
+    report = replace(options.report, logprobs=bool(request.logprobs))
+    options = replace(options, report=report, grammar=requested_form(request))
+    use = tools_of(request)
+    return ChatPlan(Dialect.CHAT, conversation_of(request, use), use, options, request.include_reasoning)
 
 
-async def prompt_for_chat(service: Service, plan: ChatPlan) -> ChatPrompt:
-    """Returns the prompt, and the grammar of the answer. Raises InvalidRequest."""
-    request, form = plan.request, service.answer_form
+async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPlan]) -> ChatPrompt:
+    """Returns the prompt, and the grammar of the answer. size: bytes of the request. Raises InvalidRequest."""
+    form = service.answer_form
 
-    def prepare() -> tuple[RenderedPrompt, str, GenerateParameters, Grammar | None, Callable[[], AnswerReader] | None]:
-        parameters = generation_parameters(
-            request, service, max_tokens=request.token_limit, top_n_tokens=request.top_logprobs or 0
-        )
-        use = _tools(request)
-        prompt = _render(service, request, use)
-        answer = requested_grammar(parameters.grammar)
+    def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], AnswerReader] | None]:
+        made = plan()
+        prompt = render(service, made.conversation)
+        answer = made.options.grammar
         thoughts = form.thoughts(answer)
         thinking = thoughts is not None and thoughts.open_in(prompt.text)
-        said = "\n".join(map(message_text, request.messages))
-        readers = form.readers(use, answer, thinking=thinking)
-        return prompt, said, parameters, form.grammar(use, answer, thinking=thinking), readers
+        readers = form.readers(made.use, answer, thinking=thinking)
+        return made, prompt, replace(made.options, grammar=form.grammar(made.use, answer, thinking=thinking)), readers
 
-    prompt, said, parameters, grammar, readers = await service.threads.run(plan.size, prepare)
+    made, prompt, options, readers = await service.threads.run(size, prepare)
     checked = await service.validator.check(
-        prompt,
-        parameters,
-        add_special_tokens=False,
-        grammar=grammar,
-        spans_of=said,
-        size=plan.size,
-        limits=service.openai_limits,
+        prompt, options, made.dialect, add_special_tokens=False, spans_of=made.conversation.said, size=size
     )
-    return ChatPrompt(prompt.text, checked, readers)
+    return ChatPrompt(prompt.text, checked, readers, made.show_thoughts)
 
 
-async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
+def render(service: Service, conversation: Conversation) -> RenderedPrompt:
     """Returns the prompt. Raises InvalidRequest."""
-    return await service.threads.run(plan.size, lambda: _render(service, plan.request, _tools(plan.request)))
-
-
-def _tools(request: ChatRequest) -> ToolUse:
-    return chosen_tools(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-
-
-def _render(service: Service, request: ChatRequest, use: ToolUse) -> RenderedPrompt:
     tool_prompt = service.answer_form.tool_prompt
-    return render_conversation(service.template, request, use.tools, service.special_tokens, tool_prompt)
+    return render_conversation(service.template, conversation, service.special_tokens, tool_prompt)
+
+
+def tools_of(request: ChatRequest) -> ToolUse:
+    """Returns the tools that the answer may call. Raises InvalidTool."""
+    functions = (tool.function for tool in request.tools or ())
+    tools = [ToolSpec(each.name, each.description, each.arguments, each.strict) for each in functions]
+    return chosen_tools(tools, _choice(request))
+
+
+def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
+    """Returns the conversation. use: the tools that are shown. Raises InvalidRequest."""
+    return Conversation(
+        list(map(_turn, request.messages)),
+        use.tools,
+        template_variables(request.chat_template_kwargs, effort=request.reasoning_effort, documents=request.documents),
+        request.tool_prompt,
+        request.add_generation_prompt,
+        request.continue_final_message,
+    )
+
+
+def _turn(message: Message) -> Turn:
+    calls = (
+        PastCall(call.id, call.function.name, call.function.arguments, call.type) for call in message.tool_calls or ()
+    )
+    return Turn(
+        message.role, _texts(message), message.reasoning_content, tuple(calls), message.name, message.tool_call_id
+    )
+
+
+def _texts(message: Message) -> tuple[str, ...]:
+    """Returns the texts of a message's parts. Raises InvalidRequest for images."""
+    content = message.content.root if message.content is not None else ""
+    if isinstance(content, str):
+        return (content,)
+    texts: list[str] = []
+    for chunk in content:
+        if isinstance(chunk.root, ImageChunk):
+            raise InvalidRequest("images are not supported: this model reads text only", param="messages")
+        texts.append(chunk.root.text if isinstance(chunk.root, TextChunk) else chunk.root.refusal)
+    return tuple(texts)
+
+
+def _choice(request: ChatRequest) -> Choice | None:
+    """Returns the choice of tools; None: no tool may be called."""
+    match (request.tool_choice or ToolChoice("auto")).root:
+        case "none":
+            return None
+        case NamedTool(function=function):
+            return Choice(required=True, only=[function.name], parallel=False)
+        case AllowedTools(allowed_tools=allowed):
+            names = [each.function.name for each in allowed.tools]
+            return Choice(allowed.mode == "required", names, request.parallel_tool_calls)
+        case mode:
+            return Choice(mode == "required", parallel=request.parallel_tool_calls)

@@ -1,5 +1,6 @@
 """Other services' routes: `/` (Hugging Face endpoints), /invocations (SageMaker), /vertex (Vertex AI)."""
 
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter
@@ -12,10 +13,11 @@ from tgi_server.router.api.documentation import GENERATION_ERRORS, described_bod
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.api.responses import quoted
 from tgi_server.router.api.routes.chat import answer_chat
-from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
+from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
-from tgi_server.router.api.routes.generate import generate_whole, stream_generation
+from tgi_server.router.api.routes.generate import generate_whole, stream_generation, tgi_options
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.compatibility import (
     GenerateVertexInstance,
@@ -114,21 +116,26 @@ async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
     characters = 0
     for instance in instances:
         text, checked = await _checked(exchange, instance.root)
-        sequences.append(checked)
+        report = replace(checked.options.report, logprobs=False)
+        sequences.append(replace(checked, options=replace(checked.options, report=report, include_stop=True)))
         characters += len(text)
-    streams = await exchange.collect(sequences, reveal_stop=True, logprobs=False)
+    streams = await exchange.collect(sequences)
     predictions = ",".join(quoted(stream.output.text) for stream in streams)
     return exchange.respond(f'{{"predictions":[{predictions}]}}', characters=characters, streams=streams)
 
 
 async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
+    service = exchange.service
     if isinstance(instance, ChatRequest):
-        plan = plan_chat(exchange.service, instance, exchange.size)
-        choice = instance.tool_choice.root if instance.tool_choice is not None else "auto"
-        if (instance.tools and choice != "none") or plan.choices > 1:
-            raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
-        prompt = await prompt_for_chat(exchange.service, plan)
+
+        def plan() -> ChatPlan:
+            planned = plan_chat(service, instance)
+            if planned.use.tools or planned.options.n > 1:
+                raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
+            return planned
+
+        prompt = await prompt_for_chat(service, exchange.size, plan)
         return prompt.text, prompt.checked
-    parameters = instance.parameters or GenerateParameters()
-    check = exchange.service.validator.check
-    return instance.inputs, await check(RenderedPrompt(instance.inputs), parameters, size=exchange.size)
+    options = tgi_options(service, instance.parameters or GenerateParameters())
+    prompt_text = RenderedPrompt(instance.inputs)
+    return instance.inputs, await service.validator.check(prompt_text, options, Dialect.TGI, size=exchange.size)

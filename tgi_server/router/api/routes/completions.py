@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import FinishReason
+from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
@@ -19,12 +19,13 @@ from tgi_server.router.api.routes.openai import (
     Envelope,
     check_sequences,
     finish_reason,
-    generation_parameters,
+    openai_options,
+    requested_form,
     usage_json,
 )
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
+from tgi_server.router.options import Dialect, Given
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
-from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
@@ -54,17 +55,20 @@ _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A request that keeps the rules. prompts: as text. sequences: `attempts` for each prompt, in their order."""
+    """A request that keeps the rules.
+
+    prompts: as text. sequences: `attempts` for each prompt, in their order, of which `choices` are shown. logprobs:
+    alternatives that are reported for each token; None: no log-probabilities are. generates: False for a request that
+    only wants to know of its prompts; a token is computed all the same.
+    """
 
     request: CompletionRequest
     prompts: Sequence[str]
     sequences: Sequence[CheckedRequest]
+    choices: int
     attempts: int
-
-    @property
-    def choices(self) -> int:
-        """The number of choices that the response has for each prompt."""
-        return 1 if self.request.n is None else self.request.n
+    logprobs: int | None
+    generates: bool
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,14 +79,9 @@ class _Plan:
         return sum(map(len, self.prompts))
 
     @property
-    def generates(self) -> bool:
-        """False for a request that only wants to know of its prompts. A token is computed all the same."""
-        return self.request.token_limit != 0
-
-    @property
     def echoed(self) -> int:
         """The number of prompt tokens in the response, alternatives included."""
-        return self.choices * self.prompt_tokens * (1 + (self.request.logprobs or 0)) if self.request.echo else 0
+        return self.choices * self.prompt_tokens * (1 + (self.logprobs or 0)) if self.request.echo else 0
 
     def echo(self, sequence: int) -> str:
         """Returns the prompt as a sequence's text begins with it."""
@@ -91,7 +90,7 @@ class _Plan:
     def entries(self, exchange: Exchange, sequence: int) -> LogprobEntries:
         """Returns what collects the log-probabilities of a sequence."""
         as_text = isinstance(self.request.prompt.root[sequence // self.attempts], str)
-        show_special = not self.request.skip_special_tokens
+        show_special = not self.sequences[sequence].options.skip_special_tokens
         return LogprobEntries(exchange.service.tokenizer, show_special=show_special, as_text=as_text)
 
     def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> str:
@@ -114,86 +113,75 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
 
 async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     """Raises InvalidRequest."""
-    service, limits = exchange.service, exchange.service.openai_limits
-    prompts = request.prompt.root
-    choices = 1 if request.n is None else request.n
-    attempts = choices if request.best_of is None else request.best_of
-    _check(request, service, choices, attempts)
-    check_sequences(len(prompts), limits.max_client_batch_size, "the number of prompts")
-    wanted = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
-    check_sequences(len(prompts) * attempts, limits.max_client_batch_size, wanted)
-    parameters, rendered = await service.threads.handle_text(exchange.size, lambda: _prepared(service, request))
-    check = service.validator.check
+    service, prompts, size = exchange.service, request.prompt.root, exchange.size
+    if "" in prompts:
+        raise InvalidRequest("`prompt` must not be empty")
+    options = openai_options(service, request, Dialect.COMPLETIONS)
+    choices, attempts = options.n, options.best_of or options.n
+    logprobs = options.report.top_n_tokens if options.report.logprobs else None
+    _check(request, choices, attempts)
+    most = service.options.limits_of(Dialect.COMPLETIONS).max_client_batch_size
+    check_sequences(len(prompts), most, "the number of prompts")
+    product = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
+    check_sequences(len(prompts) * attempts, most, product)
+    report = options.report
+    if attempts > choices:
+        report = replace(report, logprobs=True)
+    if request.echo and logprobs is not None:
+        if service.model.encoder_decoder:
+            raise InvalidRequest("`echo` with `logprobs` is not supported for a model whose encoder reads the prompt")
+        report = replace(report, prefill_logprobs=True, prefill_top_n=logprobs)
+    generates = Given.by(request, Dialect.COMPLETIONS).values.get("max_new_tokens") != 0
+    stopping = options.stopping if generates else replace(options.stopping, max_new_tokens=1)
+    options = replace(options, report=report, stopping=stopping)
+
+    def prepare() -> tuple[GenerationOptions, list[RenderedPrompt]]:
+        return replace(options, grammar=requested_form(request)), _rendered(service, prompts, options.truncate)
+
+    options, rendered = await service.threads.handle_text(size, prepare)
+    check, add_special_tokens = service.validator.check, request.add_special_tokens
     checked = [
-        await check(each, parameters, add_special_tokens=request.add_special_tokens, size=exchange.size, limits=limits)
+        await check(each, options, Dialect.COMPLETIONS, add_special_tokens=add_special_tokens, size=size)
         for each in rendered
     ]
-    if request.echo and request.logprobs is not None:
-        checked = [replace(each, prefill_logprobs=True, prefill_top_n=request.logprobs) for each in checked]
     sequences = [each for prompt in checked for each in prompt.times(attempts)]
-    return _Plan(request, [each.text for each in rendered], sequences, attempts)
+    return _Plan(request, [each.text for each in rendered], sequences, choices, attempts, logprobs, generates)
 
 
-def _prepared(service: Service, request: CompletionRequest) -> tuple[GenerateParameters, list[RenderedPrompt]]:
-    """Raises InvalidRequest."""
-    parameters = generation_parameters(
-        request, service, max_tokens=request.token_limit or None, top_n_tokens=request.logprobs or 0
-    )
-    if request.token_limit == 0:
-        parameters = parameters.model_copy(update={"max_new_tokens": 1})
-    prompts, most = request.prompt.root, service.limits.max_input_tokens
-    if not parameters.truncate and (longest := max(map(_least_tokens, prompts))) > most:
+def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: int) -> list[RenderedPrompt]:
+    """Returns the prompts as text; of those that came as tokens, only as many as may be used. Raises InvalidRequest."""
+    most = service.limits.max_input_tokens
+    longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+    if not truncate and longest > most:
         raise ContextOverflow.of_prompt(longest, most)
-    return parameters, [_rendered(service, each, parameters.truncate or most) for each in prompts]
+    rendered = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            rendered.append(RenderedPrompt(prompt))
+        else:
+            ids = prompt[-(truncate or most) :]
+            rendered.append(RenderedPrompt(service.tokenizer.decode(ids), token_ids=ids))
+    return rendered
 
 
-def _least_tokens(prompt: str | list[int]) -> int:
-    """Returns the number of tokens of a prompt that came as tokens."""
-    return 0 if isinstance(prompt, str) else len(prompt)
-
-
-def _rendered(service: Service, prompt: str | list[int], most: int) -> RenderedPrompt:
-    """Returns the prompt as text. most: if it came as tokens, only the last `most` are used."""
-    if isinstance(prompt, str):
-        return RenderedPrompt(prompt)
-    ids = prompt[-most:]
-    return RenderedPrompt(service.tokenizer.decode(ids), token_ids=ids)
-
-
-def _check(request: CompletionRequest, service: Service, choices: int, attempts: int) -> None:
-    if "" in request.prompt.root:
-        raise InvalidRequest("`prompt` must not be empty")
+def _check(request: CompletionRequest, choices: int, attempts: int) -> None:
     if request.suffix:
         raise InvalidRequest("`suffix` is not supported: put it into the prompt as the model's format wants it")
-    if request.max_tokens is not None and request.max_tokens != request.token_limit:
-        raise InvalidRequest(
-            f"`max_tokens` is {request.max_tokens} and `max_completion_tokens` is {request.token_limit}; give one"
-        )
     if attempts < choices:
-        raise InvalidRequest(f"`best_of` is {attempts}; it must be at least `n`, which is {choices}")
+        raise InvalidRequest(f"`best_of` is {attempts}; it must be at least `n`, which is {choices}", param="best_of")
     if request.stream and attempts > choices:
         raise InvalidRequest("`best_of` cannot be used when streaming: the best answer is known at the end only")
-    most = service.openai_limits.max_top_n_tokens
-    if (request.logprobs or 0) > most:
-        raise InvalidRequest(f"`logprobs` must be 0 to {most}, not {request.logprobs}")
-    if service.model.encoder_decoder and request.echo and request.logprobs is not None:
-        raise InvalidRequest("`echo` with `logprobs` is not supported for a model whose encoder reads the prompt")
 
 
 async def _whole(exchange: Exchange, plan: _Plan) -> Response:
-    request = plan.request
-    streams = await exchange.collect(
-        plan.sequences,
-        reveal_stop=request.include_stop_str_in_output,
-        logprobs=request.logprobs is not None or plan.attempts > plan.choices,
-    )
+    streams = await exchange.collect(plan.sequences)
     text = await exchange.service.threads.handle_text(plan.echoed, lambda: _body(exchange, plan, streams))
     return exchange.respond(text, characters=plan.characters, streams=streams)
 
 
 def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> str:
     """Returns the response as JSON. Takes time in proportion to its length."""
-    attempts, logprobs = plan.attempts, plan.request.logprobs is not None
+    attempts, logprobs = plan.attempts, plan.logprobs is not None
     shown: list[int] = []
     for first in range(0, len(streams), attempts):
         likeliest = sorted(range(first, first + attempts), key=lambda each: -streams[each].output.mean_logprob())
@@ -205,7 +193,7 @@ def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[Collect
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
         choices.append(_choice(index, text, told, reason))
-    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].adapter_id)
+    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].options.adapter_id)
     return envelope.wrap(",".join(choices), plan.usage(streams, plan.prompt_tokens))
 
 
@@ -224,7 +212,7 @@ def _logprobs(entries: LogprobEntries, stream: TokenStream[CollectedTokens], ech
 def _stream(exchange: Exchange, plan: _Plan) -> Response:
     request = plan.request
     outbox = Outbox()
-    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].adapter_id)
+    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].options.adapter_id)
     whole_usage = request.stream_options is not None and request.stream_options.include_usage
     streams: list[AnyStream] = []
 
@@ -232,13 +220,11 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
         return event(envelope.wrap("", plan.usage(streams, plan.prompt_tokens))) if whole_usage else b""
 
     end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
-    logprobs = request.logprobs is not None
+    logprobs = plan.logprobs is not None
     for index, checked in enumerate(plan.sequences):
         entries = plan.entries(exchange, index) if logprobs else None
         chunks = _CompletionChunks(outbox, envelope, plan, index, entries)
-        streams.append(
-            exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=logprobs)
-        )
+        streams.append(exchange.generate(checked, chunks, end))
     return exchange.stream(outbox, characters=plan.characters)
 
 

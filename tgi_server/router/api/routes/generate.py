@@ -1,19 +1,22 @@
 """/generate and /generate_stream."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import FinishReason
+from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.responses import event, number, optional, quoted, token_json, top_tokens_json
-from tgi_server.router.schemas.generate import GenerateRequest, GenerateResponse, StreamResponse
+from tgi_server.router.options import Dialect, check_streaming
+from tgi_server.router.schemas.generate import GenerateParameters, GenerateRequest, GenerateResponse, StreamResponse
 from tgi_server.router.service import Service
+from tgi_server.router.text.grammar import requested_grammar
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
@@ -46,16 +49,26 @@ def generate_routes(service: Service) -> APIRouter:
     return router
 
 
+def tgi_options(service: Service, parameters: GenerateParameters, cache_salt: str | None = None) -> GenerationOptions:
+    """Returns the options of a request. cache_salt: wins over the one in `parameters`. Raises InvalidRequest."""
+    options = service.options.read(parameters, Dialect.TGI)
+    grammar = requested_grammar(parameters.grammar)
+    return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
+
+
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """Responds in one piece. in_list: with a list of one, as `/` does."""
-    parameters = request.chosen_parameters
-    checked = await exchange.service.validator.check(RenderedPrompt(request.inputs), parameters, size=exchange.size)
-    details = parameters.details or parameters.decoder_input_details
-    best_of = parameters.best_of or 1
+    options = tgi_options(exchange.service, request.parameters, request.cache_salt)
+    details = request.parameters.details or options.report.prefill_logprobs
+    best_of = options.best_of or 1
+    options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
+    checked = await exchange.service.validator.check(
+        RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size
+    )
     if best_of > 1:
         exchange.reserve(best_of - 1)
     requests = checked.times(best_of)
-    streams = await exchange.collect(requests, reveal_stop=True, logprobs=details or best_of > 1)
+    streams = await exchange.collect(requests)
     tokens = sum(map(_reported_tokens, streams)) if details else 0
     best, text = await exchange.service.threads.handle_text(
         tokens, lambda: _body(exchange.service.tokenizer, request, requests, streams, details=details)
@@ -135,15 +148,18 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
 
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Response:
     """Responds with an event for each token."""
-    parameters = request.chosen_parameters
+    parameters = request.parameters
+    options = tgi_options(exchange.service, parameters, request.cache_salt)
+    check_streaming(options)
+    options = replace(options, report=replace(options.report, logprobs=True))
     check = exchange.service.validator.check
-    checked = await check(RenderedPrompt(request.inputs), parameters, streaming=True, size=exchange.size)
+    checked = await check(RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size)
     outbox = Outbox()
     prompt = request.inputs if parameters.return_full_text else ""
     events = _TokenEvents(
         outbox, exchange.service.tokenizer, seed=checked.seed, details=parameters.details, prompt=prompt
     )
-    exchange.generate(checked, events, exchange.stream_end(outbox), reveal_stop=True, logprobs=True)
+    exchange.generate(checked, events, exchange.stream_end(outbox))
     return exchange.stream(outbox, characters=len(request.inputs))
 
 

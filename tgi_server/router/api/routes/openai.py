@@ -2,18 +2,18 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from time import time
-from typing import Any
 from uuid import uuid4
 
-from tgi_server.contract import FinishReason
+from tgi_server.contract import FinishReason, GenerationOptions, Grammar, GrammarKind
 from tgi_server.router.api.responses import quoted
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
-from tgi_server.router.schemas.generate import CountingParameters, GenerateParameters
-from tgi_server.router.schemas.grammar import GrammarType, JsonGrammar, LarkGrammar, PlainText, RegexGrammar
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.openai import SharedParameters, StructuredOutputs
+from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.router.service import ModelDescription, Service
-from tgi_server.router.text.generation_config import SAMPLING_DEFAULTS
+from tgi_server.router.text.grammar import ANY_OBJECT, json_grammar, requested_grammar
 from tgi_server.router.text.token_stream import AnyStream
 
 DONE = b"data: [DONE]\n\n"
@@ -30,44 +30,11 @@ def finish_reason(reason: FinishReason) -> str:
     return _FINISH_REASONS[reason]
 
 
-def generation_parameters(
-    request: SharedParameters, service: Service, *, max_tokens: int | None, top_n_tokens: int = 0
-) -> GenerateParameters:
-    """Returns OpenAI's parameters as TGI's, with the model's own defaults for those that are not given.
-
-    Sampling is on unless the temperature or `top_p` is 0; a `top_p` of 1 switches that off. Raises InvalidRequest.
-    """
-    if max_tokens == 0:
-        raise InvalidRequest("`max_tokens` must be greater than 0, not 0")
-    given = {name: value for name in SAMPLING_DEFAULTS if (value := getattr(request, name)) is not None}
-    chosen = {**service.sampling_defaults, **given}
-    temperature, top_p, top_k = chosen.get("temperature"), chosen.get("top_p"), chosen.get("top_k")
-    greedy = temperature == 0 or top_p == 0
-    truncate = request.truncate_prompt_tokens
-    return CountingParameters.model_construct(
-        do_sample=not greedy,
-        temperature=None if greedy else temperature,
-        top_p=None if greedy or top_p == 1 else top_p,
-        top_k=None if greedy or top_k in (0, -1) else top_k,
-        min_p=chosen.get("min_p"),
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-        repetition_penalty=chosen.get("repetition_penalty"),
-        logit_bias=request.logit_bias,
-        max_new_tokens=max_tokens,
-        min_tokens=request.min_tokens,
-        # Those below 0 are taken as the same bits without a sign.
-        seed=None if request.seed in (None, -1) else request.seed % 2**64,
-        stop=request.stop or [],
-        stop_token_ids=request.stop_token_ids,
-        skip_special_tokens=request.skip_special_tokens,
-        ignore_eos=request.ignore_eos,
-        cache_salt=request.cache_salt,
-        adapter_id=named_adapter(service, request.model),
-        truncate=service.limits.max_input_tokens if truncate == -1 else truncate,
-        grammar=requested_form(request),
-        top_n_tokens=top_n_tokens,
-    )
+def openai_options(
+    service: Service, request: SharedParameters | ResponsesRequest, dialect: Dialect
+) -> GenerationOptions:
+    """Returns the options of a request of OpenAI's interface. Raises InvalidRequest, or NoSuchModel."""
+    return replace(service.options.read(request, dialect), adapter_id=named_adapter(service, request.model))
 
 
 def named_adapter(service: Service, model: str | None) -> str | None:
@@ -85,46 +52,43 @@ def named_adapter(service: Service, model: str | None) -> str | None:
     raise NoSuchModel(f"there is no model {model[:100]!r} here; there are {known}")
 
 
-def requested_form(request: SharedParameters) -> GrammarType | None:
+def requested_form(request: SharedParameters) -> Grammar | None:
     """Returns the form that the answer must have, whichever of the fields asks for it; None for any text.
 
     Raises InvalidRequest when several do.
     """
     outputs = request.structured_outputs or StructuredOutputs()
-    asked = [
-        form
-        for form in (
-            request.response_format,
-            *map(_json, (request.guided_json, request.json_schema)),
-            _json(outputs.json_schema),
-            _json({"type": "object"} if outputs.json_object else None),
-            *map(_regex, (request.guided_regex, request.regex, outputs.regex)),
-            *map(_choice, (request.guided_choice, outputs.choice)),
-            *map(_lark, (request.guided_grammar, outputs.grammar)),
-        )
-        if form is not None and not isinstance(form.root, PlainText)
+    schemas = (
+        request.guided_json,
+        request.json_schema,
+        outputs.json_schema,
+        ANY_OBJECT if outputs.json_object else None,
+    )
+    found = [
+        requested_grammar(request.response_format),
+        *(None if schema is None else json_grammar(schema) for schema in schemas),
+        *map(_regex, (request.guided_regex, request.regex, outputs.regex)),
+        *map(_choice, (request.guided_choice, outputs.choice)),
+        *map(_lark, (request.guided_grammar, outputs.grammar)),
     ]
-    if len(asked) > 1:
+    forms = [form for form in found if form is not None]
+    if len(forms) > 1:
         raise InvalidRequest(
             "more than one of `response_format`, `structured_outputs`, `guided_*`, `json_schema` and `regex` says what "
             "form the answer has"
         )
-    return asked[0] if asked else None
+    return forms[0] if forms else None
 
 
-def _json(schema: Any) -> GrammarType | None:
-    return None if schema is None else GrammarType(JsonGrammar(type="json", value=schema))
+def _regex(regex: str | None) -> Grammar | None:
+    return None if regex is None else Grammar(GrammarKind.REGEX, regex)
 
 
-def _regex(regex: str | None) -> GrammarType | None:
-    return None if regex is None else GrammarType(RegexGrammar(type="regex", value=regex))
+def _lark(grammar: str | None) -> Grammar | None:
+    return None if grammar is None else Grammar(GrammarKind.LARK, grammar)
 
 
-def _lark(grammar: str | None) -> GrammarType | None:
-    return None if grammar is None else GrammarType(LarkGrammar(type="lark", value=grammar))
-
-
-def _choice(texts: Sequence[str] | None) -> GrammarType | None:
+def _choice(texts: Sequence[str] | None) -> Grammar | None:
     if texts is None:
         return None
     if not texts:

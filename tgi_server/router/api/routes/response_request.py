@@ -1,112 +1,132 @@
-"""A request for a response as the chat that it is."""
+"""A request for a response as the chat that is to be answered."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
-from tgi_server.router.api.body import validate
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from tgi_server.contract import Grammar
+from tgi_server.router.api.routes.chat_prompt import ChatPlan
+from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
-from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.schemas.openai import TextParameters
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.responses import (
     AllowedFunctions,
     ChosenFunction,
     FunctionCall,
     FunctionCallOutput,
+    FunctionTool,
     InputMessage,
     ReasoningItem,
     ResponsesRequest,
     TextOptions,
     TextPart,
 )
+from tgi_server.router.service import Service
+from tgi_server.router.text.conversation import Conversation, PastCall, Turn, template_variables
+from tgi_server.router.text.grammar import ANY_OBJECT, WHOLE_SCHEMA, json_grammar
+from tgi_server.router.text.tools import Choice, ToolSpec, chosen_tools
 
 LOGPROBS = "message.output_text.logprobs"
 
+_TURNS = TypeAdapter(list[Turn])
 
-def input_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the input as messages of a chat. Calls and thoughts belong to one message of the assistant."""
+
+def input_turns(request: ResponsesRequest) -> list[Turn]:
+    """Returns the input as turns of a conversation. Calls and thoughts belong to one turn of the assistant."""
     if isinstance(request.input, str):
-        return [{"role": "user", "content": request.input}]
-    messages: list[dict[str, Any]] = []
+        return [Turn("user", (request.input,))]
+    turns: list[Turn] = []
     thoughts = ""
     for item in request.input:
         match item.root:
             case InputMessage(role=role, content=content):
-                messages.append({"role": role, "content": _text(content)})
-            case FunctionCall() as call:
-                function = {"name": call.name, "arguments": call.arguments}
-                _assistant(messages).setdefault("tool_calls", []).append({"id": call.call_id, "function": function})
+                turns.append(Turn(role, (_text(content),)))
+            case FunctionCall(call_id=call_id, name=name, arguments=arguments):
+                if not turns or turns[-1].role != "assistant":
+                    turns.append(Turn("assistant"))
+                turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, PastCall(call_id, name, arguments)))
             case FunctionCallOutput(call_id=call_id, output=output):
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output)})
+                turns.append(Turn("tool", (_text(output),), tool_call_id=call_id))
             case ReasoningItem(content=content, summary=summary):
                 thoughts = _text(content or summary or ())
                 continue
-        if thoughts and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = thoughts
+        if thoughts and turns[-1].role == "assistant":
+            turns[-1] = replace(turns[-1], reasoning=thoughts)
         thoughts = ""
-    return messages
+    return turns
 
 
-def output_messages(output: Sequence[ResponseItem]) -> list[dict[str, Any]]:
-    """Returns the items of an output as the message of the assistant that they are."""
-    message: dict[str, Any] = {"role": "assistant"}
+def output_turns(output: Sequence[ResponseItem]) -> list[Turn]:
+    """Returns the items of an output as the turn of the assistant that they are."""
+    turn = Turn("assistant")
     for item in output:
         if item.kind == "message":
-            message["content"] = item.text
+            turn = replace(turn, texts=(item.text,))
         elif item.kind == "reasoning":
-            message["reasoning_content"] = item.text
+            turn = replace(turn, reasoning=item.text)
         else:
-            function = {"name": item.name, "arguments": item.text}
-            message.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-    return [message] if len(message) > 1 else []
+            turn = replace(turn, calls=(*turn.calls, PastCall(item.call_id, item.name, item.text)))
+    return [turn] if output else []
 
 
-def chat_request(request: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-    """Returns the chat whose next message is the response. Raises InvalidRequest.
+def turns_to_json(earlier: bytes, turns: Sequence[Turn]) -> bytes:
+    """Returns turns as JSON, joined by commas. earlier: JSON of the turns before them, in the same form."""
+    return b",".join((earlier,) * bool(earlier) + tuple(map(to_json, turns)))
 
-    messages: the conversation so far.
-    """
-    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+
+def turns_from_json(text: bytes) -> list[Turn]:
+    """text: as `turns_to_json` returns it."""
+    return _TURNS.validate_json(b"[%b]" % text)
+
+
+def plan_response(service: Service, request: ResponsesRequest, turns: Sequence[Turn]) -> ChatPlan:
+    """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
+    if request.instructions:
+        turns = [Turn("system", (request.instructions,)), *turns]
+    use = chosen_tools(list(map(_function, request.tools or ())), _choice(request))
+    options = openai_options(service, request, Dialect.RESPONSES)
     logprobs = LOGPROBS in (request.include or ())
-    fields = {
-        "model": request.model,
-        **{name: value for name in TextParameters.model_fields if (value := getattr(request, name)) is not None},
-        "messages": [*system, *messages],
-        "max_completion_tokens": request.max_output_tokens,
-        "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools or ()],
-        "tool_choice": _choice(request),
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "response_format": _form(request),
-        "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
-        "logprobs": logprobs,
-        "top_logprobs": request.top_logprobs if logprobs else None,
-        "chat_template_kwargs": request.chat_template_kwargs,
-    }
-    return validate(ChatRequest, fields)
+    top = options.report.top_n_tokens if logprobs else 0
+    report = replace(options.report, logprobs=logprobs, top_n_tokens=top)
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables = template_variables(request.chat_template_kwargs, effort=effort)
+    return ChatPlan(
+        Dialect.RESPONSES,
+        Conversation(turns, use.tools, variables),
+        use,
+        replace(options, report=report, grammar=_form(request)),
+    )
 
 
-def _choice(request: ResponsesRequest) -> Any:
-    choice = request.tool_choice
-    if isinstance(choice, ChosenFunction):
-        return {"type": "function", "function": {"name": choice.name}}
-    if isinstance(choice, AllowedFunctions):
-        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
-    return choice
+def _function(tool: FunctionTool) -> ToolSpec:
+    return ToolSpec(tool.name, tool.description, tool.parameters, tool.strict)
 
 
-def _form(request: ResponsesRequest) -> Any:
+def _choice(request: ResponsesRequest) -> Choice | None:
+    """Returns the choice of tools; None: no tool may be called."""
+    match request.tool_choice or "auto":
+        case "none":
+            return None
+        case ChosenFunction(name=name):
+            return Choice(required=True, only=[name], parallel=False)
+        case AllowedFunctions(mode=mode, tools=tools):
+            return Choice(mode == "required", [tool.name for tool in tools], request.parallel_tool_calls)
+        case mode:
+            return Choice(mode == "required", parallel=request.parallel_tool_calls)
+
+
+def _form(request: ResponsesRequest) -> Grammar | None:
     form = (request.text or TextOptions()).format
-    if form.type == "json_schema":
-        schema = {"name": form.name, "schema": form.json_schema, "strict": form.strict}
-        return {"type": "json_schema", "json_schema": schema}
-    return {"type": form.type}
-
-
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the last message, if it is the assistant's, or else a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant"})
-    return messages[-1]
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return json_grammar(ANY_OBJECT)
+    if form.json_schema is None:
+        raise InvalidRequest("`text.format` of the type `json_schema` needs a `schema`", param="text.format.schema")
+    return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,))
 
 
 def _text(content: Sequence[TextPart]) -> str:

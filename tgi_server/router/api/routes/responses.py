@@ -1,13 +1,12 @@
 """/v1/responses, and /v1/embeddings, which is refused by name."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from time import time
-from typing import Any
 
 from fastapi import APIRouter
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,14 +18,19 @@ from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, owner_of, respond_to
 from tgi_server.router.api.responses import JSON, json_response, named_event
 from tgi_server.router.api.routes.chat import ChatChoices
-from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
-from tgi_server.router.api.routes.openai import named_adapter
+from tgi_server.router.api.routes.chat_prompt import ChatPlan, prompt_for_chat
 from tgi_server.router.api.routes.response_items import ResponseItems
-from tgi_server.router.api.routes.response_request import chat_request, input_messages, output_messages
+from tgi_server.router.api.routes.response_request import (
+    input_turns,
+    output_turns,
+    plan_response,
+    turns_from_json,
+    turns_to_json,
+)
 from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
 from tgi_server.router.errors import NoSuchResponse, NotSupported, PayloadTooLarge, PreviousResponseNotFound
-from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.schemas.openai import OpenAIErrorResponse, TextParameters
+from tgi_server.router.options import Dialect, rows
+from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.schemas.responses import DeletedResponse, ResponseObject, ResponsesRequest
 from tgi_server.router.service import Service
 
@@ -34,10 +38,11 @@ _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
     404: {"description": "The response is not kept", "model": OpenAIErrorResponse},
 }
-# What a response does not repeat of its request.
+# Options that a response repeats of its request, and what it does not repeat.
+_REPEATED = {"temperature", "top_p", "max_output_tokens", "top_logprobs"}
 _NOT_REPEATED = {
     *("input", "include", "stream", "model", "chat_template_kwargs"),
-    *(TextParameters.model_fields.keys() - {"temperature", "top_p"}),
+    *({name for row in rows(Dialect.RESPONSES) for name in row.names} - _REPEATED),
 }
 _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -109,24 +114,23 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     earlier = b""
     if request.previous_response_id is not None:
         try:
-            earlier = kept.get(tenant, request.previous_response_id).messages
+            earlier = kept.get(tenant, request.previous_response_id).turns
         except NoSuchResponse as error:
             raise PreviousResponseNotFound(str(error)) from None
     exchange.size += len(earlier)
 
-    def prepare() -> tuple[bytes, ChatRequest, _Response]:
-        messages = input_messages(request)
-        conversation = _joined(earlier, messages)
+    def prepare() -> tuple[bytes, ChatPlan, _Response]:
+        turns = input_turns(request)
+        conversation = turns_to_json(earlier, turns)
         if len(conversation) > service.payload_limit:
             raise PayloadTooLarge(
                 f"the conversation has more than {service.payload_limit} bytes (--payload-limit); begin another one"
             )
-        chat = chat_request(request, [*from_json(b"[%b]" % earlier), *messages])
-        return conversation, chat, _Response(request, named_adapter(service, request.model) or service.model.names[0])
+        plan = plan_response(service, request, [*turns_from_json(earlier), *turns])
+        return conversation, plan, _Response(request, plan.options.adapter_id or service.model.names[0])
 
-    conversation, chat, response = await service.threads.handle_text(exchange.size, prepare, at_once=SMALL)
-    plan = plan_chat(service, chat, exchange.size)
-    prompt = await prompt_for_chat(service, plan)
+    conversation, plan, response = await service.threads.handle_text(exchange.size, prepare, at_once=SMALL)
+    prompt = await prompt_for_chat(service, exchange.size, lambda: plan)
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
     items = ResponseItems(emit)
@@ -139,8 +143,8 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         reason = "max_output_tokens" if items.reason == "length" else None
         text = response.json(status, items.json(), _usage(choices, items), reason)
         if request.store:
-            messages = _joined(conversation, output_messages(items.items))
-            kept.add(tenant, response.id, StoredResponse(text.encode(), messages))
+            turns = turns_to_json(conversation, output_turns(items.items))
+            kept.add(tenant, response.id, StoredResponse(text.encode(), turns))
         return status, text
 
     def last_words() -> bytes:
@@ -149,17 +153,12 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         return b""
 
     end = AllEnded(1) if outbox is None else exchange.stream_end(outbox, last_words=last_words)
-    choices = ChatChoices.begin(exchange, plan, prompt, lambda _: items, end)
+    choices = ChatChoices.begin(exchange, prompt, lambda _: items, end)
     if outbox is not None:
         return exchange.stream(outbox, characters=len(prompt.text), collects=True)
     assert isinstance(end, AllEnded)
     await exchange.wait_for(end.future)
     return exchange.respond(finish()[1], characters=len(prompt.text), streams=choices.streams)
-
-
-def _joined(earlier: bytes, messages: Sequence[dict[str, Any]]) -> bytes:
-    """Returns messages as JSON, joined by commas. earlier: JSON of the messages before them, in the same form."""
-    return b",".join((earlier,) * bool(earlier) + tuple(to_json(message) for message in messages))
 
 
 def _nothing(kind: str, members: str) -> None:

@@ -15,7 +15,7 @@ from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
 from tgi_server.router.api.requests import DirectRoute, owner_of
 from tgi_server.router.api.responses import json_response, quoted
-from tgi_server.router.api.routes.chat_prompt import plan_chat, render_plan
+from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -54,7 +54,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     )
     async def chat_tokenize(request: Request) -> Response:
         async with _reading(service, request, ChatRequest) as (asked, size):
-            prompt = await render_plan(service, plan_chat(service, asked, size))
+            prompt = await service.threads.run(size, lambda: render(service, conversation_of(asked, tools_of(asked))))
             text, tokens = await _tokens(service, prompt, add_special_tokens=False)
             return json_response(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 

@@ -61,7 +61,7 @@ async def test_every_route_hands_the_adapter_to_the_scheduler(
     for path, body in REQUESTS:
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
-        assert router.scheduler.submitted.pop().adapter_id == "chef", path
+        assert router.scheduler.submitted.pop().options.adapter_id == "chef", path
         if path.startswith("/v1"):
             assert response.json()["model"] == "chef"
     answered = [vars(record) for record in caplog.records if record.message.endswith("answered")]
@@ -73,7 +73,7 @@ async def test_the_model_itself_has_names_too(router: RouterService, client: htt
     for model in (None, "", "tgi", "maker/model"):
         response = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
         assert response.json()["model"] == "maker/model"
-        assert router.scheduler.submitted.pop().adapter_id is None
+        assert router.scheduler.submitted.pop().options.adapter_id is None
     assert 'tgi_request_adapter_count{adapter=""} 4.0' in (await client.get("/metrics")).text
 
 

@@ -43,7 +43,7 @@ async def test_vertex_predicts_for_each_instance(client: httpx.AsyncClient, sche
     instances = [{"inputs": "hello", "parameters": {"max_new_tokens": 9}}, CHAT]
     answer = (await client.post("/vertex", json={"instances": instances})).json()
     assert answer == {"predictions": ["a", "b"]}
-    assert scheduler.submitted[0].stopping.max_new_tokens == 9
+    assert scheduler.submitted[0].options.stopping.max_new_tokens == 9
 
 
 async def test_vertex_refuses_a_request_whose_second_instance_is_wrong(

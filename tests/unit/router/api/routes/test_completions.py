@@ -83,7 +83,7 @@ def test_the_entries_of_a_prompt_lie_in_its_text(text: str, first: int, tokens: 
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ({"n": 9}, "the number of prompts times `n` must be 1 to 8, not 9"),
+        ({"n": 9}, "`n` is 9; it must be 1 to 8"),
         ({"prompt": []}, "the number of prompts must be 1 to 8, not 0"),
         ({"n": 2, "best_of": 1}, "`best_of` is 1; it must be at least `n`, which is 2"),
         ({"prompt": ["hello", ""]}, "`prompt` must not be empty"),

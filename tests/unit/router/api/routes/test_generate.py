@@ -27,9 +27,13 @@ async def test_parameters_reach_the_scheduler_as_they_were_meant(
     parameters = {"max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "seed": 11, "ignore_eos": True}
     await generate(client, **parameters)
     (request,) = scheduler.submitted
-    assert (request.stopping.max_new_tokens, request.stopping.ignore_eos) == (7, True)
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0.5, 3, 11)
-    assert not request.report.logprobs
+    assert (request.options.stopping.max_new_tokens, request.options.stopping.ignore_eos) == (7, True)
+    assert (request.options.sampling.temperature, request.options.sampling.top_k, request.options.sampling.seed) == (
+        0.5,
+        3,
+        11,
+    )
+    assert not request.options.report.logprobs
 
 
 async def test_details_tell_each_token(client: httpx.AsyncClient):
@@ -64,7 +68,7 @@ async def test_the_best_of_several_texts_comes_first(client: httpx.AsyncClient, 
     answer = await generate(client, best_of=2, do_sample=True, details=True)
     texts = {answer["generated_text"], answer["details"]["best_of_sequences"][0]["generated_text"]}
     assert texts == {"hello", "hello world"}
-    assert len({request.sampling.seed for request in scheduler.submitted}) == 2
+    assert len({request.options.sampling.seed for request in scheduler.submitted}) == 2
 
 
 async def test_the_last_event_has_the_whole_text(client: httpx.AsyncClient):

@@ -1,46 +1,13 @@
-"""OpenAI's parameters become TGI's, and every object of a response has the same envelope."""
+"""Every object of a response has the same envelope."""
 
 import json
-from typing import Any
 
 import pytest
 
-from tests.fakes.router_service import RouterService
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.routes.openai import Envelope, check_sequences, finish_reason, generation_parameters
+from tgi_server.router.api.routes.openai import Envelope, check_sequences, finish_reason
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.schemas.openai import SharedParameters
 from tgi_server.router.service import ModelDescription
-
-
-def parameters(max_tokens: int | None = None, **fields: Any) -> Any:
-    asked = SharedParameters.model_validate({"model": "m", **fields})
-    return generation_parameters(asked, RouterService().service, max_tokens=max_tokens)
-
-
-@pytest.mark.parametrize(
-    ("fields", "sampled"),
-    [({}, True), ({"temperature": 0.5}, True), ({"temperature": 0}, False), ({"temperature": 0, "top_p": 0.5}, False)],
-)
-def test_tokens_are_sampled_unless_the_temperature_is_0(fields: dict[str, Any], sampled: bool):
-    made = parameters(**fields)
-    assert made.do_sample == sampled
-    assert sampled or (made.temperature, made.top_p, made.top_k) == (None, None, None)
-
-
-def test_values_that_switch_a_rule_off_are_left_out():
-    made = parameters(top_p=1, top_k=-1)
-    assert (made.top_p, made.top_k) == (None, None)
-    made = parameters(top_p=0.5, top_k=4, min_p=0.1, seed=3, stop=["x"], logit_bias={"5": 1.0})
-    assert (made.top_p, made.top_k, made.min_p, made.seed, made.stop, made.logit_bias) == (
-        *(0.5, 4, 0.1, 3, ["x"]),
-        {"5": 1.0},
-    )
-
-
-def test_no_tokens_at_all_cannot_be_asked_for():
-    with pytest.raises(InvalidRequest, match="`max_tokens` must be greater than 0, not 0"):
-        parameters(max_tokens=0)
 
 
 @pytest.mark.parametrize("sequences", [0, 5])

@@ -21,7 +21,7 @@ async def test_openais_routes_count_generated_tokens(
 ):
     assert (await client.post(route, json=body | PENALTIES)).status_code == 200
     (request,) = scheduler.submitted
-    sampling = request.sampling
+    sampling = request.options.sampling
     assert (sampling.count_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, 0.0, -0.5)
 
 
@@ -31,5 +31,5 @@ async def test_tgis_routes_take_the_share_of_the_text(
 ):
     assert (await client.post(route, json={"inputs": "hello", "parameters": PENALTIES})).status_code == 200
     (request,) = scheduler.submitted
-    sampling = request.sampling
+    sampling = request.options.sampling
     assert (sampling.count_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (0.0, 1.5, -0.5)

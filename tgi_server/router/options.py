@@ -1,0 +1,338 @@
+"""The table of generation options: every option of the contract, as each interface has it.
+
+An option is declared as a field in `contract.py`, and every interface takes it by that name. `_DIFFERENCES` has what is
+otherwise. From this table come the fields of request bodies with their bounds (`schemas/base.py`), the checks below,
+and docs/reference/options.md.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from enum import Enum
+from functools import cache
+from struct import Struct
+from typing import Any, get_type_hints
+
+from tgi_server.contract import (
+    OPTION,
+    Bounds,
+    GenerationOptions,
+    Option,
+    ReportParameters,
+    SamplingParameters,
+    StoppingParameters,
+)
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.request import Limits
+
+
+class Dialect(Enum):
+    """The interfaces by which a request may come. The value is what documentation calls it."""
+
+    TGI = "TGI"
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+
+    @property
+    def prompt(self) -> str:
+        """The field that has the prompt."""
+        return _PROMPTS[self]
+
+
+_PROMPTS = {
+    Dialect.TGI: "inputs",
+    Dialect.CHAT: "messages",
+    Dialect.COMPLETIONS: "prompt",
+    Dialect.RESPONSES: "input",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """An option as one interface has it.
+
+    names: of its fields, of which the first that is set counts; a message about an unset one uses the last. bounds:
+    None for those of the contract. note: what its description has to say in addition.
+    """
+
+    names: tuple[str, ...] = ()
+    bounds: Bounds | None = None
+    note: str = ""
+
+
+_EVERYWHERE = tuple(Dialect)
+_OPENAI = (Dialect.CHAT, Dialect.COMPLETIONS, Dialect.RESPONSES)
+
+
+def _only(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None = None, note: str = "") -> Any:
+    """Returns an option's spelling in these interfaces; the others do not have it."""
+    spelling = Spelling(names, bounds, note)
+    return {dialect: spelling if dialect in dialects else None for dialect in _EVERYWHERE}
+
+
+def _except(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None = None, note: str = "") -> Any:
+    """Returns an option's spelling in these interfaces; the others have it as the contract has."""
+    return dict.fromkeys(dialects, Spelling(names, bounds, note))
+
+
+_DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
+    "do_sample": _only(Dialect.TGI),
+    "temperature": _except(*_OPENAI, bounds=Bounds(least=0), note="0: always the most likely token."),
+    "top_k": _except(*_OPENAI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: from all."),
+    "top_p": _except(*_OPENAI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
+    "typical_p": _only(Dialect.TGI),
+    "frequency_penalty": _only(Dialect.TGI),
+    "count_penalty": _only(*_OPENAI, names=("frequency_penalty",)),
+    "seed": _except(*_OPENAI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: random, too."),
+    "watermark": _only(Dialect.TGI),
+    "max_new_tokens": {
+        **_except(Dialect.CHAT, names=("max_completion_tokens", "max_tokens"), bounds=Bounds(least=1, most=2**32 - 1)),
+        **_except(
+            Dialect.COMPLETIONS,
+            names=("max_completion_tokens", "max_tokens"),
+            bounds=Bounds(least=0, most=2**32 - 1),
+            note="0: none, but for `echo` and `logprobs`.",
+        ),
+        **_except(Dialect.RESPONSES, names=("max_output_tokens",), bounds=Bounds(least=1, most=2**32 - 1)),
+    },
+    "top_n_tokens": {
+        **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`."),
+        **_except(
+            Dialect.COMPLETIONS, names=("logprobs",), note="Unset: not even the log-probabilities of those generated."
+        ),
+        **_except(Dialect.RESPONSES, names=("top_logprobs",), note="`include` asks for them."),
+    },
+    "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",)),
+    "n": _only(Dialect.CHAT, Dialect.COMPLETIONS),
+    "best_of": _only(Dialect.TGI, Dialect.COMPLETIONS),
+    "include_stop": _only(*_OPENAI, names=("include_stop_str_in_output",)),
+    "truncate": _except(
+        *_OPENAI,
+        names=("truncate_prompt_tokens",),
+        bounds=Bounds(least=-1, most=2**31 - 1),
+        note="-1: as many as it may have.",
+    ),
+    "adapter_id": _only(Dialect.TGI),
+}
+
+_PARTS = (SamplingParameters, StoppingParameters, ReportParameters, GenerationOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """One option in one interface. part: the class of the contract that has it; option: its name there."""
+
+    part: type
+    option: str
+    type: Any
+    default: Any
+    names: tuple[str, ...]
+    bounds: Bounds
+    description: str
+    example: object
+
+
+@cache
+def rows(dialect: Dialect) -> tuple[OptionRow, ...]:
+    """Returns the options that an interface has."""
+    found = (_row(part, field, dialect) for part in _PARTS for field in fields(part) if OPTION in field.metadata)
+    return tuple(row for row in found if row is not None)
+
+
+def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
+    spelling = _DIFFERENCES.get(field.name, {}).get(dialect, Spelling())
+    if spelling is None:
+        return None
+    entry: Option = field.metadata[OPTION]
+    return OptionRow(
+        part,
+        field.name,
+        get_type_hints(part)[field.name],
+        {} if field.default is MISSING else field.default,
+        spelling.names or (field.name,),
+        spelling.bounds or entry.bounds,
+        f"{entry.description} {spelling.note}".strip(),
+        entry.example,
+    )
+
+
+# A text of more characters than this is no stop sequence.
+_LONGEST_STOP = 1_000
+_SEED_BITS = 64
+_LARGEST_FLOAT32 = 2.0**128 - 2.0**104
+_FLOAT32 = Struct("<f")
+# Options that only shape sampling, which each of them switches on in TGI's interface.
+_SHAPING = ("temperature", "top_k", "top_p", "typical_p")
+
+
+def fault_of(bounds: Bounds, value: float) -> str | None:
+    """Returns the bound that a number breaks, in words, if it becomes what the shards get; None if it breaks none."""
+    if isinstance(value, float):
+        if abs(value) > _LARGEST_FLOAT32:
+            return f"at most {_LARGEST_FLOAT32:.2g}" if value > 0 else f"at least -{_LARGEST_FLOAT32:.2g}"
+        (value,) = _FLOAT32.unpack(_FLOAT32.pack(value))
+    return bounds.fault(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The options that a request sets, by their names in the contract, and by which field it sets each."""
+
+    dialect: Dialect
+    values: Mapping[str, Any]
+    names: Mapping[str, str]
+
+    @classmethod
+    def by(cls, request: object, dialect: Dialect) -> "Given":
+        """Returns the options that are set in the body of a request."""
+        values, names = {}, {}
+        for row in rows(dialect):
+            for name in row.names:
+                if (value := getattr(request, name, None)) is not None:
+                    values[row.option], names[row.option] = value, name
+                    break
+        return cls(dialect, values, names)
+
+    def name(self, option: str) -> str:
+        """Returns the field that sets an option, or that would."""
+        return self.names.get(option) or next(row.names[-1] for row in rows(self.dialect) if row.option == option)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionReader:
+    """Makes the options of a request, in whichever interface's words it came, and checks them.
+
+    limits: of TGI's interface. defaults: what the other interfaces take for sampling options that are not set.
+    vocab_size: tokens that the model can generate. end_tokens: those of them that end a text.
+    """
+
+    limits: Limits
+    vocab_size: int
+    end_tokens: Sequence[int] = ()
+    defaults: Mapping[str, float] | None = None
+
+    def limits_of(self, dialect: Dialect) -> Limits:
+        """Returns the amounts that an interface allows."""
+        return self.limits if dialect is Dialect.TGI else self.limits.of_openai()
+
+    def read(self, request: object, dialect: Dialect) -> GenerationOptions:
+        """Returns the options that the body of a request sets. Raises InvalidRequest."""
+        given = Given.by(request, dialect)
+        if dialect is Dialect.COMPLETIONS:
+            _check_names(request, dialect)
+        self._check(given)
+        chosen = {row.option: given.values[row.option] for row in rows(dialect) if row.option in given.values}
+        if dialect is not Dialect.TGI:
+            chosen = {**(self.defaults or {}), **chosen}
+        chosen |= self._derived(chosen, given)
+        parts = {part: {field.name for field in fields(part)} & chosen.keys() for part in _PARTS}
+        sampling, stopping, report, own = ({name: chosen[name] for name in parts[part]} for part in _PARTS)
+        return GenerationOptions(
+            SamplingParameters(**sampling), StoppingParameters(**stopping), ReportParameters(**report), **own
+        )
+
+    def _derived(self, chosen: Mapping[str, Any], given: Given) -> dict[str, Any]:
+        """Returns the options that have other values in the contract than in a request."""
+        tgi = given.dialect is Dialect.TGI
+        stop_ids = tuple(chosen.get("stop_token_ids", ()))
+        seed = chosen.get("seed")
+        derived: dict[str, Any] = {
+            # Negative seeds are the same bits without a sign.
+            "seed": random.getrandbits(_SEED_BITS) if seed is None or (seed == -1 and not tgi) else seed % 2**64,
+            "logit_bias": {int(token): bias for token, bias in chosen.get("logit_bias", {}).items()},
+            "stop": tuple(chosen.get("stop", ())),
+            "stop_token_ids": stop_ids,
+            "late_tokens": (*self.end_tokens, *stop_ids) if chosen.get("min_tokens") else (),
+        }
+        if tgi:
+            derived["do_sample"] = chosen.get("do_sample", False) or any(name in chosen for name in _SHAPING)
+            derived["include_stop"] = True
+        else:
+            derived["do_sample"] = sampled = chosen.get("temperature") != 0 and chosen.get("top_p") != 0
+            if not sampled:
+                derived |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+            elif chosen.get("top_k") == -1:
+                derived["top_k"] = 0
+            if given.dialect is Dialect.COMPLETIONS:
+                derived["logprobs"] = "top_n_tokens" in chosen
+            if chosen.get("truncate") == -1:
+                derived["truncate"] = self.limits.max_input_tokens
+        return derived
+
+    def _check(self, given: Given) -> None:
+        """Checks what no bound of one option says. Raises InvalidRequest."""
+        limits, values, name = self.limits_of(given.dialect), given.values, given.name
+        if (sequences := values.get("n", 1)) > limits.max_client_batch_size:
+            raise _invalid(name("n"), f"is {sequences}; it must be 1 to {limits.max_client_batch_size}")
+        least, most = values.get("min_tokens", 0), values.get("max_new_tokens")
+        if most and least > most:
+            raise _invalid(
+                name("min_tokens"), f"is {least}; it must be at most `{name('max_new_tokens')}`, which is {most}"
+            )
+        self._check_texts(values.get("stop", ()), name("stop"), limits.max_stop_sequences)
+        if (top := values.get("top_n_tokens", 0)) > limits.max_top_n_tokens:
+            raise _invalid(name("top_n_tokens"), f"is {top}; it must be 0 to {limits.max_top_n_tokens}")
+        truncate = values.get("truncate", 1)
+        unbounded = truncate == -1 and given.dialect is not Dialect.TGI
+        if not (0 < truncate <= limits.max_input_tokens or unbounded):
+            also = "" if given.dialect is Dialect.TGI else ", or -1"
+            raise _invalid(name("truncate"), f"is {truncate}; it must be 1 to {limits.max_input_tokens}{also}")
+        self._check_tokens(given)
+        if given.dialect is Dialect.TGI:
+            self._check_best_of(values)
+
+    def _check_texts(self, texts: Sequence[str], name: str, most: int) -> None:
+        if len(texts) > most:
+            raise _invalid(name, f"has {len(texts)} stop sequences; it may have at most {most}")
+        if "" in texts:
+            raise _invalid(name, "must not have an empty stop sequence")
+        if (longest := max(map(len, texts), default=0)) > _LONGEST_STOP:
+            raise _invalid(name, f"has a sequence of {longest} characters; at most {_LONGEST_STOP} are allowed")
+
+    def _check_tokens(self, given: Given) -> None:
+        last = self.vocab_size - 1
+        for token in given.values.get("stop_token_ids", ()):
+            if token > last:
+                raise _invalid(given.name("stop_token_ids"), f"has {token}; token ids are 0 to {last}")
+        for token in given.values.get("logit_bias", ()):
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) <= last):
+                raise _invalid(given.name("logit_bias"), f"has the name {token[:20]!r}; token ids are 0 to {last}")
+
+    def _check_best_of(self, values: Mapping[str, Any]) -> None:
+        """Checks whether several sequences may be generated for one text. Raises InvalidRequest."""
+        if (best_of := values.get("best_of", 1)) == 1:
+            return
+        if best_of > self.limits.max_best_of:
+            raise InvalidRequest(f"`best_of` is {best_of}; it must be 1 to {self.limits.max_best_of}")
+        if not (values.get("do_sample") or any(name in values for name in _SHAPING)):
+            raise InvalidRequest("`best_of` needs sampling: set `do_sample`, or a temperature")
+        if "seed" in values:
+            raise InvalidRequest("`best_of` cannot be used with a `seed`: all sequences would be the same")
+
+
+def _check_names(request: object, dialect: Dialect) -> None:
+    """Raises InvalidRequest when an option has two values, by different names."""
+    for row in rows(dialect):
+        values = {name: value for name in row.names if (value := getattr(request, name, None)) is not None}
+        if len(set(values.values()) if len(values) > 1 else ()) > 1:
+            (one, first), (other, second) = values.items()
+            raise InvalidRequest(f"`{other}` is {second} and `{one}` is {first}; give one", param=other)
+
+
+def check_streaming(options: GenerationOptions) -> None:
+    """Refuses options that only a response in one piece can have in TGI's interface. Raises InvalidRequest."""
+    if options.best_of > 1:
+        raise InvalidRequest("`best_of` cannot be used when streaming: the best sequence is known at the end only")
+    if options.report.prefill_logprobs:
+        raise InvalidRequest("`decoder_input_details` cannot be used when streaming")
+
+
+def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOptions]:
+    """Returns the options so many times over, each with a seed of its own: the request's, and those after it."""
+    seeds = ((options.sampling.seed + index) % 2**64 for index in range(sequences))
+    return [replace(options, sampling=replace(options.sampling, seed=seed)) for seed in seeds]
+
+
+def _invalid(name: str, fault: str) -> InvalidRequest:
+    return InvalidRequest(f"`{name}` {fault}", param=name)

@@ -1,0 +1,128 @@
+"""Writes docs/reference/options.md from the table of generation options; `--check` compares only."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from tgi_server.router.options import Dialect, OptionRow, rows
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.completions import CompletionRequest
+from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.responses import ResponsesRequest
+
+PAGE = Path(__file__).parents[1] / "docs/reference/options.md"
+
+_BODIES: dict[Dialect, tuple[type[BaseModel], str]] = {
+    Dialect.TGI: (GenerateParameters, "`parameters` of `/generate`, `/generate_stream` and `/`"),
+    Dialect.CHAT: (ChatRequest, "`/v1/chat/completions`"),
+    Dialect.COMPLETIONS: (CompletionRequest, "`/v1/completions`"),
+    Dialect.RESPONSES: (ResponsesRequest, "`/v1/responses`"),
+}
+_HEAD = """# Generation options
+
+This page is generated (`make reference`) from the fields of `tgi_server/contract.py`, the table in
+`tgi_server/router/options.py`, and the request bodies in `tgi_server/router/schemas/`.
+
+Each option is declared once. The first table has its name in each interface; a dash means that the interface does not
+have it. `null` means that an option is not set.
+
+"""
+
+
+def page() -> str:
+    """Returns the page."""
+    found = {dialect: {row.option: row for row in rows(dialect)} for dialect in Dialect}
+    options = dict.fromkeys(option for dialect in Dialect for option in found[dialect])
+    lines = [
+        f"| option | {' | '.join(dialect.value for dialect in Dialect)} |",
+        f"|---|{'---|' * len(Dialect)}",
+    ]
+    for option in options:
+        names = (_names(found[dialect].get(option)) for dialect in Dialect)
+        lines.append(f"| {option} | {' | '.join(names)} |")
+    parts = [_HEAD + "\n".join(lines)]
+    for dialect in Dialect:
+        parts.append("\n".join(_section(dialect)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _names(row: OptionRow | None) -> str:
+    return "-" if row is None else ", ".join(f"`{name}`" for name in row.names)
+
+
+def _section(dialect: Dialect) -> Iterator[str]:
+    model, routes = _BODIES[dialect]
+    yield f"## {routes}\n"
+    yield "| field | type | bounds | default | what it does |"
+    yield "|---|---|---|---|---|"
+    options = {name for row in rows(dialect) for name in row.names}
+    for row in rows(dialect):
+        yield f"| {_names(row)} | {_TYPES[row.type]} | {_bounds(row)} | {_default(row)} | {row.description} |"
+    others = {field.alias or name: field for name, field in model.model_fields.items() if name not in options}
+    if described := [(name, field.description) for name, field in others.items() if field.description]:
+        yield "\n| further field | what it does |"
+        yield "|---|---|"
+        for name, text in described:
+            yield f"| `{name}` | {text} |"
+    if refused := sorted(getattr(model, "refused", {})):
+        yield f"\nRefused by name, unless they ask for nothing: {', '.join(f'`{name}`' for name in refused)}."
+    if harmless := sorted(getattr(model, "harmless", ())):
+        yield f"\nAccepted without effect: {', '.join(f'`{name}`' for name in harmless)}."
+
+
+_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict[int, float]: "object",
+    tuple[str, ...]: "list of strings",
+    tuple[int, ...]: "list of integers",
+    str | None: "string",
+}
+
+
+def _default(row: OptionRow) -> str:
+    """Returns the default as a value, or in words where the value is one that only the contract has."""
+    if isinstance(row.default, bool):
+        return f"`{str(row.default).lower()}`"
+    if "unset:" in row.description.lower():
+        return "unset"
+    return "`1`" if row.option == "n" else "off"
+
+
+def _bounds(row: OptionRow) -> str:
+    """Returns the bounds in words; of a text, those of its length."""
+    bounds = row.bounds
+    low = _bound(bounds.least if bounds.above is None else bounds.above)
+    high = _bound(bounds.most if bounds.below is None else bounds.below)
+    sides = (
+        f"{'at least' if bounds.above is None else 'above'} {low}" if low else "",
+        f"{'at most' if bounds.below is None else 'below'} {high}" if high else "",
+    )
+    unit = " characters" if row.type == str | None and low else ""
+    return ", ".join(filter(None, sides)) + unit
+
+
+def _bound(value: float | None) -> str:
+    if value is None:
+        return ""
+    for bits in (31, 32, 63, 64):
+        if abs(value) == 2**bits or value == 2**bits - 1:
+            return f"{'-' if value < 0 else ''}2^{bits}{'' if abs(value) == 2**bits else ' - 1'}"
+    return str(value)
+
+
+def main() -> None:
+    text = page()
+    if "--check" in sys.argv[1:]:
+        if not PAGE.exists() or PAGE.read_text() != text:
+            sys.exit(f"{PAGE} is not up to date; run `make reference`")
+        return
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
