@@ -19,19 +19,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, placement
-from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
+from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors
+from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
-from tgi_server.engine.checkpoint.safetensors_files import (
-    check_experts,
-    check_files,
-    has_index,
-    open_checkpoint,
-    stored_dtype,
-)
+from tgi_server.engine.checkpoint.safetensors_files import check_experts, check_files, open_checkpoint, stored_dtype
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
-from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.progress import follow_transformers, progress
 from tgi_server.loading import READING
 
@@ -114,67 +107,25 @@ def _load_part(
     config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict]:
     """Loads the whole model, or this shard of it. A GPU gets each tensor as it is read, so that the host holds few."""
-    quantization = find_quantization(config.model_path, model_config, config.quantize)
+    path, trust = config.model_path, config.trust_remote_code
+    quantization = find_quantization(path, model_config, config.quantize)
     if quantization is None:  # or else most of the time goes into weights that are not read by `transformers`
         follow_transformers(READING)
-    if config.group is not None:
-        model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
-    elif (
-        quantization is not None
-        or (config.model_path / "adapter_config.json").is_file()
-        or not has_index(config.model_path)
-        or type(model_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # whose images' part is left out
-    ):
-        # Where peft is installed, `transformers` would make an adapter that lies beside the model a part of it.
-        path, trust = config.model_path, config.trust_remote_code
+    if config.group is None:
         model, report = load_tensors(path, model_config, factory, dtype, device, quantization, trust_remote_code=trust)
     else:
-        model, report = _load_whole(config, factory, dtype, device)
+        facts = {
+            "--quantize": str(config.quantize),
+            "--kv-cache-dtype": str(config.kv_cache_dtype),
+            "--disable-custom-kernels": str(not config.custom_kernels),
+            "the kind of device": config.resolve_device().type,
+        }
+        model, report = load_shard(
+            path, model_config, factory, dtype, device, config.group,
+            quantization=quantization, trust_remote_code=trust, facts=facts,
+        )  # fmt: skip
     model.quantization = quantization.text if quantization else ""
     return model, report
-
-
-def _load_whole(
-    config: EngineConfig, factory: Any, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, dict]:
-    return factory.from_pretrained(
-        config.model_path,
-        dtype=dtype,
-        device_map=placement(device),
-        trust_remote_code=config.trust_remote_code,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-    )
-
-
-def _load_shard(
-    config: EngineConfig,
-    model_config: PretrainedConfig,
-    factory: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: ShardGroup,
-    quantization: Quantization | None,
-) -> tuple[PreTrainedModel, dict]:
-    facts = {
-        "--quantize": str(config.quantize),
-        "--kv-cache-dtype": str(config.kv_cache_dtype),
-        "--disable-custom-kernels": str(not config.custom_kernels),
-        "the kind of device": config.resolve_device().type,
-    }
-    return load_shard(
-        config.model_path,
-        model_config,
-        factory,
-        dtype,
-        device,
-        group,
-        quantization=quantization,
-        trust_remote_code=config.trust_remote_code,
-        facts=facts,
-    )
 
 
 def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:

@@ -245,11 +245,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def has_index(folder: Path) -> bool:
-    """Returns True if `transformers` finds the weights: in one file, or in those of an index."""
-    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
-
-
 def _numbered(folder: Path) -> set[str]:
     """Returns the names of the files of a model that has several and no index; none if none is there."""
     found = [match for file in folder.glob("*.safetensors") if (match := _PART.fullmatch(file.name))]
