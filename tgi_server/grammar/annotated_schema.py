@@ -7,12 +7,12 @@ replaces by the words of the hint, which the model sees and the text does not ha
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from tgi_server.grammar.errors import InvalidGrammar
-from tgi_server.grammar.json_schema.document import at_pointer
 from tgi_server.grammar.json_schema.keywords import (
     HINT,
     ITEM_SEPARATOR,
@@ -23,12 +23,11 @@ from tgi_server.grammar.json_schema.keywords import (
     subschemas,
 )
 
-_DEFINITIONS = ("$defs", "definitions")
+# All references in a translated schema lead here.
+_DEFINITIONS = "#/$defs/"
 _BESIDE_SPAN = {"type", SPAN, SPAN_SOURCE}
-_OBJECT = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
-_ARRAY = {"type", "items", "minItems", "maxItems", *_DEFINITIONS}
-_CHOICE = {"anyOf", *_DEFINITIONS}
-_REFERENCE = {"$ref", *_DEFINITIONS}
+_OBJECT = {"type", "properties", "required", "additionalProperties"}
+_ARRAY = {"type", "items", "minItems", "maxItems"}
 _WORDS = "words"
 _CHARACTERS = "characters"
 _PIECES = {_WORDS: re.compile(r"\w+|\s+|[^\w\s]"), _CHARACTERS: re.compile(r".", re.DOTALL)}
@@ -47,29 +46,29 @@ def annotated_lark(
 ) -> tuple[str, dict[int, str]]:
     """Returns the grammar, and the hint of each marker in it.
 
-    schema: checked. text: what spans without a source of their own are taken from. markers: token ids to be used.
-    frame: a grammar around the schema, or around parts of it; without one, the schema is all. places: where parts of
-    the schema are now, by where the frame looks for them.
+    schema: translated. text: what spans without a source of their own are taken from. markers: token ids to be used.
+    frame: a grammar around parts of the schema; without one, the schema is all. places: references to the parts that
+    the frame names, by their names there.
     Raises InvalidGrammar that says what cannot be combined.
     """
-    writer = _Writer(schema, text, markers)
+    writer = _Writer(schema.get("$defs", {}), text, markers)
     if frame:
-        start = _SCHEMA_IN_FRAME.sub(lambda named: writer.named_rule(_current(json.loads(named[1]), places)), frame)
+        start = _SCHEMA_IN_FRAME.sub(lambda named: writer.reference(places[json.loads(named[1])]), frame)
     else:
-        start = f"%llguidance {{}}\nstart: {writer.rule(schema, '#')}"
+        root = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
+        start = f"%llguidance {{}}\nstart: {writer.rule(root, '#')}"
     return "\n".join([start, *writer.lines]), writer.hints
 
 
 class _Writer:
-    def __init__(self, root: dict[str, Any], text: str, markers: Sequence[int]) -> None:
+    def __init__(self, definitions: Mapping[str, Any], text: str, markers: Sequence[int]) -> None:
         self.lines: list[str] = []
         self.hints: dict[int, str] = {}
-        self._root = root
         self._text = text
         self._markers = markers
-        self._definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        self._definitions = {_DEFINITIONS + name: each for name, each in definitions.items()}
         self._annotated = self._annotated_references()
-        self._references: dict[str, str] = {}
+        self._rules: dict[str, str] = {}  # by reference
         self._sources: dict[tuple[str, str], str] = {}
         self._number = 0
 
@@ -82,9 +81,10 @@ class _Writer:
         if SPAN in schema:
             return self._span(schema, place)
         if "$ref" in schema:
-            return self._reference(schema, place)
+            self._only(schema, {"$ref"}, place)
+            return self.reference(schema["$ref"])
         if "anyOf" in schema:
-            self._only(schema, _CHOICE, place)
+            self._only(schema, {"anyOf"}, place)
             names = [self.rule(each, f"{place}/anyOf/{i}") for i, each in enumerate(schema["anyOf"])]
             return self._add(" | ".join(names))
         if "properties" in schema:
@@ -95,9 +95,12 @@ class _Writer:
             f"{SPAN} and {HINT} are supported below properties, items, anyOf and $ref, not where they are in {place}"
         )
 
-    def named_rule(self, reference: str) -> str:
-        """Writes a rule for the schema at a JSON pointer; returns its name."""
-        return self.rule({"$ref": reference}, reference)
+    def reference(self, reference: str) -> str:
+        """Writes a rule for the schema that a reference names, once; returns its name."""
+        if reference not in self._rules:
+            name = self._rules[reference] = f"ref{len(self._rules)}"
+            self.lines.append(f"{name}: {self.rule(self._definitions[reference], reference)}")
+        return self._rules[reference]
 
     def _add(self, body: str) -> str:
         self._number += 1
@@ -106,7 +109,7 @@ class _Writer:
         return name
 
     def _only(self, schema: dict[str, Any], known: set[str], place: str) -> None:
-        others = sorted(set(schema) - known - {"$schema", "$id"})
+        others = sorted(set(schema) - known)
         if others:
             raise InvalidGrammar(
                 f"the JSON schema keyword {others[0]!r} (at {place}) cannot be combined with {SPAN} or {HINT} "
@@ -114,76 +117,37 @@ class _Writer:
             )
 
     def _alone(self, schema: Any) -> Any:
-        """The schema as a document of its own: it takes along what its references may name."""
+        """The schema as a document of its own: it takes along what its references lead to."""
         if not isinstance(schema, dict):
             return {"allOf": [schema]} if schema is False else {}
-        return {**schema, **self._definitions_for(schema), "x-guidance": JSON_LAYOUT}
-
-    def _definitions_for(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Returns the definitions that a schema refers to, and those that these refer to."""
-        needed: dict[str, dict[str, Any]] = {}
+        needed: dict[str, Any] = {}
         waiting = sorted(_references(schema))
         while waiting:
-            home, _, rest = waiting.pop().removeprefix("#/").partition("/")
-            name = rest.partition("/")[0].replace("~1", "/").replace("~0", "~")
-            if home not in self._definitions or name not in self._definitions[home]:
-                return self._definitions  # by another way than by name
-            if name not in needed.setdefault(home, {}):
-                needed[home][name] = self._definitions[home][name]
-                waiting += sorted(_references(needed[home][name]))
-        return needed
+            reference = waiting.pop()
+            if reference not in needed:
+                needed[reference] = self._definitions[reference]
+                waiting += sorted(_references(needed[reference]))
+        definitions = {reference.removeprefix(_DEFINITIONS): each for reference, each in needed.items()}
+        return {**schema, **({"$defs": definitions} if definitions else {}), "x-guidance": JSON_LAYOUT}
 
     def _leads_to_annotation(self, schema: Any) -> bool:
         """Returns True if there is one in the schema, or in what it refers to."""
-        if not isinstance(schema, dict):
-            return False
-        content = _content(schema)
-        return _is_annotated(content) or not self._annotated.isdisjoint(_references(content))
+        return _is_annotated(schema) or not self._annotated.isdisjoint(_references(schema))
 
     def _annotated_references(self) -> set[str]:
-        """Returns the references, of all that the root leads to, from which a way leads to an annotation.
-
-        Each is looked at once, however many others name it.
-        """
-        named_by: dict[str, set[str]] = {}
-        found: list[str] = []
-        seen = _references(_content(self._root))
-        waiting = sorted(seen)
+        """Returns the references from which a way leads to an annotation."""
+        naming: dict[str, list[str]] = defaultdict(list)
+        for reference, schema in self._definitions.items():
+            for named in _references(schema):
+                naming[named].append(reference)
+        found: set[str] = set()
+        waiting = [reference for reference, schema in self._definitions.items() if _is_annotated(schema)]
         while waiting:
             reference = waiting.pop()
-            target = self._resolve(reference, "#")
-            if not isinstance(target, dict):
-                continue
-            content = _content(target)
-            if _is_annotated(content):
-                found.append(reference)
-            for named in _references(content):
-                named_by.setdefault(named, set()).add(reference)
-                if named not in seen:
-                    seen.add(named)
-                    waiting.append(named)
-        annotated = set(found)
-        while found:
-            for naming in named_by.get(found.pop(), set()) - annotated:
-                annotated.add(naming)
-                found.append(naming)
-        return annotated
-
-    def _resolve(self, reference: str, place: str) -> Any:
-        if not reference.startswith("#"):
-            raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads out of the schema")
-        try:
-            return at_pointer(self._root, reference[1:])
-        except LookupError:
-            raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads nowhere") from None
-
-    def _reference(self, schema: dict[str, Any], place: str) -> str:
-        self._only(schema, _REFERENCE, place)
-        reference = schema["$ref"]
-        if reference not in self._references:
-            name = self._references[reference] = f"ref{len(self._references)}"
-            self.lines.append(f"{name}: {self.rule(self._resolve(reference, place), reference)}")
-        return self._references[reference]
+            if reference not in found:
+                found.add(reference)
+                waiting += naming[reference]
+        return found
 
     def _object(self, schema: dict[str, Any], place: str) -> str:
         """Properties come in the order of the schema. There are no others: a text without them is always valid."""
@@ -240,7 +204,7 @@ class _Writer:
         return self._add(full if low else f'"[]" | {full}')
 
     def _span(self, schema: dict[str, Any], place: str) -> str:
-        self._only(schema, _BESIDE_SPAN | set(_DEFINITIONS), place)
+        self._only(schema, _BESIDE_SPAN, place)
         granularity, source = schema[SPAN], schema.get(SPAN_SOURCE, self._text)
         kind = schema.get("type", "string")
         if kind not in ("string", ["string", "null"], ["null", "string"]):
@@ -265,20 +229,11 @@ class _Writer:
         return name
 
 
-def _current(place: str, places: Mapping[str, str]) -> str:
-    return places.get(place, place)
-
-
 def _is_annotated(schema: Any) -> bool:
     """Returns True if a span or a hint is anywhere in the schema."""
     return isinstance(schema, dict) and (
         SPAN in schema or HINT in schema or any(_is_annotated(each) for _, each in subschemas(schema))
     )
-
-
-def _content(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema without what it only defines."""
-    return {key: value for key, value in schema.items() if key not in _DEFINITIONS}
 
 
 def _references(schema: Any) -> set[str]:

@@ -95,7 +95,7 @@ class Document:
             waiting.extend((each, f"{place}/{name}", base, depth + 1) for name, each in subschemas(schema))
 
 
-def at_pointer(root: Any, pointer: str) -> Any:
+def _at_pointer(root: Any, pointer: str) -> Any:
     """Returns the part of a document that a JSON pointer names. Raises LookupError when there is none."""
     target = root
     for part in pointer.split("/")[1:]:
@@ -112,7 +112,7 @@ def at_pointer(root: Any, pointer: str) -> Any:
 def _schema_at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple[Any, str]:
     root, place = resource
     try:
-        target = at_pointer(root, pointer)
+        target = _at_pointer(root, pointer)
     except LookupError:
         raise Unenforceable(f"leads nowhere: {reference!r}") from None
     if not isinstance(target, dict | bool):
