@@ -24,8 +24,8 @@ CUDA_SHARE = 0.95
 # The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
 # processes.
 CPU_SHARE = 0.3
-# Bytes that are worth a call to give them back: a share of what has been given, between these.
-_LEAST_LEFTOVERS, _MOST_LEFTOVERS, _LEFTOVERS_SHARE = 32 << 20, 256 << 20, 1 / 32
+# Bytes that are worth a call to return them to the system: a share of all so far, between these bounds.
+_LEAST_DEFERRED, _MOST_DEFERRED, _DEFERRED_SHARE = 32 << 20, 256 << 20, 1 / 32
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
@@ -99,19 +99,18 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def give_back() -> None:
-    """Gives the memory back to the system that is freed, which the C library would keep for what may be wanted next."""
+def malloc_trim() -> None:
+    """Has the C library return freed memory to the system, which it would keep for later allocations."""
     if trim := getattr(_LIBC, "malloc_trim", None):  # of glibc
         trim(0)
 
 
 @contextlib.contextmanager
-def large_memory_apart() -> Iterator[None]:
-    """Has tensors of a MiB and more, made in the block, go back to the system as soon as they are gone.
+def low_mmap_threshold() -> Iterator[None]:
+    """Gives each tensor of a MiB or more, allocated in the block, pages of its own, which are unmapped with it.
 
-    The C library (glibc) would place them among smaller ones, and often not where the last one of that size has been:
-    while weights are packed, hundreds of MB of such gaps come together. After the block it does so, since what a pass
-    computes is of the same few sizes.
+    The C library (glibc) would place them among smaller ones, which leaves hundreds of MB of gaps while weights are
+    packed. After the block it does so, since what a pass computes is of the same few sizes.
     """
     set_option = getattr(_LIBC, "mallopt", lambda *_: None)
     set_option(_MMAP_THRESHOLD, 1 << 20)
@@ -133,10 +132,10 @@ def forget_pages(tensors: Iterable[Tensor]) -> None:
         _forget_pages(tensor, files)
 
 
-class Leftovers:
-    """Tensors that nobody needs any more; their memory goes back to the system when enough have come together.
+class DeferredFree:
+    """Tensors that are not needed any more, whose memory is returned to the system many at a time.
 
-    To give it back takes milliseconds, the more the more memory there is, and a model may have tens of thousands of
+    Each return takes milliseconds, the more the more memory there is, and a model may have tens of thousands of
     tensors.
     """
 
@@ -145,23 +144,21 @@ class Leftovers:
         self._bytes, self._total = 0, 0
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """tensors: of a file, or in memory of their own that is freed once nothing else has them.
-
-        Those that are on a GPU are not kept for later.
-        """
+        """Adds tensors of a file, or with memory of their own. Those on a GPU are ignored."""
         for tensor in tensors:
             if tensor.device.type == "cpu":
                 self._tensors.append(tensor)
                 self._bytes += tensor.nbytes
                 self._total += tensor.nbytes
-        if self._bytes >= min(max(_LEAST_LEFTOVERS, self._total * _LEFTOVERS_SHARE), _MOST_LEFTOVERS):
-            self.give_back()
+        if self._bytes >= min(max(_LEAST_DEFERRED, self._total * _DEFERRED_SHARE), _MOST_DEFERRED):
+            self.free()
 
-    def give_back(self) -> None:
+    def free(self) -> None:
+        """Returns the memory of all of them now."""
         tensors, self._tensors, self._bytes = self._tensors, [], 0
         forget_pages(tensors)
         tensors.clear()
-        give_back()
+        malloc_trim()
 
 
 def read_once(tensor: Tensor, rows: int) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """Merges an adapter into its base model: a model's folder like any other."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.safetensors_files import INDEX, WEIGHTS, weight_files
 from tgi_server.engine.errors import InvalidAdapter
-from tgi_server.engine.lora.adapter import AdapterLayer, AdapterWeights
+from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.base_model import BaseModel
 
 
-def merge_adapter(adapter: AdapterWeights, base: BaseModel, target: Path) -> None:
+def merge_adapter(adapter: Mapping[str, AdapterLayer], base: BaseModel, target: Path) -> None:
     """Writes the weights of the base model, changed by the adapter, into a folder that has all else of the base model.
 
     Of the base model, one file is in memory at a time. The folder's config.json is changed where it has to differ.
@@ -43,11 +44,11 @@ def merge_adapter(adapter: AdapterWeights, base: BaseModel, target: Path) -> Non
 class _Merger:
     """Changes the tensors of a checkpoint. names: of all its tensors."""
 
-    def __init__(self, adapter: AdapterWeights, base: BaseModel, names: set[str]) -> None:
+    def __init__(self, adapter: Mapping[str, AdapterLayer], base: BaseModel, names: set[str]) -> None:
         self._base = base
         self._layers: dict[str, tuple[str, AdapterLayer]] = {}  # by the name of the tensor, without `.weight`
         self.unties: dict[str, AdapterLayer] = {}  # heads that get a weight of their own
-        for path, layer in adapter.layers.items():
+        for path, layer in adapter.items():
             self._place(path, layer, names)
 
     def _place(self, path: str, layer: AdapterLayer, names: set[str]) -> None:

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from tests.unit.engine.own_memory import own_bytes, resident
 from tgi_server.engine import memory
 from tgi_server.engine.memory import (
-    Leftovers,
+    DeferredFree,
     PageReserve,
     cache_bytes,
     forget_pages,
-    large_memory_apart,
+    low_mmap_threshold,
     mapped,
     read_once,
 )
@@ -66,7 +66,7 @@ def test_what_is_read_once_of_a_file_is_given_back_on_the_way(tmp_path: Path) ->
 
 def bytes_that_large_tensors_leave() -> int:
     kept, before = [], own_bytes()
-    with large_memory_apart():
+    with low_mmap_threshold():
         for _ in range(50):
             large = torch.ones(MIB)
             kept.append(large[:512].clone())
@@ -80,15 +80,15 @@ def test_large_tensors_leave_no_gaps_where_memory_is_kept_apart() -> None:
         assert processes.submit(bytes_that_large_tensors_leave).result() < 16 * MIB
 
 
-def test_leftovers_are_kept_until_enough_have_come_together() -> None:
-    leftovers, places = Leftovers(), []
+def test_memory_is_returned_many_tensors_at_a_time() -> None:
+    deferred, places = DeferredFree(), []
     for _ in range(5):
         tensor = torch.zeros(8 * MIB, dtype=torch.uint8)
         places.append(weakref.ref(tensor))
-        leftovers.add([tensor])
+        deferred.add([tensor])
         del tensor
     assert [place() is None for place in places] == [True, True, True, True, False]
-    leftovers.give_back()
+    deferred.free()
     assert places[-1]() is None
 
 

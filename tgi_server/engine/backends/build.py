@@ -17,7 +17,7 @@ from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart
+from tgi_server.engine.memory import DeferredFree, forget_pages, low_mmap_threshold
 from tgi_server.engine.models.spec import DecoderSpec
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.progress import counted
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SMALL_LAYER_BYTES = 1 << 20
 
 
-@large_memory_apart()
+@low_mmap_threshold()
 def optimise(
     model: nn.Module,
     spec: DecoderSpec | None = None,
@@ -46,13 +46,13 @@ def optimise(
     kernel, whole = None, cast(PreTrainedModel, model)
     if spec is not None and variants is not None:
         forget_pages([whole.get_output_embeddings().weight])  # which trials have read
-        leftovers = Leftovers()
+        deferred = DeferredFree()
         made = _made_layers(whole, spec, variants, linear)
         for layers, index, layer in counted(PACKING, made, len(spec.layers)):
-            _put(layers, str(index), layer, leftovers)
+            _put(layers, str(index), layer, deferred)
             packed = partial(_packed_linear, linear)
-            _replace_children(layer, packed, leftovers, count_layers=False)  # the experts of a mixture
-        leftovers.give_back()
+            _replace_children(layer, packed, deferred, count_layers=False)  # the experts of a mixture
+        deferred.free()
         if group is None or group.memory is not None:  # otherwise shards meet in Python
             kernel = layers_kernel(spec, list(_layers_of(model)))
         if kernel is not None:
@@ -141,15 +141,15 @@ def _compute_experts_together(model: nn.Module, *, wanted: bool) -> None:
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    leftovers = Leftovers()
-    _replace_children(module, replacement, leftovers)
-    leftovers.give_back()
+    deferred = DeferredFree()
+    _replace_children(module, replacement, deferred)
+    deferred.free()
 
 
 def _replace_children(
     module: nn.Module,
     replacement: Callable[[nn.Module], nn.Module | None],
-    leftovers: Leftovers,
+    deferred: DeferredFree,
     *,
     count_layers: bool = True,
 ) -> None:
@@ -159,19 +159,19 @@ def _replace_children(
         child = module.get_submodule(name)
         new = replacement(child)
         if new is None:
-            _replace_children(child, replacement, leftovers, count_layers=count_layers and not is_layers)
+            _replace_children(child, replacement, deferred, count_layers=count_layers and not is_layers)
         else:
             del child
-            _put(module, name, new, leftovers)
+            _put(module, name, new, deferred)
 
 
-def _put(parent: nn.Module, name: str, new: nn.Module, leftovers: Leftovers) -> None:
+def _put(parent: nn.Module, name: str, new: nn.Module, deferred: DeferredFree) -> None:
     """Puts a module in the place of another, whose weights are freed."""
     old = parent.get_submodule(name)
     setattr(parent, name, new)
     for each in old.modules():
         if isinstance(each, nn.Linear | QuantizedLinear):
-            leftovers.add([*each.parameters(recurse=False), *each.buffers(recurse=False)])
+            deferred.add([*each.parameters(recurse=False), *each.buffers(recurse=False)])
 
 
 def limit_threads(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.int8 import INPUT_ZERO_POINT
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.memory import give_back
+from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.sampling.processors import TokenMask
 
 # Smaller weights are read so fast that screening saves nothing.
@@ -31,7 +31,7 @@ class ScreenedHead(FloatLinear):
         assert bias is None
         self._screen = _screen(weight)
         self._most = torch.ops.oatmill.prefilter_rows(self._screen[0]) * self.in_features
-        give_back()
+        malloc_trim()
         super()._pack(weight, bias, kernels)
 
     def largest(self, x: Tensor, mask: TokenMask | None = None) -> Tensor:

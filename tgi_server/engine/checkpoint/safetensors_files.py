@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -19,7 +20,7 @@ from tgi_server.engine.checkpoint.quantized import Quantization, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.rounding import STACKED
 from tgi_server.engine.checkpoint.quantized.source import TensorSource
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
-from tgi_server.engine.memory import Leftovers, mapped
+from tgi_server.engine.memory import DeferredFree, mapped
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice
 from tgi_server.engine.parallel.shares import Share
 
@@ -34,39 +35,36 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SlicedTensor:
-    """A tensor of a file of which a shard needs a slice; `[...]` reads it, as with the slices of safetensors."""
+    """A tensor of a file of which a shard needs a slice; `[...]` reads it, as with the slices of safetensors.
 
-    def __init__(self, source: Any, slice_: Slice | None, share: Share | None) -> None:
-        """source: what `get_slice` of an open safetensors file returns. share: needed with a slice."""
-        self._source = source
-        self._slice = slice_
-        self._share = share
+    source: what `get_slice` of an open safetensors file returns. part: the slice; None: all of the tensor.
+    """
+
+    source: Any
+    part: Slice | None = None
+    share: Share | None = None
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        return tuple(self._source.get_shape())
+        return tuple(self.source.get_shape())
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.whole_shape
-        return self._slice.shape(self._share, shape) if self._slice and self._share else shape
+        return self.part.shape(self.share, self.whole_shape) if self.part and self.share else self.whole_shape
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        if self._slice is None or self._share is None:
-            return self._source[...]
-        if self._slice.axis is None:
-            whole = self._source[...]
-            return whole if self._share.rank == 0 else torch.zeros_like(whole)
-        return self._read(self._slice.axis)
-
-    def _read(self, axis: int) -> Tensor:
-        assert self._slice is not None
-        assert self._share is not None
-        size = self._source.get_shape()[axis]
-        ranges = self._slice.ranges(self._share, size)
+        if self.part is None or self.share is None:
+            return self.source[...]
+        axis = self.part.axis
+        if axis is None:
+            whole = self.source[...]
+            return whole if self.share.rank == 0 else torch.zeros_like(whole)
+        size = self.whole_shape[axis]
+        ranges = self.part.ranges(self.share, size)
         before = (slice(None),) * axis
-        pieces = [self._source[(*before, slice(part.start, min(part.stop, size)))] for part in ranges]
+        pieces = [self.source[(*before, slice(each.start, min(each.stop, size)))] for each in ranges]
         length = sum(map(len, ranges))
         if len(pieces) == 1 and pieces[0].shape[axis] == length and pieces[0].is_contiguous():
             return pieces[0]
@@ -89,59 +87,52 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
     return whole
 
 
+@dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """A tensor of a quantised checkpoint of which a shard needs a slice.
+    """A tensor of a quantised checkpoint of which a shard needs a slice, `part`.
 
     `[...]` reads it as a dense tensor, `weights` as it is stored. plain: the tensor in a checkpoint that is not
     quantised itself, which `[...]` then reads. transposed: the model has it as [inputs, outputs].
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        leftovers: Leftovers,
-        slice_: Slice | None,
-        share: Share | None,
-        plain: SlicedTensor | None = None,
-    ) -> None:
-        self._source = source
-        self._leftovers = leftovers
-        self._slice = slice_
-        self._share = share
-        self.plain = plain
-        self.transposed = False
+    source: TensorSource
+    deferred: DeferredFree
+    part: Slice | None
+    share: Share | None
+    plain: SlicedTensor | None
+    transposed: bool = False
 
     @property
     def name(self) -> str:
         """The name of the dense tensor that it stands for."""
-        return self._source.name
+        return self.source.name
 
     @property
     def stacked(self) -> bool:
         """True for the weights of a layer's experts in one tensor, False for the weight of a linear layer."""
-        return self._source.stacked
+        return self.source.stacked
 
     @property
     def shape(self) -> tuple[int, ...]:
         if self.plain is not None:
             return self.plain.shape
-        shape = self._source.shape[::-1] if self.transposed else self._source.shape
-        return self._slice.shape(self._share, shape) if self._slice and self._share else shape
+        shape = self.source.shape[::-1] if self.transposed else self.source.shape
+        return self.part.shape(self.share, shape) if self.part and self.share else shape
 
     def weights(self) -> Iterator[QuantizedWeight]:
         """Yields this shard's part of the weight, [outputs, inputs], or of each expert's. Raises InvalidWeights."""
-        for weight in self._source.weights():
+        for weight in self.source.weights():
             if not bool(weight.scales.isfinite().all()):
                 raise InvalidWeights(
-                    f"the scales of tensor {self._source.name} are not all finite numbers; download the folder again"
+                    f"the scales of tensor {self.source.name} are not all finite numbers; download the folder again"
                 )
             yield self._part(weight)
-        self._leftovers.add(self._source.stored())
+        self.deferred.add(self.source.stored())
 
     def _part(self, weight: QuantizedWeight) -> QuantizedWeight:
-        if self._slice is None or self._slice.axis is None:
+        if self.part is None or self.part.axis is None:
             return weight
-        outputs = self._slice.axis == (2 if self.stacked else 1 if self.transposed else 0)
+        outputs = self.part.axis == (2 if self.stacked else 1 if self.transposed else 0)
         ranges = self._ranges(weight.shape[0 if outputs else 1])
         return weight.outputs(ranges) if outputs else weight.inputs(ranges)
 
@@ -152,17 +143,17 @@ class QuantizedTensor:
             (weight,) = self.weights()
             dense = weight.dense()
             return dense.T.contiguous() if self.transposed else dense
-        dense = self._source.dense()
-        if self._slice is None or self._slice.axis is None:
+        dense = self.source.dense()
+        if self.part is None or self.part.axis is None:
             return dense
-        axis = self._slice.axis
+        axis = self.part.axis
         pieces = [dense.narrow(axis, each.start, len(each)) for each in self._ranges(dense.shape[axis])]
         return torch.cat(pieces, axis)
 
     def _ranges(self, size: int) -> list[range]:
-        assert self._slice is not None
-        assert self._share is not None
-        return self._slice.ranges(self._share, size)
+        assert self.part is not None
+        assert self.share is not None
+        return self.part.ranges(self.share, size)
 
 
 Checkpoint = dict[str, SlicedTensor | QuantizedTensor]
@@ -189,11 +180,11 @@ def open_checkpoint(
         slices = plan.slice if plan else lambda _: None
         tensors: Checkpoint = {}
         plain = {name: SlicedTensor(file, slices(name), share) for name, file in files.items()}
-        leftovers = Leftovers()
-        stack.callback(leftovers.give_back)
+        deferred = DeferredFree()
+        stack.callback(deferred.free)
         for source in sources:
             rounded = plain[source.name] if quantization and quantization.rounds else None
-            tensors[source.name] = QuantizedTensor(source, leftovers, slices(source.name), share, rounded)
+            tensors[source.name] = QuantizedTensor(source, deferred, slices(source.name), share, rounded)
             for part in source.parts:
                 del plain[part]
         if quantization and not quantization.rounds:

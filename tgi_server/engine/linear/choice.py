@@ -29,7 +29,7 @@ from tgi_server.engine.linear.kernel_linear import TILE
 from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
-from tgi_server.engine.memory import give_back
+from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
     started = time.perf_counter()
     candidates = [*weights.kernels, ONEDNN] if weights.has_onednn else weights.kernels
     table = choose(measure(outputs_by_depth, {name: (weights, name) for name in candidates}))
-    give_back()  # some 100 MB of trials
+    malloc_trim()  # some 100 MB of trials
     seconds = time.perf_counter() - started
     quiet = seconds <= _QUIET_SECONDS
     busy = "" if quiet else "; other programs keep the cores busy, so the next start measures again"

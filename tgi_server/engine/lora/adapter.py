@@ -1,4 +1,4 @@
-"""An adapter as the engine computes it: two small matrices for each layer, and a scale of the base layer's output."""
+"""A layer of an adapter as the engine computes it: two small matrices, and a scale of the base layer's output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,21 +25,6 @@ class AdapterLayer:
     dora_scale: Tensor | None = None
     bias_delta: Tensor | None = None
 
-    @property
-    def rank(self) -> int:
-        return len(self.a)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.a, self.b, self.dora_scale, self.bias_delta) if each is not None)
-
-    def to(self, dtype: torch.dtype) -> Self:
-        """Returns the same layer in another dtype."""
-        dora_scale, bias_delta = (
-            None if each is None else each.to(dtype) for each in (self.dora_scale, self.bias_delta)
-        )
-        return type(self)(self.a.to(dtype), self.b.to(dtype), dora_scale, bias_delta)
-
     def merged(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the weight, [out_features, in_features], and the bias of the changed layer, in float32.
 
@@ -64,19 +49,3 @@ class AdapterLayer:
             for tensor in (self.b, self.dora_scale, self.bias_delta)
         ]
         return {path: type(self)(self.a, *parts) for path, *parts in zip(layers, *rows, strict=True)}
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """The weights of an adapter: its changed layers, by the path that each has in the model of `transformers`."""
-
-    layers: Mapping[str, AdapterLayer]
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of a layer."""
-        return max(layer.rank for layer in self.layers.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers.values())

@@ -127,7 +127,7 @@ class LoadedAdapters:
             split = self._split
             linears = self._linears
         adapter = read_adapter(folder, base, max_rank=self._max_rank)
-        layers = {path: split(path, layer) for path, layer in adapter.layers.items()}
+        layers = {path: split(path, layer) for path, layer in adapter.items()}
         known = {path for linear in linears for path, _ in linear.parts}
         for path in layers.keys() - known:
             raise InvalidAdapter(
@@ -136,7 +136,8 @@ class LoadedAdapters:
             )
         dtype = self._model.dtype
         changes = ((number, linear.change(layers, dtype)) for number, linear in enumerate(linears))
-        return ReadAdapter(adapter.rank, {number: change for number, change in changes if change is not None})
+        rank = max(len(layer.a) for layer in adapter.values())
+        return ReadAdapter(rank, {number: change for number, change in changes if change is not None})
 
     def put(self, adapter_id: str, adapter: ReadAdapter) -> None:
         """Has requests that name it computed with the adapter. Call it between two steps."""

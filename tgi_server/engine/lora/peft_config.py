@@ -55,8 +55,6 @@ class PeftConfig:
     rank_stabilised: bool
     dora: bool
     biases: bool
-    base_model: str | None
-    base_revision: str | None
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -85,24 +83,17 @@ class PeftConfig:
         if (bias := settings.get("bias", "none")) not in ("none", "lora_only"):
             raise InvalidAdapter(f"{file}: bias is {bias!r}; it may be 'none' or 'lora_only'")
         try:
-            return cls._of(settings)
+            return cls(
+                rank=int(settings["r"]),
+                alpha=float(settings.get("lora_alpha", 8)),
+                rank_pattern=_pattern(settings, "rank_pattern", int),
+                alpha_pattern=_pattern(settings, "alpha_pattern", float),
+                rank_stabilised=bool(settings.get("use_rslora")),
+                dora=bool(settings.get("use_dora")),
+                biases=bias == "lora_only",
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidAdapter(f"{file} is not as peft writes it ({type(error).__name__}: {error})") from error
-
-    @classmethod
-    def _of(cls, settings: Mapping[str, Any]) -> Self:
-        base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-        return cls(
-            rank=int(settings["r"]),
-            alpha=float(settings.get("lora_alpha", 8)),
-            rank_pattern=_pattern(settings, "rank_pattern", int),
-            alpha_pattern=_pattern(settings, "alpha_pattern", float),
-            rank_stabilised=bool(settings.get("use_rslora")),
-            dora=bool(settings.get("use_dora")),
-            biases=settings.get("bias", "none") == "lora_only",
-            base_model=str(base) if base else None,
-            base_revision=str(revision) if revision else None,
-        )
 
     def rank_of(self, path: str) -> int:
         """Returns the rank of the layer at a path in the adapter's own model."""

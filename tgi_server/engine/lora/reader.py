@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.pickled import load_pickled
 from tgi_server.engine.errors import InvalidAdapter, InvalidWeights
-from tgi_server.engine.lora.adapter import AdapterLayer, AdapterWeights
+from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.base_model import BaseLayer, BaseModel, BaseWeights
 from tgi_server.engine.lora.peft_config import MAX_RANK, PeftConfig
 
@@ -37,10 +38,8 @@ _COPY = re.compile(r"(?:base_model\.model\.)?(?P<path>.+?)(?:\.base_layer)?\.wei
 Parts = dict[str, str]
 
 
-def read_adapter(
-    folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK, dtype: torch.dtype = torch.float32
-) -> AdapterWeights:
-    """Returns the adapter in a folder that `peft` wrote, as a change of the base model, in `dtype`.
+def read_adapter(folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK) -> dict[str, AdapterLayer]:
+    """Returns the layers of the adapter in a folder that `peft` wrote, by their paths in the base model, in float32.
 
     Raises InvalidAdapter, which names the setting or the tensor, for what is not supported and what does not fit.
     """
@@ -53,8 +52,8 @@ def read_adapter(
             for place, layer in reader.layers(path, parts).items():
                 if place in layers:
                     raise InvalidAdapter(f"{folder}: tensor {_first(parts)} changes {place} a second time")
-                layers[place] = layer.to(dtype)
-    return AdapterWeights(layers)
+                layers[place] = layer
+    return layers
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -78,29 +77,21 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """Makes the layers of one adapter of their tensors."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: PeftConfig,
-        base: BaseModel,
-        tensors: Mapping[str, Tensor],
-        weights: BaseWeights,
-        max_rank: int,
-    ) -> None:
-        self._folder = folder
-        self._config = config
-        self._base = base
-        self._tensors = tensors
-        self._weights = weights
-        self._max_rank = max_rank
+    folder: Path
+    config: PeftConfig
+    base: BaseModel
+    tensors: Mapping[str, Tensor]
+    weights: BaseWeights
+    max_rank: int
 
     def parts(self) -> dict[str, Parts]:
         """Returns the names of the tensors of each layer, by the layer's path in the adapter's model."""
         layers: dict[str, Parts] = defaultdict(dict)
-        for name in self._tensors:
+        for name in self.tensors:
             match = _NAME.fullmatch(name)
             if match is None:
                 self._check_copy(name)
@@ -121,7 +112,7 @@ class _Reader:
         rank = self._rank(path, parts)
         a = self._tensor(parts["A.weight"], rank, inputs)
         b = self._tensor(parts["B.weight"], outputs, rank)
-        if (scale := self._config.scale(path)) != 1:
+        if (scale := self.config.scale(path)) != 1:
             b = b * scale
         bias_delta = dora_scale = None
         if (name := parts.get("B.bias")) is not None:
@@ -129,27 +120,27 @@ class _Reader:
         if (name := parts.get("bias")) is not None:
             bias_delta = self._trained_bias(name, places, outputs)
         if (name := parts.get("lora_magnitude_vector")) is not None:
-            dora_scale = self._gain(self._tensor(name, outputs), a, b, places)
+            dora_scale = self._dora_scale(self._tensor(name, outputs), a, b, places)
             b = b * dora_scale.unsqueeze(1)
             if "B.bias" in parts:
                 self._refuse(parts["B.bias"], "is a bias of a LoRA with DoRA, which is not supported")
             old = self._bias(places)
             if old is not None:  # the magnitude scales the product, without the bias
                 bias_delta = (1 - dora_scale) * old if bias_delta is None else bias_delta + (1 - dora_scale) * old
-        elif self._config.dora:
+        elif self.config.dora:
             self._refuse(_first(parts), "has no lora_magnitude_vector beside it, which use_dora asks for")
         return AdapterLayer(a, b, dora_scale, bias_delta).split(places)
 
     def _check_copy(self, name: str) -> None:
         """Refuses a tensor that is neither of a LoRA nor the base model's own."""
         match = _COPY.fullmatch(name)
-        own = self._weights.stored(match["path"]) if match else None
+        own = self.weights.stored(match["path"]) if match else None
         if own is None:
             self._refuse(
                 name,
                 "is not of a LoRA of a linear layer; adapters of embeddings and of other modules are not supported",
             )
-        found = self._tensors[name]
+        found = self.tensors[name]
         if found.shape != own.shape:
             self._refuse(
                 name,
@@ -161,8 +152,8 @@ class _Reader:
 
     def _places(self, path: str, parts: Parts) -> dict[str, BaseLayer]:
         """Returns the layers of the base model that a layer of the adapter is for: one, or those that it joins."""
-        known = self._base.layers
-        for place in (path, f"{self._base.prefix}{path}", path.removeprefix(self._base.prefix)):
+        known = self.base.layers
+        for place in (path, f"{self.base.prefix}{path}", path.removeprefix(self.base.prefix)):
             if place in known:
                 return {place: known[place]}
             parent, _, name = place.rpartition(".")
@@ -173,15 +164,15 @@ class _Reader:
 
     def _rank(self, path: str, parts: Parts) -> int:
         name = parts["A.weight"]
-        rank = len(self._tensors[name])
-        if not 1 <= rank <= self._max_rank:
-            self._refuse(name, f"has the rank {rank}; it must be from 1 to {self._max_rank}")
-        if rank != (said := self._config.rank_of(path)):
+        rank = len(self.tensors[name])
+        if not 1 <= rank <= self.max_rank:
+            self._refuse(name, f"has the rank {rank}; it must be from 1 to {self.max_rank}")
+        if rank != (said := self.config.rank_of(path)):
             self._refuse(name, f"has the rank {rank}, where adapter_config.json says {said}")
         return rank
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if tuple(tensor.shape) != shape:
             self._refuse(name, f"has the shape {list(tensor.shape)}, where the base model's layer wants {list(shape)}")
         return tensor.float()
@@ -189,7 +180,7 @@ class _Reader:
     def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:
         """Returns what a bias is changed by; None for a copy of the base model's, which peft saves beside a head."""
         old = self._bias(places)
-        if not self._config.biases:
+        if not self.config.biases:
             if old is not None and torch.equal(self._tensor(name, outputs), old):
                 return None
             self._refuse(name, "is a bias, where adapter_config.json does not say bias='lora_only'")
@@ -198,19 +189,19 @@ class _Reader:
         return self._tensor(name, outputs) - old
 
     def _bias(self, places: Mapping[str, BaseLayer]) -> Tensor | None:
-        biases = [(self._weights.bias(path), layer.out_features) for path, layer in places.items()]
+        biases = [(self.weights.bias(path), layer.out_features) for path, layer in places.items()]
         if all(bias is None for bias, _ in biases):
             return None
         return torch.cat([torch.zeros(size) if bias is None else bias for bias, size in biases])
 
-    def _gain(self, magnitude: Tensor, a: Tensor, b: Tensor, places: Mapping[str, BaseLayer]) -> Tensor:
+    def _dora_scale(self, magnitude: Tensor, a: Tensor, b: Tensor, places: Mapping[str, BaseLayer]) -> Tensor:
         """Returns the magnitude over the norms of the rows of the changed weight, W + b a."""
-        weight = torch.cat([self._weights.weight(path) for path in places])
+        weight = torch.cat([self.weights.weight(path) for path in places])
         norms = torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
         return magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of zeros, such as those of no token
 
     def _refuse(self, name: str, why: str) -> NoReturn:
-        raise InvalidAdapter(f"{self._folder}: tensor {name} {why}")
+        raise InvalidAdapter(f"{self.folder}: tensor {name} {why}")
 
 
 def _first(parts: Parts) -> str:

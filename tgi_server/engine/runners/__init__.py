@@ -19,7 +19,7 @@ from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.onednn import has_products
-from tgi_server.engine.memory import give_back
+from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.models.families import spec_of
 from tgi_server.engine.models.spec import DecoderSpec, NoSpec
 from tgi_server.engine.parallel import ShardGroup
@@ -57,7 +57,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
     runner = _runner(model, config, linear, on_cpu=on_cpu)
     if on_cpu:
         runner.linear_kernels = str(linear)
-    give_back()
+    malloc_trim()
     return runner
 
 

@@ -12,7 +12,7 @@ from tests.unit.engine.own_memory import Peak, own_bytes
 from tests.unit.engine.requests import expected_tokens, generate_alone, load_engine, load_reference, prompts
 from tgi_server.engine.backends.head import ScreenedHead
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.memory import large_memory_apart
+from tgi_server.engine.memory import low_mmap_threshold
 from tgi_server.engine.sampling.processors import TokenMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -113,7 +113,7 @@ def bytes_of_a_head(weight_rows: int, size: int) -> int:
     """Returns the most bytes that there were more than before while a head was made."""
     load_kernels()
     weight = torch.randn(weight_rows, size).bfloat16()
-    with large_memory_apart():
+    with low_mmap_threshold():
         ScreenedHead(weight[: weight_rows // 4])  # which brings along what any head does
         before, peak = own_bytes(), Peak()
         with peak.watching():
