@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 
@@ -40,11 +41,7 @@ class PackedLinear(nn.Module):
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""
         weight, bias = self._dense()
-        linear = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
-        return linear
+        return plain_linear(weight, None if bias is None else bias.to(weight.dtype))
 
     def kernel(self) -> Any:
         """Returns this layer in the form that `torch.classes.oatmill.Decoder` takes, or None if it cannot take it."""

@@ -1,10 +1,13 @@
-"""The interface of drafters, and those that find their drafts in texts."""
+"""The interfaces of drafters, and those that find their drafts in texts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.speculation.last_pass import LastPass
 
 # A text is looked up by so many of its last tokens, first by more of them: what follows those is surer.
 _LOOKUP_TOKENS = (4, 2)
@@ -16,6 +19,34 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
         """Returns a draft for each sequence: at most so many tokens, which may follow all that it has; maybe none."""
+
+
+class ModelDrafter(Drafter):
+    """A drafter whose proposals take the device's time, so that only tokens which are worth it are asked for.
+
+    default_most: tokens of a draft at most, where nothing else is said.
+    """
+
+    default_most = 4
+
+    @abstractmethod
+    def warm_up(self, capacity: CacheCapacity, group: ShardGroup | None) -> None:
+        """Makes the drafter ready for batches of this capacity, and measures it. It forgets all sequences.
+
+        group: the shards of the model, when this is one of them.
+        """
+
+    @abstractmethod
+    def seconds(self, tokens: int, sequences: int) -> float:
+        """Returns how long it takes to draft `tokens` tokens for each of so many sequences."""
+
+
+class StateDrafter(ModelDrafter):
+    """A drafter that reads the hidden states of the model's passes."""
+
+    @abstractmethod
+    def follow(self, last: LastPass) -> None:
+        """Takes note of a pass whose tokens are not chosen yet."""
 
 
 class NgramDrafter(Drafter):

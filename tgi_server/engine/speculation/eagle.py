@@ -12,9 +12,9 @@ from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.speculation.drafters import StateDrafter
 from tgi_server.engine.speculation.eagle_model import EagleModel
 from tgi_server.engine.speculation.last_pass import LastPass
-from tgi_server.engine.speculation.model_drafter import StateDrafter
 from tgi_server.engine.speculation.paged_drafter import MissingTokens, PagedDrafter
 
 # Features of so many tokens of a sequence are kept until a draft for it is worth its time. Then they are computed all

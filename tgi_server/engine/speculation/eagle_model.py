@@ -6,7 +6,6 @@ projected to one. For tokens that the model has not computed yet, its own output
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
+from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardOutput:
-    """The result of a pass. logits: [1, tokens, vocab_size]."""
-
-    logits: Tensor
 
 
 class EagleModel(nn.Module):
@@ -84,8 +78,8 @@ class EagleModel(nn.Module):
         past_key_values: PagedCache,
         logits_to_keep: int | Tensor = 0,
         **_: Any,
-    ) -> ForwardOutput:
-        """Returns logits of the drafter's vocabulary."""
+    ) -> CausalLMOutput:
+        """Returns logits of the drafter's vocabulary, [1, tokens, vocab_size]."""
         assert past_key_values.metadata is not None
         tokens = self.token_norm(self.embedding(input_ids[0]))
         hidden = self._inputs(len(tokens), past_key_values.metadata.decoding)
@@ -99,7 +93,7 @@ class EagleModel(nn.Module):
             residual = residual[logits_to_keep]
         rows = min(len(residual), len(self.carried))
         self.carried[:rows] = residual[:rows]
-        return ForwardOutput(self.head(self.norm(residual))[None])
+        return CausalLMOutput(logits=self.head(self.norm(residual))[None])
 
     def _inputs(self, tokens: int, decoding: int) -> Tensor:
         """Returns what the rows that decode carry, and then features: [tokens, hidden_size]."""
@@ -118,12 +112,7 @@ class EagleModel(nn.Module):
         return attended
 
     def _linear(self, name: str) -> nn.Linear:
-        weight, bias = self._weight(f"{name}.weight"), self._weights.get(f"{name}.bias")
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias, requires_grad=False)
-        return linear
+        return plain_linear(self._weight(f"{name}.weight"), self._weights.get(f"{name}.bias"))
 
     def _norm(self, name: str) -> LlamaRMSNorm:
         norm = LlamaRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)

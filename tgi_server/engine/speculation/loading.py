@@ -18,10 +18,10 @@ from tgi_server.engine.runners.base import UNBOUNDED_POSITIONS, position_limit
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.speculation.draft_model import DraftModel
+from tgi_server.engine.speculation.drafters import ModelDrafter
 from tgi_server.engine.speculation.eagle import Eagle
 from tgi_server.engine.speculation.eagle_model import read_eagle
 from tgi_server.engine.speculation.medusa import Medusa, read_heads
-from tgi_server.engine.speculation.model_drafter import ModelDrafter
 from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.parallel import ShardGroup
@@ -23,8 +24,8 @@ from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.costs import Line, measure_rows
+from tgi_server.engine.speculation.drafters import StateDrafter
 from tgi_server.engine.speculation.last_pass import LastPass
-from tgi_server.engine.speculation.model_drafter import StateDrafter
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
@@ -120,8 +121,5 @@ def read_heads(folder: Path, model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, model: PreTrainedModel) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.to(model.device, model.dtype), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.to(model.device, model.dtype), requires_grad=False)
-    return linear
+    device, dtype = model.device, model.dtype
+    return plain_linear(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))

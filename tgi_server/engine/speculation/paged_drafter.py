@@ -13,7 +13,7 @@ from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
-from tgi_server.engine.speculation.model_drafter import ModelDrafter
+from tgi_server.engine.speculation.drafters import ModelDrafter
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
 from tgi_server.engine.speculation.draft import Acceptance, Draft
-from tgi_server.engine.speculation.drafters import Drafter
+from tgi_server.engine.speculation.drafters import Drafter, ModelDrafter, StateDrafter
 from tgi_server.engine.speculation.last_pass import LastPass
-from tgi_server.engine.speculation.model_drafter import ModelDrafter, StateDrafter
 
 logger = logging.getLogger(__name__)
 

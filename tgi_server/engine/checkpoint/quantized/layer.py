@@ -12,6 +12,15 @@ from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 _DENSE_AT_ONCE = {"cuda": 1 << 22, "cpu": 1 << 20}
 
 
+def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Returns a linear layer with a weight, [out_features, in_features], and a bias, which do not change."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 class QuantizedLinear(nn.Module):
     """y = x W^T + b with W as its checkpoint has it; parts of it become dense while they are needed.
 
@@ -60,10 +69,7 @@ class QuantizedLinear(nn.Module):
 
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        plain.weight = nn.Parameter(self.weight, requires_grad=False)
-        plain.bias = self.bias
-        return plain
+        return plain_linear(self.weight, self.bias)
 
     @property
     def nbytes(self) -> int:
