@@ -1,12 +1,13 @@
 """The code for GPUs, checked on a machine without one: the files `check_*.py` of this folder.
 
-They need Triton and a torch that knows CUDA, so they run in an environment of their own: that of the interpreter that
-OATMILL_CUDA_PYTHON names, or one that is made from the package index when it is first needed, and kept. It takes some
-six gigabytes.
+They need Triton and a torch that knows CUDA, so they run in two environments of their own: with the oldest versions
+that the engine works with, and with those that images have. Each is that of an interpreter that a variable names, or is
+made from the package index when it is first needed, and kept; it takes some six gigabytes.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,29 +16,35 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-# The oldest torch and transformers that the engine works with. Triton's interpreter does not know newer numpys.
-PACKAGES = ("torch==2.11.0", "transformers==5.17.0", "numpy<2.4", "accelerate", "llguidance", "psutil", "pytest")
+OTHERS = ("accelerate", "llguidance", "psutil", "pytest")
+# `===`: not a torch without CUDA that lies on this machine.
+(_SHIPPED,) = re.findall(r"^ARG TORCH=torch==(.+)$", (ROOT / "deploy/docker/tgi.Dockerfile").read_text(), re.MULTILINE)
+# What is installed, by the variable that may name an interpreter in its place.
+ENVIRONMENTS = {
+    "OATMILL_CUDA_PYTHON": ("torch===2.11.0", "transformers==5.17.0", "numpy<2.4", *OTHERS),
+    "OATMILL_SHIPPED_CUDA_PYTHON": (f"torch==={_SHIPPED}", "transformers", "numpy", *OTHERS, "-c", "constraints.txt"),
+}
 SECONDS = 1500
 # Files that take longer, and in how many parts they are run.
-PARTS = {"check_passes": 3, "check_memory": 3}
+PARTS = {"check_passes": 3, "check_memory": 3, "check_compiled": 2}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
 
-@pytest.fixture(scope="module")
-def python(pytestconfig: pytest.Config) -> str:
-    if given := os.environ.get("OATMILL_CUDA_PYTHON"):
+@pytest.fixture(scope="module", params=ENVIRONMENTS, ids=["oldest", "shipped"])
+def python(request: pytest.FixtureRequest) -> str:
+    if given := os.environ.get(request.param):
         return given
-    folder = pytestconfig.rootpath / "runs" / "cuda-environment"
+    folder = ROOT / "runs" / request.param.lower().replace("_", "-")
     program, ready = folder / "bin" / "python", folder / "ready"
-    if not ready.exists() or ready.read_text() != json.dumps(PACKAGES):
+    packages = ENVIRONMENTS[request.param]
+    if not ready.exists() or ready.read_text() != json.dumps(packages):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        done = subprocess.run(
-            [program, "-m", "pip", "install", "--quiet", *PACKAGES], capture_output=True, text=True, check=False
-        )
+        install = [program, "-m", "pip", "install", "--quiet", *packages]
+        done = subprocess.run(install, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             pytest.skip(f"the packages cannot be installed here: {done.stderr.strip()[-300:]}")
-        ready.write_text(json.dumps(PACKAGES))
+        ready.write_text(json.dumps(packages))
     return str(program)
 
 

@@ -207,7 +207,11 @@ class Engine:
         """
         self.clear()
         self._row_kernel = False
-        sample = self._rehearse_sampling if self._device.type == "cuda" else None
+        sample = None
+        if self._device.type == "cuda":  # where kernels are compiled
+            sample = self._rehearse_sampling
+            if adapter_bytes or self._runner.current_adapters.attached:
+                self.adapters.warm_up()
         self._capacity = self._runner.warm_up(
             max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes, sample
         )

@@ -51,6 +51,9 @@ class LoraBackend(ABC):
     def drop(self, number: int) -> None:
         """Forgets an adapter, if it changes this layer."""
 
+    def warm_up(self, inputs: int, dtype: torch.dtype) -> None:  # noqa: B027
+        """Compiles what `apply` needs, for x of so many inputs, where something is compiled."""
+
     @abstractmethod
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
         """Returns the outputs, [..., outputs], of the layer for x, [..., inputs], each row changed by its adapter.

@@ -24,6 +24,7 @@ class AdaptedLinear:
     """Stands in for the methods of a linear layer. Passes in which no adapter changes it go to the layer itself.
 
     parts: the layers of the base model whose outputs it has side by side, with their numbers of outputs.
+    inputs, outputs: its sizes.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class AdaptedLinear:
     ) -> None:
         """current: the rows of the pass that runs. products: computes the changes."""
         self.parts = parts
+        self.inputs = _inputs(module)
         self.outputs = sum(outputs for _, outputs in parts)
         self._current = current
         self._products = products
@@ -72,6 +74,10 @@ class AdaptedLinear:
     def drop(self, number: int) -> None:
         self._changed_by.discard(number)
         self._products.drop(number)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles what passes with adapters need."""
+        self._products.warm_up(self.inputs, dtype)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Returns the outputs, [..., outputs], for x, [..., inputs]. options: those of the layer itself."""
@@ -130,6 +136,10 @@ def _is_linear(module: nn.Module) -> bool:
 def _is_called(path: str) -> bool:
     """Returns True for a layer that is called with all rows of a pass."""
     return _OF_EXPERTS not in path and not path.endswith(_NOT_FOR_ROWS)
+
+
+def _inputs(module: Any) -> int:
+    return int(module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features)
 
 
 def _outputs(module: Any) -> int:

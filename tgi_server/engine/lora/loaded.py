@@ -139,6 +139,11 @@ class LoadedAdapters:
         rank = max(len(layer.a) for layer in adapter.values())
         return ReadAdapter(rank, {number: change for number, change in changes if change is not None})
 
+    def warm_up(self) -> None:
+        """Prepares all linear layers for adapters that may come while requests run."""
+        for linear in self._linears:
+            linear.warm_up(self._model.dtype)
+
     def put(self, adapter_id: str, adapter: ReadAdapter) -> None:
         """Has requests that name it computed with the adapter. Call it between two steps."""
         number = self._numbers.get(adapter_id)

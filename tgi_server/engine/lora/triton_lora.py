@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import device_fault
-from tgi_server.engine.kernels.triton.lora import add_products
+from tgi_server.engine.kernels.triton.lora import FEW_ROWS, add_products
 from tgi_server.engine.lora.backends import LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.lora.rows import AdapterRows
 
@@ -41,6 +41,13 @@ class TritonLora(LoraBackend):
         if self._deltas.pop(number, None) is not None:
             self._tables[:, number] = 0
             self._ranks[number] = 0
+
+    def warm_up(self, inputs: int, dtype: torch.dtype) -> None:
+        for count in (1, FEW_ROWS + 1):
+            numbers = torch.zeros(count, dtype=torch.int32, device=self._ranks.device)
+            x, y = (numbers.new_zeros(count, size, dtype=dtype) for size in (inputs, self._outputs))
+            for relu, residual in ((False, None), (True, None), (False, y)):
+                self.apply(x, y, AdapterRows(numbers, None), relu=relu, residual=residual)
 
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
         count = x.numel() // x.shape[-1]

@@ -205,8 +205,10 @@ class PagedBatch:
         present = self.adapted(decoding).union(numbers) - {0}
         if not present:
             return None
-        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
-        of_prompts = torch.tensor(numbers, dtype=torch.int32).repeat_interleave(lengths)
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        of_prompts = torch.tensor(numbers, dtype=torch.int32).repeat_interleave(
+            torch.tensor(lengths), output_size=sum(lengths)
+        )
         rows = torch.cat([self.adapters[:decoding], copy_to_device(of_prompts, self._device)])
         return AdapterRows(rows, present, wanted)
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FEW_ROWS = 64
+# Passes of more rows have programs of more rows.
+FEW_ROWS = 64
 _INPUTS_AT_ONCE, _RANKS_AT_ONCE, _OUTPUTS_AT_ONCE = 32, 16, 32
 
 
@@ -38,7 +39,7 @@ def add_products(
     x = x.contiguous()
     inputs, outputs = x.shape[-1], y.shape[-1]
     count = x.numel() // inputs
-    together = 16 if count <= _FEW_ROWS else 32
+    together = 16 if count <= FEW_ROWS else 32
     sums = x.new_empty(count, most_ranks)
     precision = "ieee" if x.dtype is torch.float32 else "tf32"
     blocks = triton.cdiv(count, together)
