@@ -18,6 +18,28 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_EOS_TOKEN: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
 
+class LauncherMessage(_message.Message):
+    __slots__ = ("join", "start", "stop", "failed")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    join: NodeJoin
+    start: int
+    stop: bool
+    failed: str
+    def __init__(self, join: _Optional[_Union[NodeJoin, _Mapping]] = ..., start: _Optional[int] = ..., stop: _Optional[bool] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class NodeJoin(_message.Message):
+    __slots__ = ("node", "nodes", "shards")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    nodes: int
+    shards: int
+    def __init__(self, node: _Optional[int] = ..., nodes: _Optional[int] = ..., shards: _Optional[int] = ...) -> None: ...
+
 class Call(_message.Message):
     __slots__ = ("prefill", "decode", "filter_batch", "clear_cache", "answered")
     PREFILL_FIELD_NUMBER: _ClassVar[int]

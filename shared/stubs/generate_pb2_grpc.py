@@ -438,3 +438,80 @@ class GrammarService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LauncherServiceStub:
+    """Node 0's launcher serves it for those of the other machines that run the model with it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.stream_stream(
+                '/generate.v1.LauncherService/Join',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.LauncherMessage.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.LauncherMessage.FromString,
+                _registered_method=True)
+
+
+class LauncherServiceServicer:
+    """Node 0's launcher serves it for those of the other machines that run the model with it.
+    """
+
+    def Join(self, request_iterator, context):
+        """Joins: a node is ready to start its shards. The stream lasts as long as both launchers run; where it breaks off, the
+        other end is lost. FAILED_PRECONDITION: the node does not fit, with the reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LauncherServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.LauncherMessage.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.LauncherMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'generate.v1.LauncherService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('generate.v1.LauncherService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class LauncherService:
+    """Node 0's launcher serves it for those of the other machines that run the model with it.
+    """
+
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/generate.v1.LauncherService/Join',
+            shared_dot_stubs_dot_generate__pb2.LauncherMessage.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.LauncherMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -73,6 +73,11 @@ def free_port(hostname: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
+def authority(host: str, port: int) -> str:
+    """Returns host and port in the form that URLs have (RFC 3986)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _bind(hostname: str, port: int, flag: str, address_flag: str) -> None:
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)

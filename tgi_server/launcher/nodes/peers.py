@@ -1,110 +1,88 @@
-"""The launchers of the other machines, and the messages between them."""
+"""The launchers of the other machines, and the streams of messages between them (LauncherService in generate.proto)."""
 
 import asyncio
-import contextlib
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+import grpc
+
+from shared.stubs.generate_pb2 import LauncherMessage
 from tgi_server.launcher.errors import ProcessEndedError
 
-# Seconds between two heartbeats.
-HEARTBEAT_SECONDS = 1.0
-# A peer from which nothing came for so many seconds is lost: its power may have failed, or the network.
-SILENCE_SECONDS = 5.0
-MAX_LINE = 65536
-
-
-class Kind(StrEnum):
-    """Kinds of messages between launchers; on the wire, the field `word`."""
-
-    # From a node to node 0: the node is ready to start its shards.
-    JOIN = "join"
-    # From node 0: the node does not fit, and the reason.
-    REFUSED = "refused"
-    # From node 0, once all have joined: the port at which the shards meet.
-    START = "start"
-    HEARTBEAT = "alive"
-    # To node 0: the user asked a node to stop. From node 0: all requests are done, so the shards may end.
-    STOP = "stop"
-    # A process died; the field `reason` names it.
-    FAILED = "failed"
+# A peer that does not acknowledge a ping for so long is lost: its power may have failed, or the network.
+PING_SECONDS, SILENCE_SECONDS = 1.0, 4.0
+# Seconds in which what was sent last still arrives.
+CLOSE_SECONDS = 1.0
+OPTIONS = (
+    ("grpc.keepalive_time_ms", int(PING_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", int(SILENCE_SECONDS * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),  # any number
+    ("grpc.http2.min_ping_interval_without_data_ms", int(PING_SECONDS * 500)),
+    ("grpc.initial_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 65536),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),
+)
 
 
 class NodeLost(Exception):
-    """The launcher at the other end is gone, or does not speak this protocol."""
+    """The launcher at the other end is gone."""
 
 
 class Link:
-    """One end of a connection between two launchers. Messages are JSON objects, a line each."""
+    """One end of the stream between two launchers. read: the method of the call, once there is one."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    read: Callable[[], Awaitable[object]]
+
+    def __init__(self, name: str) -> None:
         """name: the name of the other end, for log lines and errors."""
         self.name = name
-        self._reader = reader
-        self._writer = writer
-        self._heartbeat = asyncio.create_task(self._send_heartbeats())
+        self._outgoing: asyncio.Queue[LauncherMessage | None] = asyncio.Queue()
 
-    @classmethod
-    async def connect(cls, name: str, host: str, port: int) -> "Link":
-        """Connects to a listening launcher. Raises OSError."""
-        return cls(name, *await asyncio.open_connection(host, port, limit=MAX_LINE))
+    async def outgoing(self) -> AsyncIterator[LauncherMessage]:
+        """Yields what is sent, until the link is closed."""
+        while (message := await self._outgoing.get()) is not None:
+            yield message
 
-    def send(self, kind: Kind, **details: Any) -> None:
+    def send(self, message: LauncherMessage) -> None:
         """Sends a message without waiting for it to arrive."""
-        if not self._writer.is_closing():
-            self._writer.write(json.dumps({"word": kind, **details}).encode() + b"\n")
+        self._outgoing.put_nowait(message)
 
-    async def receive(self) -> tuple[Kind, dict[str, Any]]:
-        """Returns the next message that is no heartbeat, and its fields. Raises NodeLost."""
-        while True:
-            try:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    line = await self._reader.readline()
-                if not line:
-                    raise NodeLost(f"{self.name} closed its connection")
-                message: dict[str, Any] = json.loads(line)
-                kind = Kind(message["word"])
-                if kind is not Kind.HEARTBEAT:
-                    return kind, message
-            except TimeoutError as error:
-                raise NodeLost(f"{self.name} has sent nothing for {SILENCE_SECONDS:.0f} s") from error
-            except OSError as error:
-                raise NodeLost(f"{self.name} cannot be reached any more: {error.strerror or error}") from error
-            except (ValueError, KeyError, TypeError) as error:
-                raise NodeLost(
-                    f"{self.name} sent no message of a launcher; start the same version on all machines"
-                ) from error
+    async def receive(self) -> LauncherMessage:
+        """Returns the next message. Raises NodeLost."""
+        try:
+            message = await self.read()
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            message = grpc.aio.EOF
+        if isinstance(message, LauncherMessage):
+            return message
+        raise NodeLost(f"lost the connection to {self.name}")
 
-    async def close(self) -> None:
-        """Closes the connection; what was sent before still arrives."""
-        self._heartbeat.cancel()
-        self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(HEARTBEAT_SECONDS):
-                await self._writer.wait_closed()
-
-    async def _send_heartbeats(self) -> None:
-        while True:
-            self.send(Kind.HEARTBEAT)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+    def close(self) -> None:
+        """Ends what is sent."""
+        self._outgoing.put_nowait(None)
 
 
 class Peers:
     """The other launchers, once all have met. Node 0 has a link to each; each has one to node 0, which passes on
     failures."""
 
-    def __init__(self, links: Sequence[Link], store_port: int, *, first: bool) -> None:
-        """store_port: where the shards of all nodes meet, on node 0. first: True on node 0."""
+    def __init__(
+        self, links: Sequence[Link], store_port: int, close: Callable[[float], Awaitable[None]], *, first: bool
+    ) -> None:
+        """store_port: where the shards of all nodes meet, on node 0. first: True on node 0.
+
+        close: ends node 0's server, or the channel to it, within so many seconds.
+        """
         self.store_port = store_port
         self.first = first
         # Raises ProcessEndedError as soon as another node has failed.
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed_at = math.inf  # on the monotonic clock, seconds
         self._links = links
+        self._close = close
         self._on_stop: Callable[[], None] | None = None
         self._listeners = [asyncio.create_task(self._listen(link)) for link in links]
 
@@ -114,17 +92,19 @@ class Peers:
 
     def send_stop(self) -> None:
         for link in self._links:
-            link.send(Kind.STOP)
+            link.send(LauncherMessage(stop=True))
 
     def send_failed(self, reason: str) -> None:
         """Tells the other nodes which process died, on this node or on another one."""
         for link in self._links:
-            link.send(Kind.FAILED, reason=reason)
+            link.send(LauncherMessage(failed=reason))
 
     async def close(self) -> None:
         for listener in self._listeners:
             listener.cancel()
-        await asyncio.gather(*(link.close() for link in self._links))
+        for link in self._links:
+            link.close()
+        await self._close(CLOSE_SECONDS)
         if not self.failure.done():
             self.failure.cancel()
         elif not self.failure.cancelled():
@@ -133,11 +113,11 @@ class Peers:
     async def _listen(self, link: Link) -> None:
         try:
             while True:
-                kind, message = await link.receive()
-                if kind is Kind.FAILED:
-                    reason = str(message.get("reason"))
+                message = await link.receive()
+                if message.HasField("failed"):
+                    reason = message.failed
                     self._fail(reason if reason.startswith("node ") else f"{link.name}: {reason}")
-                elif kind is Kind.STOP:
+                elif message.HasField("stop"):
                     self._stop()
                     if not self.first:
                         return  # node 0 closes its end after that

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tgi_server.launcher.errors import ProcessEndedError
+from tgi_server.launcher.machine import authority
 from tgi_server.launcher.nodes.peers import Peers
 from tgi_server.launcher.processes.child import ENDED_BY_ITSELF, LOST_A_PEER, Child, Command
 from tgi_server.launcher.processes.sockets import is_listening, router_socket
@@ -215,8 +216,3 @@ class LoadingBar:
         if self._on_terminal:
             self._output.write(f"{text}\r")
             self._output.flush()
-
-
-def authority(host: str, port: int) -> str:
-    """Returns host and port in the form that URLs have (RFC 3986)."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
