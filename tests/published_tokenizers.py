@@ -294,6 +294,19 @@ PUBLISHED: dict[str, Published] = {
             thinks=True,
         ),
         Published(
+            "gpt_oss",
+            "harmony",
+            "<|startoftext|>",
+            "<|return|>",
+            pad="<|endoftext|>",
+            last=[
+                *_special("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>"),
+                *_special("<|start|>", "<|end|>", "<|message|>", "<|call|>", "<|endofprompt|>"),
+            ],
+            ends=("<|return|>", "<|endoftext|>", "<|call|>"),
+            thinks=True,
+        ),
+        Published(
             "llama3.1",
             "llama3_json",
             "<|begin_of_text|>",

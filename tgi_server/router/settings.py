@@ -23,6 +23,7 @@ ToolCallParser = Literal[
     "llama3_json",
     "deepseek_v3",
     "deepseek_v31",
+    "harmony",
     "functionary",
     "json",
 ]
@@ -75,7 +76,7 @@ class ServingSettings(ServiceSettings):
     tool_call_parser: ToolCallParser = Field(
         default="auto", description="Format in which the model calls tools; auto: read from its chat template."
     )
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = Field(
         default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")

@@ -10,6 +10,7 @@ from openai import OpenAI
 
 from tests.conftest import ServerFactory
 from tests.published_tokenizers import PUBLISHED, Published
+from tgi_server.router.text.reasoning import reasoning_tags
 
 MESSAGES: Any = [{"role": "user", "content": "What of <b>Paris</b>?"}]
 SCHEMA = {
@@ -36,7 +37,8 @@ def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: P
     running = server(f"--model-id={folder}", "--dtype=float32").wait_until_ready()
     client = OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
     # Thoughts are to end soon.
-    bias = {str(published.token_id("</think>")): 5} if published.thinks else {}
+    tags = reasoning_tags("auto", published.template)
+    bias = {str(published.tokenizer.encode(tags.end).ids[0]): 5} if tags is not None else {}
     for seed in range(3):
         options: Any = {"model": "tgi", "messages": MESSAGES, "max_tokens": 600, "seed": seed, "logit_bias": bias}
         for choice, names in (("required", {"weather", "clock"}), (NAMED, {"clock"})):

@@ -71,6 +71,7 @@ class AnswerReader:
         self._calls = _CallReader(calls) if calls is not None else None
         self._thinking = thinking and thoughts is not None
         self._may_think = thoughts is not None and not thinking
+        self._opening = thoughts.opening if thoughts is not None else ""
         self._trim = False
 
     @property
@@ -113,6 +114,10 @@ class AnswerReader:
             if not end:
                 return
             self._thinking, self._trim = False, True
+        if self._opening:
+            if not last and self._opening.startswith(self._buffer):
+                return
+            self._buffer, self._opening = self._buffer.removeprefix(self._opening), ""
         rest, self._buffer = self._buffer, ""
         if self._trim:  # the lines between thoughts and answer
             rest = rest.lstrip("\n")

@@ -134,6 +134,8 @@ def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool)
     shown: dict[str, Any] = {"role": role, "content": as_parts(*turn.texts) if in_parts else turn.text}
     if turn.reasoning is not None:
         shown["reasoning_content"] = turn.reasoning
+        if not (turn.calls and shown["content"]):  # which gpt-oss refuses
+            shown["thinking"] = turn.reasoning
     if turn.calls:
         as_text = template.reads_json(tools=tools)
         shown["tool_calls"] = [_tool_call(call, as_text=as_text) for call in turn.calls]

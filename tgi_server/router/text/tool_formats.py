@@ -181,6 +181,13 @@ _FORMATS = {
             "",
             _CALLS_END,
         ),
+        ToolFormat(
+            "harmony",
+            "<|channel|>commentary to=functions.",
+            ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+            "",
+            alone=True,
+        ),
         ToolFormat("functionary", "<function=", ("<function=", ">"), "</function>"),
         ToolFormat("json", '{"name": ', _JSON_HEAD, "}", anywhere=False, triggers=_TYPED),
     )
@@ -199,6 +206,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("glm45", ("<tool_call>", "<arg_key>"), ()),
     ("minimax_m2", ("<minimax:tool_call>", "<invoke name="), ()),
     ("hermes", ("<tool_call>",), ("<parameter=",)),
+    ("harmony", ("<|channel|>commentary", "functions."), ()),
     ("functionary", ("<function=",), ("<parameter=",)),
     ("llama3_json", ("tools", '"parameters": '), ()),
     ("json", ("tools", '{"name": "', '"arguments": '), ()),
@@ -268,13 +276,14 @@ class FrameWriter:
         # A text that might also be thoughts, or a call, would hide them.
         others: list[str] = []
         begin = ""
-        if thoughts is not None and may_think and thoughts.begin in self._ids:
+        if thoughts is not None and may_think and self._begins_special(thoughts.begin):
             begin = f"BLANK {self._literal(thoughts.begin)}"
         elif thoughts is not None and may_think:
             others.append(rf"[ \n]*{_pattern(thoughts.begin)}")
             lines.append(f"BEGIN: /{others[0]}/")
             begin = "BEGIN"
-        answers = list(self._answers(calls, schema, others, lines))
+        opening = self._literal(thoughts.opening) if thoughts is not None else ""
+        answers = list(self._answers(calls, schema, opening, others, lines))
         if thoughts is not None:
             thought = self._until(thoughts.end, "thought", [], lines)
             known = [f"{begin} {thought} BLANK {each}" for each in answers]
@@ -282,15 +291,16 @@ class FrameWriter:
         return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
 
     def _answers(
-        self, calls: Calls | None, schema: str | None, others: Sequence[str], lines: list[str]
+        self, calls: Calls | None, schema: str | None, opening: str, others: Sequence[str], lines: list[str]
     ) -> Iterator[str]:
         """Yields each kind of answer that there may be.
 
-        others: patterns that no text begins with. lines: takes the rules that the answers are made of.
+        opening: what comes before an answer without calls. others: patterns that no text begins with. lines: takes the
+        rules that the answers are made of.
         """
         if calls is not None:
             form = calls.form
-            in_text = not calls.required and schema is None
+            in_text = not calls.required and schema is None and not opening
             if in_text and form.anywhere:
                 yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
             elif in_text:
@@ -307,7 +317,7 @@ class FrameWriter:
         if calls is None or not calls.required:
             if schema is None:
                 lines.append(f"OTHER: {_beginning_without(others)}")
-            yield "OTHER" if schema is None else f"%schema {json.dumps(schema)}"
+            yield f"{opening} {'OTHER' if schema is None else f'%schema {json.dumps(schema)}'}"
 
     def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
         """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.
@@ -333,7 +343,7 @@ class FrameWriter:
             yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)
         if calls.form.tags is not None and any(each.tagged for each in calls.arguments.values()):
             end = calls.form.tags.end
-            if self._special is not None and self._special.match(end):
+            if self._begins_special(end):
                 yield f"tagged_text: TEXT {self._literal(end)}"
             else:
                 yield rf"tagged_text[lazy]: /(.|\n)*/ {_quoted(end)}"
@@ -355,10 +365,14 @@ class FrameWriter:
 
     def _until(self, marker: str, rule: str, others: Sequence[str], lines: list[str]) -> str:
         """Returns the grammar of a text up to the first `marker`. others: patterns that it must not begin with."""
-        if marker in self._ids:
+        if self._begins_special(marker):
             return f"TEXT {self._literal(marker)}"
         lines.append(f"{rule}[lazy]: {_beginning_without(others)} {_quoted(marker)}")
         return rule
+
+    def _begins_special(self, text: str) -> bool:
+        """Returns True for what no text can be the beginning of, since it begins with a special token."""
+        return self._special is not None and self._special.match(text) is not None
 
     def _literal(self, text: str) -> str:
         """Returns a text in Lark, its special tokens by their ids."""

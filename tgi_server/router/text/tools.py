@@ -99,7 +99,7 @@ class AnswerForm:
         self._calls = calls
         self._thoughts = thoughts
         self._frames = FrameWriter(special_tokens)
-        markers = calls.markers + (thoughts.begin + thoughts.end if thoughts is not None else "")
+        markers = calls.markers + (thoughts.begin + thoughts.end + thoughts.opening if thoughts is not None else "")
         self.shown = frozenset(token for token, name in special_tokens.items() if name and name in markers)
 
     @property

@@ -43,9 +43,12 @@ WRITTEN = {
     f'{AGAIN}function{SEP}a"b\n```json\nROME\n```{END}{LAST}',
     "deepseek_v31": f'{OPEN}weather{SEP}PARIS{END}{AGAIN}a"b{SEP}ROME{END}{LAST}',
     "functionary": '<function=weather>PARIS</function><function=a"b>ROME</function>',
+    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>PARIS",
     "json": '{"name": "weather", "arguments": PARIS}{"name": "a\\"b", "arguments": ROME}',
     "tgi": '{"function": {"_name": "weather", "_arguments": PARIS}}',
 }
+# Forms of which an answer has one call.
+ALONE = ("harmony", "tgi")
 # Forms of calls that begin with a brace, as texts may do.
 BRACES = ("llama3_json", "json", "tgi")
 WRITTEN = {name: text.replace("PARIS", PARIS).replace("ROME", ROME) for name, text in WRITTEN.items()}
@@ -60,7 +63,7 @@ MAY, MUST, ONCE = ToolUse(TOOLS), ToolUse(TOOLS, required=True), ToolUse(TOOLS, 
 
 
 def written_calls(name: str) -> list[tuple[str, str]]:
-    return [("weather", PARIS)] if name == "tgi" else [("weather", PARIS), ('a"b', ROME)]
+    return [("weather", PARIS)] if name in ALONE else [("weather", PARIS), ('a"b', ROME)]
 
 
 def takes(grammar: Grammar | None, *answer: str | int) -> bool:
@@ -116,7 +119,7 @@ def test_calls_are_bound_and_read_back(name: str):
             assert read(form.readers(use, None, thinking=False), text, size) == ("", "", calls)
             if name in BRACES:
                 assert read(form.readers(use, None, thinking=False), unknown, size) == ("", unknown, [])
-    assert takes(form.grammar(ONCE, None, thinking=False), text) == (name == "tgi")
+    assert takes(form.grammar(ONCE, None, thinking=False), text) == (name in ALONE)
 
 
 @pytest.mark.parametrize(
