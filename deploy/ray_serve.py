@@ -3,8 +3,8 @@
     python deploy/ray_serve.py --gpus-per-replica 1 --max-replicas 8 -- --model-id OWNER/NAME --quantize int8
 
 Every replica runs `text-generation-launcher`, which has to be on the PATH of every node; what follows `--` goes to it.
-Ray's own Python needs nothing of this project, only `ray[serve]`. The variable API_KEY of this command reaches the
-replicas, in no command line and no log.
+Ray's own Python needs nothing but `ray[serve]`: what this script imports of the project, whose clone it runs from,
+reaches the nodes with it. The variable API_KEY of this command reaches the replicas, in no command line and no log.
 
     client --HTTP--> Ray's proxy -> Front -> Server (one for each replica) --HTTP on loopback--> launcher's router
 """
@@ -12,7 +12,6 @@ replicas, in no command line and no log.
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import ipaddress
 import logging
 import os
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -35,13 +35,22 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import shared.logging
+from tgi_server.launcher.processes import child
+from tgi_server.router import errors
+
+for module in (shared.logging, child, errors):
+    ray.cloudpickle.register_pickle_by_value(module)
+
 logger = logging.getLogger("ray.serve")
 
-PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
 # More than the server's own /health may take.
 HEALTH_SECONDS = 15.0
 LAST_WORDS_SECONDS = 3.0
+REPLICA_DIED = "the replica that had the request died"
 RETRY_SECONDS = 60.0
 # Statuses of the server whose shards fail, be it once or for good.
 UNHEALTHY = frozenset({424, 503})
@@ -101,12 +110,12 @@ class Options(BaseModel):
         """
         shards = int(self.gpus_per_replica)
         return [
-            *(self.launcher, f"--max-concurrent-requests={self.max_requests}", f"--payload-limit={self.payload_limit}"),
+            *(self.launcher, f"--max-concurrent-requests={self.max_requests}"),
             *((f"--num-shard={shards}",) if shards > 1 else ()),
             f"--graceful-termination-timeout={self.drain_timeout}",
             *(("--allowed-hosts=*",) if not _is_loopback(self.host) else ()),
             *self.launcher_flags,
-            *("--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0"),
+            *("--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0", f"--payload-limit={self.payload_limit}"),
         ]
 
     def environment(self) -> dict[str, str]:
@@ -138,20 +147,20 @@ class Call(BaseModel):
         return cls(method=request.method, path=path, headers=headers)
 
 
-class BodyTooLarge(Exception):
-    """A request's body has more bytes than `--payload-limit`."""
+class TooSlow(errors.RouterError):
+    """The request did not come in time."""
+
+    status = 408
+    error_type = "timeout"
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises BodyTooLarge as soon as it is certain, having kept no more than `limit` bytes."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
-        raise BodyTooLarge
+    """Returns the request's body, or a little more than `limit` bytes of it, which the server refuses."""
     body = bytearray()
     async for chunk in request.stream():
-        if len(body) + len(chunk) > limit:
-            raise BodyTooLarge
-        body += chunk
+        body += chunk[: limit + 1 - len(body)]
+        if len(body) > limit:
+            break
     return bytes(body)
 
 
@@ -225,7 +234,7 @@ class Server:
             program,
             *command[1:],
             stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=_end_with_parent(os.getpid()),
+            preexec_fn=child.die_with_parent(),
             env=self._options.environment(),
         )
 
@@ -300,12 +309,10 @@ class Front:
         try:
             async with asyncio.timeout(self._client_timeout):
                 call.body = await read_body(request, self._payload_limit)
-        except BodyTooLarge:
-            message = f"the request has more than {self._payload_limit} bytes (--payload-limit)"
-            return _error(call, 413, message, "payload_too_large")
         except TimeoutError:
-            message = f"the request took more than {self._client_timeout:g} s to come (--client-timeout)"
-            return _error(call, 408, message, "timeout")
+            return _error(
+                TooSlow(f"the request took more than {self._client_timeout:g} s to come (--client-timeout)"), call
+            )
         deadline = time.monotonic() + RETRY_SECONDS
         losses = 0
         while losses < 2 and time.monotonic() < deadline:
@@ -313,15 +320,14 @@ class Front:
                 parts = self._server.forward.remote(call)
                 head = await _head(parts)
             except BackPressureError:
-                message = "too many requests wait for a replica"
-                return _error(call, 429, message, "overloaded", {"retry-after": "1"})
+                return _error(errors.Overloaded("too many requests wait for a replica"), call, {"retry-after": "1"})
             if head.kind == "head":
                 response = StreamingResponse(_body(parts, call), status_code=head.status)
                 response.raw_headers = [(name.lower().encode(), value.encode()) for name, value in head.headers]
                 return response
             losses += head.kind == "broken"
             await asyncio.sleep(POLL_SECONDS)
-        return _error(call, 424, "the replica that had the request died", "generation")
+        return _error(errors.GenerationFailed(REPLICA_DIED), call)
 
 
 async def _head(parts: Any) -> Part:
@@ -352,15 +358,11 @@ async def _body(parts: Any, call: Call) -> AsyncIterator[bytes]:
 
 def _cut(call: Call) -> bytes:
     """Returns the last event of a stream that broke off."""
-    return b"data:" + _error(call, 424, "the replica that had the request died", "generation").body + b"\n\n"
+    return b"data:" + _error(errors.GenerationFailed(REPLICA_DIED), call).body + b"\n\n"
 
 
-def _error(call: Call, status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Returns an error in the form that the server's own have."""
-    error = (
-        {"message": message, "type": kind, "param": None, "code": status} if call.path.startswith("/v1/") else message
-    )
-    return JSONResponse({"error": error, "error_type": kind}, status, headers)
+def _error(error: errors.RouterError, call: Call, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(errors.error_body(error, call.path), errors.shown_status(error, call.path), headers)
 
 
 def application(options: Options) -> serve.Application:
@@ -448,18 +450,6 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def _end_with_parent(parent: int) -> Any:
-    """Returns what the launcher's process runs first (`preexec_fn`), so that it ends with its replica: prctl(2)."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Collection
-from typing import Self
+from typing import Any, Self
 
 from shared.logging import one_line
 
 # Characters: a message may repeat what a client sent.
 _LONGEST_MESSAGE = 1_000
+_OPENAI = "/v1/"
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _NAMED_FIELD = re.compile(r"`([\w.-]{1,80})`")
 
 
@@ -223,3 +225,24 @@ class NotSupported(RouterError):
     status = 501
     error_type = "not_supported"
     code = "not_supported"
+
+
+def shown_status(error: RouterError, path: str) -> int:
+    """Returns the HTTP status of an error. Below /v1/ a request that breaks a rule gets 400, where TGI has 422."""
+    return 400 if error.status == 422 and path.startswith(_OPENAI) else error.status
+
+
+def error_body(error: RouterError, path: str) -> dict[str, Any]:
+    """Returns the JSON object of an error: TGI's, or OpenAI's below /v1/."""
+    if not path.startswith(_OPENAI):
+        prefix = "Input validation error: " if error.error_type == "validation" else ""
+        return {"error": f"{prefix}{error}", "error_type": error.error_type}
+    param = error.param if isinstance(error, InvalidRequest) else None
+    message = str(error)
+    if isinstance(error, ContextOverflow):
+        message, param = error.openai_message, _PROMPTS.get(path)
+    kind = "invalid_request_error" if shown_status(error, path) in (400, 404) else error.error_type
+    return {
+        "error": {"message": message, "type": kind, "param": param, "code": error.code},
+        "error_type": error.error_type,
+    }

@@ -24,10 +24,9 @@ from tgi_server.router.api.responses import (
     compute_headers,
     json_response,
     shortened,
-    shown_status,
     timing_headers,
 )
-from tgi_server.router.errors import ClientGone, GenerationFailed, InvalidRequest, RouterError
+from tgi_server.router.errors import ClientGone, GenerationFailed, InvalidRequest, RouterError, shown_status
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.request import ValidRequest
 from tgi_server.router.schemas.base import unknown_fields

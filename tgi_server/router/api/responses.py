@@ -9,14 +9,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
-from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchRoute, Overloaded, RouterError, Unauthorized
+from tgi_server.router.errors import NoSuchRoute, Overloaded, RouterError, Unauthorized, error_body, shown_status
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
-_OPENAI = "/v1/"
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _RETRY_SECONDS = "1"
 # Of what a header tells: proxies take some kilobytes of all headers.
 _LINES, _LONGEST_LINE = 10, 200
@@ -29,26 +27,7 @@ def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
 
 def error_text(error: RouterError, path: str) -> str:
     """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
-    if path.startswith(_OPENAI):
-        param = error.param if isinstance(error, InvalidRequest) else None
-        message = str(error)
-        if isinstance(error, ContextOverflow):
-            message, param = error.openai_message, _PROMPTS.get(path)
-        kind = "invalid_request_error" if shown_status(error, path) in (400, 404) else error.error_type
-        return json.dumps(
-            {
-                "error": {"message": message, "type": kind, "param": param, "code": error.code},
-                "error_type": error.error_type,
-            },
-            ensure_ascii=False,
-        )
-    prefix = "Input validation error: " if error.error_type == "validation" else ""
-    return f'{{"error":{quoted(prefix + str(error))},"error_type":{quoted(error.error_type)}}}'
-
-
-def shown_status(error: RouterError, path: str) -> int:
-    """Returns the HTTP status of an error. Below /v1/ a request that breaks a rule gets 400, where TGI has 422."""
-    return 400 if error.status == 422 and path.startswith(_OPENAI) else error.status
+    return json.dumps(error_body(error, path), ensure_ascii=False, separators=(",", ":"))
 
 
 def error_response(error: RouterError, path: str, headers: Headers) -> Response:
