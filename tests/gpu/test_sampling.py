@@ -8,7 +8,7 @@ from tgi_server import demo_model
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.offline import generate
-from tgi_server.engine.sampling import Sampler
+from tgi_server.engine.sampling import TorchSampler
 
 pytestmark = NEEDS_GPU
 
@@ -53,7 +53,7 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_synchronises() -> None:
         on_device = [step.to(device) for step in logits]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sampler = Sampler(len(kinds), vocab, device)
+            sampler = TorchSampler(len(kinds), vocab, device)
             for row, kind in enumerate(kinds):
                 sampler.add(row, kind, ReportParameters(logprobs=True, top_n_tokens=3), [1, 2, 3], [])
             pending = []

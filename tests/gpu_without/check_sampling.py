@@ -7,9 +7,8 @@ import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.kernels.triton.sampling import choose
-from tgi_server.engine.sampling import Sampler
+from tgi_server.engine.sampling import TorchSampler, row_kernel_fault
 from tgi_server.engine.sampling.random import as_int64, draw, uniform
-from tgi_server.engine.sampling.sampler import row_kernel_fault
 from tgi_server.engine.sampling.warpers import min_p, temperature, top_k, top_p
 
 # temperature, top_k, top_p, min_p
@@ -75,8 +74,8 @@ def test_a_row_is_chosen_for_as_if_it_were_alone() -> None:
 def test_the_kernel_is_proved_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(1))
 
-    def new(*, row_kernel: bool) -> Sampler:
-        return Sampler(6, 700, torch.device("cpu"), row_kernel=row_kernel)
+    def new(*, row_kernel: bool) -> TorchSampler:
+        return TorchSampler(6, 700, torch.device("cpu"), row_kernel=row_kernel)
 
     assert row_kernel_fault(new, logits) == ""
     monkeypatch.setattr("tgi_server.engine.kernels.triton.sampling.choose", lambda scores, *_: scores.argmin(-1))
@@ -85,8 +84,8 @@ def test_the_kernel_is_proved_before_it_is_used(monkeypatch: pytest.MonkeyPatch)
     assert row_kernel_fault(new, logits).startswith("the kernel fails (TypeError")
 
 
-def _sampler(kinds: list[SamplingParameters], report: ReportParameters) -> Sampler:
-    sampler = Sampler(len(kinds), 700, torch.device("cpu"), row_kernel=True)
+def _sampler(kinds: list[SamplingParameters], report: ReportParameters) -> TorchSampler:
+    sampler = TorchSampler(len(kinds), 700, torch.device("cpu"), row_kernel=True)
     for row, kind in enumerate(kinds):
         sampler.add(row, kind, report, [1, 2, 3], [])
     return sampler

@@ -31,7 +31,7 @@ from tgi_server.engine.linear import gpu, triton_quantized
 from tgi_server.engine.lora import triton_lora
 from tgi_server.engine.runners import graphs, probe
 from tgi_server.engine.runners.probe import LogitsProbe
-from tgi_server.engine.sampling import sampler
+from tgi_server.engine.sampling import torch_sampler
 from tgi_server.engine.sampling.logprobs import Sampled
 from tgi_server.engine.speculation import costs
 
@@ -159,7 +159,7 @@ class FakeGpu(TorchDispatchMode):
         monkeypatch.setattr(paged_attention, "_processors", lambda device: _PROCESSORS)
         monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
         monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
-        monkeypatch.setattr(sampler, "share_equal", lambda left, right: 1.0)
+        monkeypatch.setattr(torch_sampler, "share_equal", lambda left, right: 1.0)
         monkeypatch.setattr(torch, "equal", lambda left, right: True)
         monkeypatch.setattr(gpu, "fault_of", lambda *_: None)
         monkeypatch.setattr(costs, "_seconds", lambda compute: (compute(), 1e-3)[1])

@@ -27,10 +27,12 @@ from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, position_limit
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import (
+    CpuSampler,
     PendingTokens,
     Sampler,
     TokenMask,
     Tokens,
+    TorchSampler,
     WatermarkSettings,
     prompt_logprobs,
     row_kernel_fault,
@@ -224,7 +226,12 @@ class Engine:
         return self._capacity
 
     def _new_sampler(self, rows: int, *, row_kernel: bool) -> Sampler:
-        return Sampler(rows, self.info.vocab_size, self._device, self._watermark, row_kernel=row_kernel)
+        if self._custom_kernels and CpuSampler.supports(self._device):
+            return CpuSampler(rows, self.info.vocab_size, self._watermark)
+        return self._new_torch_sampler(rows, row_kernel=row_kernel)
+
+    def _new_torch_sampler(self, rows: int, *, row_kernel: bool) -> TorchSampler:
+        return TorchSampler(rows, self.info.vocab_size, self._device, self._watermark, row_kernel=row_kernel)
 
     def _rehearse_sampling(self, logits: Tensor) -> None:
         """Samples from logits, [rows, vocab_size], as requests do of which each asks for everything.
@@ -232,13 +239,13 @@ class Engine:
         Then proves the kernel that samples, where there is one; a fall-back is noted where it fails.
         """
         rows = range(len(logits))
-        sampler = self._new_sampler(len(logits), row_kernel=False)
+        sampler = self._new_torch_sampler(len(logits), row_kernel=False)
         for row in rows:
             sampler.add(row, MOST_DEMANDING, ReportParameters(logprobs=True, top_n_tokens=5), [0], [])
         sampler.accept(sampler.sample(logits, rows).token_ids, rows)
         if not self._custom_kernels:
             return
-        fault = fault_of_any(row_kernel_fault(partial(self._new_sampler, len(logits)), logits), self._group)
+        fault = fault_of_any(row_kernel_fault(partial(self._new_torch_sampler, len(logits)), logits), self._group)
         self._row_kernel = fault is None
         if fault is not None:
             fallback = f"sampling runs in plain torch, which is slower: {fault}"
@@ -441,7 +448,7 @@ class Engine:
             return None
         reported = [draft.sequence.report.logprobs for draft in drafts for _ in draft.tokens]
         rows = [row for row, wanted in enumerate(reported) if wanted]
-        return self._sampler.likeliest(logits, rows).start_copy()
+        return self._sampler.greedy(logits, rows).start_copy()
 
     def _choose(self, batch: RunningBatch, logits: Tensor, sequences: Sequence[RunningSequence]) -> Tokens:
         """Chooses another token for some sequences, whose last one had been drafted, and waits for it."""

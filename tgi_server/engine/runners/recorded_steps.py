@@ -11,7 +11,7 @@ from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, recorded
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
-from tgi_server.engine.sampling import best
+from tgi_server.engine.sampling import argmax
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class StepRecorder:
         """Decodes, however long the sequences are. Returns logits, [rows, vocab_size], and the likeliest tokens."""
         longest = self._batch.max_total_tokens
         logits = self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
-        likeliest = best(logits)
+        likeliest = argmax(logits)
         self._batch.follow(likeliest)
         return logits, likeliest
 

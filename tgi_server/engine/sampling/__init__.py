@@ -3,20 +3,24 @@
 Start reading at `sampler.py`.
 """
 
+from tgi_server.engine.sampling.cpu_sampler import CpuSampler
 from tgi_server.engine.sampling.logprobs import PendingTokens, Sampled, Tokens, prompt_logprobs
 from tgi_server.engine.sampling.metadata import is_greedy, is_plain
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkScore, WatermarkSettings, detect
-from tgi_server.engine.sampling.sampler import Sampler, best, row_kernel_fault
+from tgi_server.engine.sampling.sampler import Sampler, argmax
+from tgi_server.engine.sampling.torch_sampler import TorchSampler, row_kernel_fault
 
 __all__ = [
+    "CpuSampler",
     "PendingTokens",
     "Sampled",
     "Sampler",
     "TokenMask",
     "Tokens",
+    "TorchSampler",
     "WatermarkScore",
     "WatermarkSettings",
-    "best",
+    "argmax",
     "detect",
     "is_greedy",
     "is_plain",

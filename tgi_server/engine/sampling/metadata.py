@@ -25,9 +25,9 @@ _LOWEST_TEMPERATURE = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's request. sequence_slot: of the counts of prompt and generated tokens; generated_slot: of generated ones.
+    """A row's request.
 
-    only_reported: the row is greedy, and no more is asked of it than the log-probabilities of its tokens.
+    sequence_slot: of the counts of prompt and generated tokens; generated_slot: of those of generated tokens.
     """
 
     parameters: SamplingParameters
@@ -35,7 +35,6 @@ class Row:
     prompt_length: int
     sequence_slot: int | None
     generated_slot: int | None
-    only_reported: bool
 
 
 def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
@@ -247,7 +246,7 @@ class MetadataBuilder:
             row_index=row_index,
             seeds=self._integers([as_int64(p.seed) for p in drawn]),
             fused=self._fused(drawn) if self._row_kernel else None,
-            temperature=self._row_parameter([_temperature(p) for p in drawn], 1.0, torch.float32),
+            temperature=self._row_parameter([temperature_of(p) for p in drawn], 1.0, torch.float32),
             top_k=self._row_parameter(top_k, 0, torch.int64),
             top_p=self._row_parameter([p.top_p for p in drawn], 1.0, torch.float64),
             typical_p=self._row_parameter([p.typical_p for p in drawn], 1.0, torch.float64),
@@ -257,7 +256,7 @@ class MetadataBuilder:
     def _fused(self, drawn: Sequence[SamplingParameters]) -> RowSettings | None:
         if any(p.typical_p != 1.0 for p in drawn):
             return None
-        numbers = [number for p in drawn for number in (_temperature(p), p.top_p, p.min_p)]
+        numbers = [number for p in drawn for number in (temperature_of(p), p.top_p, p.min_p)]
         top_k = self._integers([min(p.top_k, self._vocab_size) for p in drawn])
         return RowSettings(to_device(numbers, torch.float64, self._device).view(-1, 3), top_k)
 
@@ -320,5 +319,6 @@ class MetadataBuilder:
         return to_device(values, torch.int64, self._device)
 
 
-def _temperature(parameters: SamplingParameters) -> float:
+def temperature_of(parameters: SamplingParameters) -> float:
+    """Returns the temperature that scores are divided by, which is never 0."""
     return max(parameters.temperature, _LOWEST_TEMPERATURE)

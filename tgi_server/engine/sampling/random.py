@@ -7,7 +7,8 @@ at position `step` of the sequence that begins at the hash of the seed.
 
 Sums of floats depend on the order of addition, and that order depends on the device and on the number of rows in the
 batch. Sums of integers do not. So all decisions between tokens (how many fill `top_p`, which one is drawn) are taken on
-probabilities as integers, the tokens' weights.
+probabilities as integers, the tokens' weights. So that these are the same integers everywhere, their exponential is
+computed here in steps of which each is rounded alike by any device, and `kernels/cpu/sampling/` takes the same steps.
 """
 
 import torch
@@ -15,9 +16,14 @@ from torch import Tensor
 
 # The likeliest token weighs 2**40, so 2**22 tokens can be added up without overflow, and what rounds to zero (a
 # token 2**40 times less likely than the best) could not be told apart in float32 either.
-_SCALE = 2.0**40
-# Its exponential rounds to a weight of zero, as does that of all below it. On a CPU exp(-inf) takes five times as long.
-WEIGHTLESS = -28.0
+SCALE = 2.0**40
+# The weight of a score so far below the highest one rounds to zero, as do those of all below it.
+_WEIGHTLESS = -28.0
+_LOG2_E = 1.44269504
+# 2^f for f from -0.5 to 0.5, with a relative error of 1e-7: a polynomial, highest power first, whose last term is 1.
+_COEFFICIENTS = (0.00132647273, 0.00967151299, 0.0555073358, 0.240222424, 0.693147004)
+# A float32 this large has no bits for fractions: what is added to it is rounded, and stands, plus 40, in its last bits.
+_ROUNDS = 1.5 * 2**23 + 40
 _BLOCK = 256
 
 
@@ -57,14 +63,20 @@ def below_peak(scores: Tensor) -> Tensor:
     return scores - peak.clamp_min(torch.finfo(scores.dtype).min)
 
 
-def fixed_point(numbers: Tensor) -> Tensor:
-    """Returns non-negative numbers not above 1, times 2**40, rounded down to int64. Overwrites `numbers`."""
-    return numbers.mul_(_SCALE).to(torch.int64)
+def scaled_exponential(x: Tensor) -> Tensor:
+    """Returns 2**40 e^x of float32 at most 0, with a relative error of 2e-6; for what is below -28, that of -28."""
+    powers = x.clamp_min(_WEIGHTLESS).mul_(_LOG2_E)
+    whole = powers + _ROUNDS
+    fraction = powers.sub_(whole - _ROUNDS)
+    series = torch.full_like(fraction, _COEFFICIENTS[0])
+    for coefficient in (*_COEFFICIENTS[1:], 1.0):
+        series.mul_(fraction).add_(coefficient)
+    return (series.view(torch.int32) + (whole.view(torch.int32) << 23)).view(torch.float32)
 
 
 def token_weights(scores: Tensor) -> Tensor:
     """Returns int64 `[rows, tokens]` proportional to the softmax of `scores` float32 `[rows, tokens]`."""
-    return fixed_point(below_peak(scores).clamp_min_(WEIGHTLESS).exp_())
+    return scaled_exponential(below_peak(scores)).to(torch.int64)
 
 
 def draw(scores: Tensor, numbers: Tensor) -> Tensor:

@@ -1,73 +1,30 @@
 """Chooses the next token of every sequence of a batch."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.memory import to_device
-from tgi_server.engine.sampling import warpers
-from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport, chosen_logprobs, top_logprobs
-from tgi_server.engine.sampling.metadata import (
-    MetadataBuilder,
-    Row,
-    SamplingMetadata,
-    SamplingTensors,
-    counts_generated,
-    counts_sequence,
-    is_greedy,
-    is_plain,
-)
-from tgi_server.engine.sampling.processors import (
-    TokenCounts,
-    TokenMask,
-    WatermarkSettings,
-    count_penalty,
-    frequency_penalty,
-    presence_penalty,
-    raise_green,
-    repetition_penalty,
-)
-from tgi_server.engine.sampling.random import draw, uniform
+from tgi_server.engine.sampling.logprobs import Sampled
+from tgi_server.engine.sampling.processors import TokenMask
 
-# Share of the rows for which a kernel must choose the same token as plain torch.
-_LEAST_EQUAL = 0.9
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Sampler:
+class Sampler(ABC):
     """The sampling state of a batch: one row for each sequence.
 
-    A step is `sample`, then `accept` with the tokens that were really taken. Neither waits for the device. A row's
-    tokens are a function of its request and of its tokens so far alone, whatever the other rows are.
+    A step is `sample`, then `accept` with the tokens that were really taken. A row's tokens are a function of its
+    request and of its tokens so far alone, whatever the other rows are.
     """
 
-    def __init__(
-        self,
-        max_rows: int,
-        vocab_size: int,
-        device: torch.device,
-        watermark: WatermarkSettings | None = None,
-        *,
-        row_kernel: bool = False,
-    ) -> None:
-        """row_kernel: rows that sample may take the kernel for GPUs that does all for a row at once."""
+    def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._watermark = watermark or WatermarkSettings()
-        self._rows: dict[int, Row] = {}  # those that are not plain: a batch of plain rows has none
-        self._kernels = False  # True: rows that are only reported have a kernel, and need no metadata
-        self._sequences = TokenCounts(vocab_size, device)
-        self._generated = TokenCounts(vocab_size, device)
-        self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
-        self._previous = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token
-        self._builder = MetadataBuilder(vocab_size, device, row_kernel=row_kernel)
-        self._metadata: tuple[SamplingMetadata, ...] = ()
-        self._described_rows: tuple[int, ...] | None = None  # those that the metadata are of
 
+    @abstractmethod
     def add(
         self,
         row: int,
@@ -80,271 +37,61 @@ class Sampler:
 
         Raises ValueError when the request's bias or late tokens name one that the vocabulary does not have.
         """
-        for name, tokens in (("logit_bias", parameters.logit_bias), ("late_tokens", parameters.late_tokens)):
-            unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
-            if unknown:
-                raise ValueError(f"{name} has token {unknown[0]}; the vocabulary ends at {self._vocab_size - 1}")
-        self.clear(row)
-        if is_plain(parameters, report):
-            return
-        self._rows[row] = Row(
-            parameters,
-            report,
-            prompt_length=len(prompt_ids),
-            sequence_slot=self._sequences.take([*prompt_ids, *generated_ids]) if counts_sequence(parameters) else None,
-            generated_slot=self._generated.take(generated_ids) if counts_generated(parameters) else None,
-            only_reported=is_greedy(parameters) and not report.top_n_tokens,
-        )
-        self._steps[row].fill_(len(generated_ids))  # an assignment would copy from the host, and wait
-        text = generated_ids if len(generated_ids) else prompt_ids
-        self._previous[row].fill_(text[-1] if len(text) else 0)
-        self._described_rows = None
 
+    @abstractmethod
     def move(self, source: int, target: int) -> None:
         """Moves the request at `source` to `target`, and frees `source`."""
-        self.clear(target)
-        moved = self._rows.pop(source, None)
-        if moved is not None:
-            self._rows[target] = moved
-            self._steps[target] = self._steps[source]
-            self._previous[target] = self._previous[source]
-            self._described_rows = None
 
+    @abstractmethod
     def clear(self, row: int) -> None:
         """Frees `row`; a row that is free already stays so."""
-        cleared = self._rows.pop(row, None)
-        if cleared is None:
-            return
-        if cleared.sequence_slot is not None:
-            self._sequences.release(cleared.sequence_slot)
-        if cleared.generated_slot is not None:
-            self._generated.release(cleared.generated_slot)
-        self._described_rows = None
 
     @property
+    @abstractmethod
     def processes(self) -> bool:
         """Returns True if a row wants more than the token with the highest logit."""
-        return bool(self._rows)
 
+    @abstractmethod
     def sample(
-        self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, likeliest: Tensor | None = None
+        self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, argmax_ids: Tensor | None = None
     ) -> Sampled:
         """Chooses a token for each of `logits` `[n, vocab]`, in any float type; logits[i] are those of `rows[i]`.
 
-        mask: of some of the rows; their logits may be overwritten. likeliest: the tokens of the highest logits, without
-        a mask, int64 `[n]`, where they are known; where no row wants anything else, they are the ones in the result.
-        Changes the state in no way; see `accept`.
+        mask: of some of the rows; their logits may be overwritten. argmax_ids: the tokens of the highest logits,
+        without a mask, int64 `[n]`, where they are known; where no row wants anything else, they are the ones in the
+        result. Changes the state in no way; see `accept`.
         """
-        self._use_kernels(_have_kernels(logits))
-        if mask is not None:
-            likeliest = None
-        if mask is not None and not (self._kernels and all(self._only_reported(rows[i]) for i in mask.positions)):
-            mask.apply(logits)
-            mask = None  # otherwise the kernels that look for the largest logit skip forbidden ones
-        metadata = self._metadata_for(rows)
-        reported = [i for i, row in enumerate(rows) if row in self._rows and self._only_reported(row)]
-        processed = sum(piece.state_rows.shape[0] for piece in metadata)
-        if processed == logits.shape[0]:
-            sampled = Sampled(self._steps.new_empty(logits.shape[0]))
-        elif likeliest is None:
-            sampled = Sampled(best(logits, mask))
-        else:
-            sampled = Sampled(likeliest.clone() if processed else likeliest)
-        if reported:
-            sampled.chosen.append(ChosenReport(reported, _best_logprobs(logits, sampled.token_ids, reported, mask)))
-        for piece in metadata:
-            taken = piece.processed.take(logits)
-            scores = self._process(taken.to(torch.float32, copy=taken is logits), piece)
-            scores, chosen = self._choose(scores, piece)
-            sampled.token_ids = piece.processed.put(sampled.token_ids, chosen)
-            _report(scores, chosen, piece, sampled)
-        return sampled
 
-    def likeliest(self, logits: Tensor, reported: Sequence[int] = ()) -> Sampled:
-        """Chooses the tokens of rows that want the largest logit. logits: [n, vocab].
+    @abstractmethod
+    def greedy(self, logits: Tensor, reported: Sequence[int] = ()) -> Sampled:
+        """Chooses the tokens with the highest logits `[n, vocab]`, whichever rows they are of.
 
-        reported: the rows, of all n, that want to know how likely it is, too.
+        reported: those of the n whose log-probability is reported, too.
         """
-        sampled = Sampled(best(logits))
-        if reported:
-            sampled.chosen.append(ChosenReport(reported, _best_logprobs(logits, sampled.token_ids, reported, None)))
-        return sampled
 
+    @abstractmethod
     def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
         """Appends a token to each of `rows`: int64 `[n]` on the device.
 
         active: bool `[n]`; rows where it is false stay as they are, for draft tokens that may turn out refused.
         """
-        for metadata in self._metadata_for(rows):
-            taken = metadata.processed.take(token_ids)
-            amounts = torch.ones_like(taken) if active is None else metadata.processed.take(active).to(torch.int64)
-            for counted, pool in (
-                (metadata.sequence_counts, self._sequences),
-                (metadata.generated_counts, self._generated),
-            ):
-                if counted is not None:
-                    pool.record(counted.slots, counted.row_index.take(taken), counted.row_index.take(amounts))
-            if active is not None:
-                taken = torch.where(amounts > 0, taken, self._previous[metadata.state_rows])
-            self._previous.index_copy_(0, metadata.state_rows, taken)
-            self._steps.index_add_(0, metadata.state_rows, amounts)
 
-    def _use_kernels(self, there: bool) -> None:
-        if there != self._kernels:
-            self._kernels, self._described_rows = there, None
-
-    def _only_reported(self, row: int) -> bool:
-        """Returns True if a row needs no metadata: it is greedy, and kernels tell how likely its token is."""
-        entry = self._rows.get(row)
-        return entry is None or (self._kernels and entry.only_reported)
-
-    def _metadata_for(self, rows: Sequence[int]) -> tuple[SamplingMetadata, ...]:
-        if not self._rows:
-            return ()
-        wanted = tuple(rows)
-        if wanted != self._described_rows:
-            self._described_rows = wanted
-            state = {row: entry for row, entry in self._rows.items() if not self._only_reported(row)}
-            self._metadata = self._builder.build(wanted, state)
-        return self._metadata
-
-    def _process(self, scores: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Applies watermark, penalties, bias and late tokens, which concern greedy rows too."""
-        if metadata.watermark is not None:
-            previous = metadata.watermark.take(self._previous[metadata.state_rows])
-            scores = metadata.watermark.put(
-                scores, raise_green(metadata.watermark.take(scores), previous, self._watermark)
-            )
-        if metadata.repetition is not None:
-            scores = metadata.repetition.apply(scores, self._sequences.counts, repetition_penalty)
-        if metadata.frequency is not None:
-            lengths = metadata.frequency.rule.row_index.take(metadata.prompt_lengths + self._steps[metadata.state_rows])
-            penalise = partial(frequency_penalty, lengths=lengths.unsqueeze(1))
-            scores = metadata.frequency.apply(scores, self._sequences.counts, penalise)
-        if metadata.presence is not None:
-            scores = metadata.presence.apply(scores, self._generated.counts, presence_penalty)
-        if metadata.count is not None:
-            scores = metadata.count.apply(scores, self._generated.counts, count_penalty)
-        if metadata.bias is not None:
-            scores.view(-1).scatter_add_(0, metadata.bias.places, metadata.bias.values)
-        if (min_tokens_ban := metadata.min_tokens_ban) is not None:
-            generated = self._steps[metadata.state_rows].index_select(0, min_tokens_ban.rows)
-            scores.view(-1).scatter_add_(
-                0, min_tokens_ban.places, torch.where(generated < min_tokens_ban.least, -torch.inf, 0.0)
-            )
-        return scores
-
-    def _choose(self, scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Returns the scores after the warpers of the rows that sample, and the chosen ids: `[processed]`."""
-        sampling = metadata.sampling
-        if sampling is None:
-            return scores, best(scores)
-        steps = sampling.row_index.take(self._steps[metadata.state_rows])
-        reports = metadata.logprobs is not None or metadata.top_tokens is not None
-        warped, chosen = _draw(sampling.row_index.take(scores), sampling, steps, reports=reports)
-        if sampling.row_index.index is not None:
-            chosen = sampling.row_index.put(best(scores), chosen)
-        return sampling.row_index.put(scores, warped), chosen
+    def _check(self, parameters: SamplingParameters) -> None:
+        for name, tokens in (("logit_bias", parameters.logit_bias), ("late_tokens", parameters.late_tokens)):
+            unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
+            if unknown:
+                raise ValueError(f"{name} has token {unknown[0]}; the vocabulary ends at {self._vocab_size - 1}")
 
 
-def _draw(scores: Tensor, sampling: SamplingTensors, steps: Tensor, *, reports: bool) -> tuple[Tensor, Tensor]:
-    """Returns the scores after the warpers, and the tokens that are drawn from them.
-
-    steps: int64 `[k]`. reports: the scores are asked for; else they may be those before.
-    """
-    if (settings := sampling.fused) is not None:
-        from tgi_server.engine.kernels.triton.sampling import choose
-
-        scores = scores.contiguous()
-        warped = torch.empty_like(scores) if reports else None
-        chosen = choose(scores, settings.numbers, settings.top_k, sampling.seeds, steps, warped)
-        return scores if warped is None else warped, chosen
-    warped = _warp(scores, sampling)
-    return warped, draw(warped, uniform(sampling.seeds, steps))
-
-
-def _warp(scores: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Applies the warpers in TGI's order, that of transformers; `min_p`, which TGI does not have, comes last."""
-    if sampling.temperature is not None:
-        scores = sampling.temperature.apply(scores, warpers.temperature)
-    if sampling.top_k is not None:
-        scores = sampling.top_k.apply(scores, partial(warpers.top_k, largest=int(sampling.top_k.largest)))
-    if sampling.top_p is not None:
-        scores = sampling.top_p.apply(scores, warpers.top_p)
-    if sampling.typical_p is not None:
-        scores = sampling.typical_p.apply(scores, warpers.typical_p)
-    if sampling.min_p is not None:
-        scores = sampling.min_p.apply(scores, warpers.min_p)
-    return scores
-
-
-def _report(scores: Tensor, chosen: Tensor, metadata: SamplingMetadata, sampled: Sampled) -> None:
-    """Adds what requests asked to know. In TGI, too, probabilities are those after all processors and warpers."""
-    if (wanted := metadata.logprobs) is not None:
-        logprobs = torch.log_softmax(wanted.row_index.take(scores), -1)
-        sampled.chosen.append(ChosenReport(wanted.positions, chosen_logprobs(logprobs, wanted.row_index.take(chosen))))
-    if (wanted := metadata.top_tokens) is not None:
-        logprobs = torch.log_softmax(wanted.row_index.take(scores), -1)
-        sampled.top.append(TopReport(wanted.positions, wanted.counts, *top_logprobs(logprobs, max(wanted.counts))))
-
-
-def best(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
+def argmax(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
     """Returns the argmax `[rows]` of `[rows, tokens]` in any float type, the first of equals.
 
     mask: for scores that have kernels.
     """
-    if _have_kernels(scores):
+    if scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels():
         if mask is None:
             return torch.ops.oatmill.argmax(scores)
         return torch.ops.oatmill.argmax(scores, mask.bits, mask.positions)
     assert mask is None
     # What argmax gives; on a CPU argmax converts bfloat16 element by element, and takes six times as long.
     return scores.max(-1).indices
-
-
-def row_kernel_fault(new: Callable[..., Sampler], logits: Tensor) -> str:
-    """Returns why the kernel for rows that sample must not be used, in words; empty: it may.
-
-    new: makes a sampler for as many rows as the logits have. The exponential of a kernel may differ in the last bit, so
-    one token in many may be another one; a kernel that is wrong chooses others throughout.
-    """
-    tokens: list[Tensor] = []
-    try:
-        # The kernel is compiled for rows with reports, and for others: no request is to wait for that.
-        for row_kernel, logprobs in ((False, False), (True, False), (True, True)):
-            sampler, report = new(row_kernel=row_kernel), ReportParameters(logprobs=logprobs)
-            for row in range(len(logits)):
-                parameters = SamplingParameters(
-                    do_sample=True, temperature=0.8, top_k=40 * (row % 3), top_p=0.95, min_p=0.001, seed=row
-                )
-                sampler.add(row, parameters, report, [0], [])
-            tokens.append(sampler.sample(logits, range(len(logits))).token_ids)
-    except Exception as failure:  # of a compiler, of a driver, of a library that is too old
-        return f"the kernel fails ({type(failure).__name__}: {failure})"
-    same = min(share_equal(tokens[0], each) for each in tokens[1:])
-    return "" if same >= _LEAST_EQUAL else f"the kernel chooses other tokens in {1 - same:.0%} of all rows"
-
-
-def share_equal(left: Tensor, right: Tensor) -> float:
-    """Returns the share of the elements that are equal."""
-    return float((left == right).double().mean())
-
-
-def _best_logprobs(scores: Tensor, chosen: Tensor, wanted: Sequence[int], mask: TokenMask | None) -> Tensor:
-    """Returns the log-probabilities, float32 `[wanted]`, of the tokens that `best` chose in the rows `wanted`.
-
-    mask: for scores that have kernels; probabilities are those among the allowed tokens.
-    """
-    if not _have_kernels(scores):
-        assert mask is None
-        rows = to_device(wanted, torch.int64, scores.device)
-        logprobs = torch.log_softmax(scores.index_select(0, rows).float(), -1)
-        return chosen_logprobs(logprobs, chosen.index_select(0, rows))
-    if mask is None:
-        return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted)
-    return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted, mask.bits, mask.positions)
-
-
-def _have_kernels(scores: Tensor) -> bool:
-    """Returns True if kernels of the engine's own look for the largest of such scores."""
-    return scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi_server.engine.sampling.random import WEIGHTLESS, below_peak, fixed_point, token_weights
+from tgi_server.engine.sampling.random import SCALE, below_peak, scaled_exponential, token_weights
 
 # Above it, selection without sorting is cheaper than `torch.topk`.
 LARGEST_SORTED_TOP_K = 512
@@ -23,7 +23,7 @@ _SIGN = -(2**31)
 
 
 def temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
-    return scores.div_(temperatures)
+    return scores.div_(temperatures).clamp_max_(torch.finfo(scores.dtype).max)
 
 
 def top_k(scores: Tensor, counts: Tensor, largest: int) -> Tensor:
@@ -59,10 +59,9 @@ def typical_p(scores: Tensor, masses: Tensor) -> Tensor:
     Meister et al., "Locally Typical Sampling", 2022.
     """
     surprise = below_peak(scores).neg_()  # less that of the likeliest token, which cancels out below
-    likelihood = surprise.neg().clamp_min_(WEIGHTLESS).exp_()
-    expected = likelihood * surprise
-    weights = fixed_point(likelihood)
-    expected = fixed_point(torch.where(weights > 0, expected, 0.0)).sum(1, keepdim=True)
+    likelihood = scaled_exponential(-surprise)
+    weights = likelihood.to(torch.int64)
+    expected = torch.where(weights > 0, likelihood * surprise, 0.0).to(torch.int64).sum(1, keepdim=True)
     mean = expected.to(torch.float64) / weights.sum(1, keepdim=True).clamp_min_(1)
     distance = (surprise - mean.to(torch.float32)).abs_()
     farthest_kept = weighted_threshold(distance, weights, _share(weights, masses)).value
@@ -71,7 +70,7 @@ def typical_p(scores: Tensor, masses: Tensor) -> Tensor:
 
 def min_p(scores: Tensor, shares: Tensor) -> Tensor:
     """Keeps the tokens that are at least `shares` (float32) times as likely as the likeliest."""
-    return scores.masked_fill_(below_peak(scores).clamp_min_(WEIGHTLESS).exp_() < shares, -torch.inf)
+    return scores.masked_fill_(scaled_exponential(below_peak(scores)) < shares * SCALE, -torch.inf)
 
 
 def _share(weights: Tensor, masses: Tensor) -> Tensor:

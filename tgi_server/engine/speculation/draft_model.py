@@ -8,7 +8,7 @@ from torch import Tensor
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.sampling import best
+from tgi_server.engine.sampling import argmax
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.draft_cache import DraftCache
 from tgi_server.engine.speculation.paged_drafter import CATCH_UP_TOKENS, MissingTokens, PagedDrafter
@@ -63,4 +63,4 @@ class DraftModel(PagedDrafter):
         return chunks
 
     def _likeliest(self, logits: Tensor) -> Tensor:
-        return best(logits[:, : self._vocab_size].contiguous())
+        return argmax(logits[:, : self._vocab_size].contiguous())

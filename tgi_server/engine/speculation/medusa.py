@@ -21,7 +21,7 @@ from tgi_server.engine.memory import to_device
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.hidden_states import HiddenStates
-from tgi_server.engine.sampling import best
+from tgi_server.engine.sampling import argmax
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.costs import Line, measure_rows
 from tgi_server.engine.speculation.drafters import StateDrafter
@@ -83,7 +83,7 @@ class Medusa(StateDrafter):
 
     def _guesses(self, hidden: Tensor, tokens: int) -> Tensor:
         """Returns the likeliest next tokens but one, but two and so on, [rows, tokens]. hidden: [rows, hidden_size]."""
-        return torch.stack([best(head(hidden)) for head in self._heads[:tokens]], dim=1)
+        return torch.stack([argmax(head(hidden)) for head in self._heads[:tokens]], dim=1)
 
 
 def read_heads(folder: Path, model: PreTrainedModel) -> nn.ModuleList:

@@ -10,7 +10,7 @@ from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.sampling import best
+from tgi_server.engine.sampling import argmax
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
 from tgi_server.engine.speculation.drafters import ModelDrafter
@@ -77,4 +77,4 @@ class PagedDrafter(ModelDrafter):
 
     def _likeliest(self, logits: Tensor) -> Tensor:
         """Returns the likeliest tokens, [rows] int64, by logits, [rows, the drafter's vocabulary]."""
-        return best(logits)
+        return argmax(logits)

@@ -8,7 +8,7 @@ SILENT = ReportParameters()
 
 
 def row(parameters: SamplingParameters, report: ReportParameters = SILENT, slot: int | None = None) -> Row:
-    return Row(parameters, report, prompt_length=3, sequence_slot=slot, generated_slot=None, only_reported=False)
+    return Row(parameters, report, prompt_length=3, sequence_slot=slot, generated_slot=None)
 
 
 def test_a_plain_request_wants_the_largest_logit_and_nothing_else() -> None:

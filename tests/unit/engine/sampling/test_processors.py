@@ -2,15 +2,17 @@ import pytest
 import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
-from tgi_server.engine.sampling import Sampler, WatermarkSettings, detect
+from tgi_server.engine.sampling import WatermarkSettings, detect
 from tgi_server.engine.sampling.processors import TokenCounts, TokenMask, is_green
+
+from .conftest import New
 
 VOCAB = 2000
 
 
-def generate(watermark: bool, settings: WatermarkSettings, tokens: int = 200) -> list[int]:
+def generate(new: New, watermark: bool, settings: WatermarkSettings, tokens: int = 200) -> list[int]:
     """Text of a model that finds every token about as likely as the next."""
-    sampler = Sampler(1, VOCAB, torch.device("cpu"), settings)
+    sampler = new(1, VOCAB, settings)
     sampler.add(0, SamplingParameters(do_sample=True, seed=5, watermark=watermark), ReportParameters(), [17], [])
     generator = torch.Generator().manual_seed(1)
     text = [17]
@@ -22,16 +24,16 @@ def generate(watermark: bool, settings: WatermarkSettings, tokens: int = 200) ->
 
 
 @pytest.mark.parametrize("settings", [WatermarkSettings(), WatermarkSettings(gamma=0.25, delta=4.0)])
-def test_detector_tells_marked_text_from_other(settings: WatermarkSettings) -> None:
-    marked, plain = detect(generate(True, settings), settings), detect(generate(False, settings), settings)
+def test_detector_tells_marked_text_from_other(new: New, settings: WatermarkSettings) -> None:
+    marked, plain = detect(generate(new, True, settings), settings), detect(generate(new, False, settings), settings)
     assert marked.z > 6
     assert marked.p < 1e-8
     assert abs(plain.z) < 3
     assert marked.total == plain.total == 200
 
 
-def test_another_key_detects_nothing() -> None:
-    text = generate(True, WatermarkSettings(key=1))
+def test_another_key_detects_nothing(new: New) -> None:
+    text = generate(new, True, WatermarkSettings(key=1))
     assert abs(detect(text, WatermarkSettings(key=2)).z) < 3
 
 
@@ -65,9 +67,9 @@ def test_gamma_is_a_share(gamma: float) -> None:
         WatermarkSettings(gamma=gamma)
 
 
-def test_greedy_rows_are_marked_too() -> None:
+def test_greedy_rows_are_marked_too(new: New) -> None:
     settings = WatermarkSettings(delta=3.0)
-    sampler = Sampler(2, VOCAB, torch.device("cpu"), settings)
+    sampler = new(2, VOCAB, settings)
     sampler.add(0, SamplingParameters(watermark=True), ReportParameters(), [4, 9], [])
     sampler.add(1, SamplingParameters(), ReportParameters(), [4, 9], [])
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-// The most likely token of each row, of all or of those that a grammar allows, and how likely it is.
+// The most likely token of each row, of all or of those that a grammar allows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -52,21 +52,6 @@ int64_t largest_place(const T* scores, int64_t size, const Filter& filter) {
   return 0;
 }
 
-// The sum of e^(score - peak) over the allowed scores.
-template <typename T, typename Filter>
-float total_weight(const T* scores, int64_t size, float peak, const Filter& filter) {
-  F32 sums[KEPT] = {};
-  int64_t i = 0;
-  for (; i + KEPT * WIDTH <= size; i += KEPT * WIDTH)
-#pragma GCC unroll 4
-    for (int v = 0; v < KEPT; ++v)
-      sums[v] += exponential(filter.filtered(load_f32(scores + i + v * WIDTH), i + v * WIDTH) - peak);
-  float total = sum(sums[0] + sums[1] + sums[2] + sums[3]);
-  for (; i < size; ++i)
-    if (filter.allows(i)) total += std::exp(static_cast<float>(scores[i]) - peak);
-  return total;
-}
-
 }  // namespace
 
 // scores: [rows, size]; masks: [masked, words] int32; masked_rows: which row each mask is of. Returns the place of each
@@ -89,43 +74,12 @@ at::Tensor argmax(const at::Tensor& scores, const std::optional<at::Tensor>& mas
   return output;
 }
 
-// likeliest: what argmax gives for the same arguments. Returns the log-probability of the likeliest token of each of the
-// rows `wanted`, among those that its mask allows: [wanted] float32.
-at::Tensor peak_logprobs(const at::Tensor& scores, const at::Tensor& likeliest, at::IntArrayRef prefetched,
-                         const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
-  const at::Tensor x = scores.contiguous();
-  const int64_t rows = x.size(0), size = x.size(1), words = masks ? masks->size(1) : 0;
-  const int64_t count = static_cast<int64_t>(prefetched.size());
-  TORCH_CHECK(likeliest.is_contiguous() && likeliest.size(0) == rows);
-  const auto mask_of = masks_by_row(rows, masks, masked_rows);
-  at::Tensor output = at::empty({count}, x.options().dtype(at::kFloat));
-  float* to = output.mutable_data_ptr<float>();
-  const int64_t* best = likeliest.const_data_ptr<int64_t>();
-  by_dtype(x, [&]<typename T>(T*) {
-    const T* from = x.const_data_ptr<T>();
-    for_range(count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t r = prefetched[i];
-        const T* row = from + r * size;
-        const float peak = static_cast<float>(row[best[r]]);
-        to[i] = -std::log(mask_of.at(r) ? total_weight(row, std::min(size, words * BITS), peak, Mask{mask_of[r]})
-                                        : total_weight(row, size, peak, Everything{}));
-      }
-    });
-  });
-  return output;
-}
-
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("argmax(Tensor scores, Tensor? masks=None, int[] masked_rows=[]) -> Tensor");
-  library.def(
-      "peak_logprobs(Tensor scores, Tensor likeliest, int[] prefetched, Tensor? masks=None, int[] masked_rows=[]) -> "
-      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("argmax", &oatmill::argmax);
-  library.impl("peak_logprobs", &oatmill::peak_logprobs);
 }

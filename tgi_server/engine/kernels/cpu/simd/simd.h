@@ -33,6 +33,7 @@ constexpr int REGISTERS = 16;
 using F32 = float __attribute__((vector_size(WIDTH * 4)));
 using U32 = uint32_t __attribute__((vector_size(WIDTH * 4)));
 using I32 = int32_t __attribute__((vector_size(WIDTH * 4)));
+using F64 = double __attribute__((vector_size(WIDTH * 4)));  // half as many numbers
 
 template <typename Register>
 Register load_as(const void* from) {
@@ -246,6 +247,12 @@ inline F32 load_f32(const c10::Half* from) {
 #endif
 }
 
+// WIDTH / 2 floats that stand side by side, as doubles.
+inline F64 load_f64(const float* from) {
+  using Half = float __attribute__((vector_size(WIDTH * 2)));
+  return __builtin_convertvector(load_as<Half>(from), F64);
+}
+
 inline void store(float* to, F32 floats) { store_as(to, floats); }
 
 // The nearest bfloat16 numbers, ties to even, in the upper halves of words. NaN may become infinity.
@@ -347,6 +354,29 @@ inline bool any_greater(F32 x, float limit) {
   return _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<const __m256&>(x), _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
 #else
   return reduce_max(x) > limit;
+#endif
+}
+
+// Returns true if a lane of a mask is set; each is 0 or -1.
+inline bool any(I32 mask) {
+#if defined(__AVX512BW__)
+  return _mm512_movepi32_mask(reinterpret_cast<const __m512i&>(mask)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<const __m256&>(mask)) != 0;
+#else
+  return reduce_max(reinterpret_cast<const U32&>(mask)) != 0;
+#endif
+}
+
+// The largest whole numbers that are not above.
+inline F32 round_down(F32 x) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<F32>(_mm512_floor_ps(reinterpret_cast<const __m512&>(x)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<F32>(_mm256_floor_ps(reinterpret_cast<const __m256&>(x)));
+#else
+  for (int i = 0; i < WIDTH; ++i) x[i] = __builtin_floorf(x[i]);
+  return x;
 #endif
 }
 

@@ -1,0 +1,101 @@
+"""Sampling on CPUs, by one kernel call for all rows of a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport
+from tgi_server.engine.sampling.metadata import is_plain, temperature_of
+from tgi_server.engine.sampling.processors import TokenMask, WatermarkSettings
+from tgi_server.engine.sampling.random import as_int64
+from tgi_server.engine.sampling.sampler import Sampler, argmax
+
+
+class CpuSampler(Sampler):
+    """A sampler whose state and rules are in `kernels/cpu/sampling/`."""
+
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        """Returns True if there are kernels for the device's logits."""
+        return device.type == "cpu" and load_kernels()
+
+    def __init__(self, max_rows: int, vocab_size: int, watermark: WatermarkSettings | None = None) -> None:
+        super().__init__(vocab_size)
+        watermark = watermark or WatermarkSettings()
+        self._kernel: Any = torch.classes.oatmill.Sampler(
+            max_rows, vocab_size, watermark.gamma, watermark.delta, as_int64(watermark.key)
+        )
+        self._reports: dict[int, ReportParameters] = {}  # of the rows that are not plain
+
+    def add(
+        self,
+        row: int,
+        parameters: SamplingParameters,
+        report: ReportParameters,
+        prompt_ids: Sequence[int],
+        generated_ids: Sequence[int],
+    ) -> None:
+        self._check(parameters)
+        self.clear(row)
+        if is_plain(parameters, report):
+            return
+        p, text = parameters, [*prompt_ids, *generated_ids]
+        numbers = [temperature_of(p), p.top_p, p.typical_p, p.min_p]
+        numbers += [p.repetition_penalty, p.frequency_penalty, p.presence_penalty, p.count_penalty]
+        integers = [p.do_sample, p.watermark, p.top_k, as_int64(p.seed), p.min_tokens, report.top_n_tokens]
+        integers += [len(prompt_ids), len(generated_ids), text[-1] if text else 0]
+        bias = p.logit_bias
+        self._kernel.add(row, numbers, integers, list(bias), list(bias.values()), list(p.late_tokens), text)
+        self._reports[row] = report
+
+    def move(self, source: int, target: int) -> None:
+        self.clear(target)
+        if (report := self._reports.pop(source, None)) is not None:
+            self._kernel.move(source, target)
+            self._reports[target] = report
+
+    def clear(self, row: int) -> None:
+        if self._reports.pop(row, None) is not None:
+            self._kernel.clear(row)
+
+    @property
+    def processes(self) -> bool:
+        return bool(self._reports)
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, argmax_ids: Tensor | None = None
+    ) -> Sampled:
+        if not self._reports:
+            return Sampled(argmax(logits, mask) if mask is not None or argmax_ids is None else argmax_ids)
+        reports = [(i, self._reports[row]) for i, row in enumerate(rows) if row in self._reports]
+        counts = {i: report.top_n_tokens for i, report in reports if report.top_n_tokens}
+        return self._sample(logits, rows, mask, [i for i, report in reports if report.logprobs], counts)
+
+    def greedy(self, logits: Tensor, reported: Sequence[int] = ()) -> Sampled:
+        return self._sample(logits, [-1] * len(logits), None, reported, {}) if reported else Sampled(argmax(logits))
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        mask: TokenMask | None,
+        reported: Sequence[int],
+        counts: dict[int, int],
+    ) -> Sampled:
+        """reported, counts: the places, among the rows, with their log-probability and their top tokens reported."""
+        bits, positions = (None, []) if mask is None else (mask.bits, list(mask.positions))
+        ids, logprobs, top, top_logprobs = self._kernel.sample(logits, list(rows), bits, positions, list(reported))
+        sampled = Sampled(ids)
+        if reported:
+            sampled.chosen.append(ChosenReport(reported, logprobs))
+        if counts:
+            sampled.top.append(TopReport(tuple(counts), tuple(counts.values()), top, top_logprobs))
+        return sampled
+
+    def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
+        if self._reports:
+            self._kernel.accept(token_ids, list(rows), active)
