@@ -1,11 +1,14 @@
 """Asks for text by the two HTTP interfaces that text-generation servers have, OpenAI's and TGI's.
 
-Decoding is greedy, and `ignore_eos` asks for replies of full length. It is an extension of both interfaces, which a
-server that does not have it passes over: its replies may be shorter then.
+Decoding is greedy unless a load is sampled. `ignore_eos` requests replies of full length; it is an extension of both
+interfaces, and a server without it ignores it and may send shorter replies.
 """
 
 import json
 from typing import Any, Self
+
+# Of sampled loads.
+_TEMPERATURE, _TOP_P = 0.7, 0.9
 
 # {"role": "user" or "assistant", "content": text}
 ChatMessage = dict[str, str]
@@ -14,12 +17,17 @@ ChatMessage = dict[str, str]
 class OpenAi:
     """`/v1/completions` and `/v1/chat/completions`. Both methods return the path and the body of a POST."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, sampled: bool = False) -> None:
         self._model = model
+        self._sampled = sampled
 
     def named(self, model: str) -> Self:
         """Returns the same interface for another model of the server, such as an adapter."""
-        return type(self)(model)
+        return type(self)(model, sampled=self._sampled)
+
+    def sampling(self) -> Self:
+        """Returns the same interface whose requests are sampled."""
+        return type(self)(self._model, sampled=True)
 
     def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
         return "/v1/completions", self._body({"prompt": prompt}, new_tokens, stream)
@@ -28,7 +36,8 @@ class OpenAi:
         return "/v1/chat/completions", self._body({"messages": messages}, new_tokens, stream)
 
     def _body(self, content: dict[str, Any], new_tokens: int, stream: bool) -> bytes:
-        options: dict[str, Any] = {"model": self._model, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        options: dict[str, Any] = {"model": self._model, "max_tokens": new_tokens, "ignore_eos": True}
+        options |= {"temperature": _TEMPERATURE, "top_p": _TOP_P} if self._sampled else {"temperature": 0}
         streaming = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         return json.dumps(options | content | streaming).encode()
 
@@ -36,15 +45,20 @@ class OpenAi:
 class Tgi(OpenAi):
     """`/generate` and `/generate_stream`; chats go to `/v1/chat/completions` in TGI too."""
 
-    def __init__(self, model: str, adapter: str | None = None) -> None:
-        super().__init__(adapter or model)
+    def __init__(self, model: str, adapter: str | None = None, *, sampled: bool = False) -> None:
+        super().__init__(adapter or model, sampled=sampled)
         self._adapter = adapter
 
     def named(self, model: str) -> Self:
-        return type(self)(self._model, model)
+        return type(self)(self._model, model, sampled=self._sampled)
+
+    def sampling(self) -> Self:
+        return type(self)(self._model, self._adapter, sampled=True)
 
     def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
-        parameters = {"max_new_tokens": new_tokens, "do_sample": False, "ignore_eos": True, "details": True}
+        parameters: dict[str, Any] = {"max_new_tokens": new_tokens, "ignore_eos": True, "details": True}
+        sampling = {"do_sample": True, "temperature": _TEMPERATURE, "top_p": _TOP_P}
+        parameters |= sampling if self._sampled else {"do_sample": False}
         parameters |= {"adapter_id": self._adapter} if self._adapter else {}
         path = "/generate_stream" if stream else "/generate"
         return path, json.dumps({"inputs": prompt, "parameters": parameters}).encode()

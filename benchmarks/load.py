@@ -85,6 +85,8 @@ class _User:
         workload, api = self._outcome.workload, self._server.api
         if adapter := workload.adapter(number):
             api = api.named(adapter)
+        if workload.sampled:
+            api = api.sampling()
         for turns in workload.prompts(seed, number):
             try:
                 await self._converse(turns, api)

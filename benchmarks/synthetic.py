@@ -72,6 +72,8 @@ _LLAMA_360M = LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
+# The same with the vocabulary of Llama 3.
+_LLAMA_360M_128K = LlamaConfig(**(_LLAMA_360M.to_diff_dict() | {"vocab_size": 128256}))
 # The shape of TinyLlama 1.1B.
 _LLAMA_1B = LlamaConfig(
     vocab_size=32000,
@@ -119,6 +121,7 @@ _MIXTURE_1B = Qwen3MoeConfig(
 MODELS = {
     "opt-125m": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>")),
     "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
+    "llama-360m-128k": SyntheticModel(_LLAMA_360M_128K, ("<unk>", "<s>", "</s>")),
     "opt-125m-copying": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>"), copies=True),
     "llama-360m-copying": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>"), copies=True),
     "llama-1.1b": SyntheticModel(_LLAMA_1B, ("<unk>", "<s>", "</s>")),

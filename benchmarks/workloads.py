@@ -19,7 +19,7 @@ class Workload:
     new_tokens: of every reply; the end-of-sequence token is ignored. turns: more than 1 makes it a chat, in which the
     history is sent along. repeat: prompts, or whole chats, that each user sends. stream: token by token.
     copied: a model that copies repeats pieces of the prompt in its reply. adapters: that the users name, each the same
-    one in all its requests; 0: none.
+    one in all its requests; 0: none. sampled: temperature 0.7 and top_p 0.9 instead of greedy decoding.
     """
 
     name: str
@@ -31,13 +31,15 @@ class Workload:
     stream: bool = True
     copied: bool = False
     adapters: int = 0
+    sampled: bool = False
 
     def describe(self) -> str:
         users = f"{self.users} user{'s' * (self.users > 1)}"
         prompt = "the greeting" if self.words is None else f"{self.words} words"
         adapters = f", {self.adapters} adapters" if self.adapters else ""
         turns = f"{self.turns} turns, " if self.turns > 1 else ""
-        return f"{users}, {turns}{prompt}, {self.new_tokens} new tokens{', streamed' if self.stream else ''}{adapters}"
+        options = f"{', streamed' if self.stream else ''}{', sampled' if self.sampled else ''}{adapters}"
+        return f"{users}, {turns}{prompt}, {self.new_tokens} new tokens{options}"
 
     @property
     def requests(self) -> int:
@@ -45,8 +47,8 @@ class Workload:
 
     @property
     def usual(self) -> bool:
-        """True for a load that any model can be measured with."""
-        return not (self.copied or self.adapters)
+        """True for a load that is measured unless others are requested."""
+        return not (self.copied or self.adapters or self.sampled)
 
     def adapter(self, user: int) -> str | None:
         """Returns the name of a user's adapter; None for the model itself."""
@@ -60,7 +62,7 @@ class Workload:
             yield [GREETING if self.words is None else write(random, self.words) for _ in range(self.turns)]
 
 
-WORKLOADS = {
+_LOADS = {
     workload.name: workload
     for workload in (
         Workload("W1", users=40, words=None, new_tokens=10, repeat=20, stream=False),
@@ -73,6 +75,7 @@ WORKLOADS = {
         Workload("W8", users=1, words=300, new_tokens=128, repeat=4, copied=True),
     )
 }
+WORKLOADS = _LOADS | {f"{name}s": replace(_LOADS[name], name=f"{name}s", sampled=True) for name in ("W2", "W3", "W4")}
 
 
 def adapter_name(number: int) -> str:
