@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.marks import DTYPES, NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import LENGTHS, NEW, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost, overlap
 from tgi_server.engine.checkpoint.quantized import Experts
+from tgi_server.engine.linear.grouped_experts import _fault_of
 
 pytestmark = NEEDS_GPU
 
@@ -38,6 +40,20 @@ def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype
     mixture = any(Experts.fits(module) for module in model.modules())
     most = behind.sort(descending=True).values
     assert most[FLIPPED if mixture else 0] < LIKELY, most[:8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "hidden", "widened"), [(8, 4096, 1792), (128, 2048, 768)])
+def test_experts_of_the_usual_size(experts, hidden, widened, dtype) -> None:
+    """Also where torch has a grouped product of its own."""
+    config = MixtralConfig(num_local_experts=experts, hidden_size=hidden, intermediate_size=widened)
+    with CUDA:
+        module = MixtralExperts(config).to(dtype)
+        for weight in module.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+    module.requires_grad_(False)
+    config._experts_implementation = "grouped_mm"
+    assert _fault_of(module, dtype) is None
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "llama", "opt", "starcoder"])

@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from tgi_server.engine.kernels.triton import (
     fp8,
+    grouped_gemm,
     lora,
     norm_and_gate,
     paged_attention,
@@ -22,6 +23,7 @@ from tgi_server.engine.kernels.triton import (
     sampling,
     w4a16_gemm,
 )
+from tgi_server.engine.kernels.triton.grouped_gemm import GroupTile
 from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, tokens_of_a_tile
 
 # Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
@@ -37,14 +39,21 @@ INTS = "*i32"
 
 
 def compiled(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, warps: int, stages: int = 3
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: int,
+    warps: int,
+    stages: int = 3,
+    sizes: Collection[str] = (),
 ) -> Any:
-    """Compiles as the launcher does for addresses and strides that are multiples of 16."""
+    """Compiles as the launcher does for addresses, strides and `sizes` that are multiples of 16."""
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = [
         i
         for i, (name, kind) in enumerate(signature.items())
-        if (kind.startswith("*") or name.endswith("_stride")) and not kernel.params[i].do_not_specialize
+        if (kind.startswith("*") or name.endswith("_stride") or name in sizes)
+        and not kernel.params[i].do_not_specialize
     ]
     source = ASTSource(
         kernel, signature, constexprs=dict(constants), attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
@@ -211,6 +220,25 @@ def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype,
         constants |= {"kind": kind, "block": block, "width": width, "relu": not absent}
         constants |= {"own_rows": shape.rows, "own_outputs": shape.outputs}
         program = compiled(w4a16_gemm._multiply_codes, types, constants, capability, shape.warps, shape.stages)
+        check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.bfloat16, 8), (torch.bfloat16, 512), (torch.bfloat16, 4096), (torch.float32, 8)]
+)
+def test_the_products_of_experts_fit(capability: int, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
+    """Of both layouts: the inputs, or the outputs, of a weight lie side by side."""
+    tile = GroupTile.of(rows, 16, dtype.itemsize)
+    types = dict.fromkeys(("x", "weights", "bias", "y"), f"*{NAMES[dtype]}") | {"order": "*i64", "shares": "*fp32"}
+    types |= dict.fromkeys(("starts", "tile_ends"), INTS)
+    strides = ("expert_stride", "output_stride", "input_stride")
+    types |= dict.fromkeys(("experts", "inputs", "outputs", "of_token", *strides), "i32")
+    sizes = {"own_rows": tile.rows, "own_outputs": tile.outputs, "own_inputs": tile.inputs, "all_experts": 16}
+    for side_by_side, absent in (("input_stride", ()), ("input_stride", ("bias", "shares")), ("output_stride", ())):
+        constants = sizes | dict.fromkeys(absent) | {side_by_side: 1, "gathers": not absent}
+        shape = tile.warps, tile.stages, ("inputs", "outputs")
+        program = compiled(grouped_gemm._multiply_groups, types, constants, capability, *shape)
         check(program, capability, tmp_path)
 
 

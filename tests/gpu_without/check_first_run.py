@@ -20,8 +20,6 @@ from tgi_server.engine.backends.attention.cuda import CudaAttention
 
 # Seconds that a program takes to be compiled on a core, at most.
 SECONDS = 2.0
-# Models whose experts torch's fake product computes in bfloat16 only.
-MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe"}
 # The share of a job's time that compiling may take; the rest is for what the job does.
 SHARE = 0.75
 
@@ -43,7 +41,7 @@ def attention_kernels(gpu: FakeGpu) -> None:
 def models(*dtypes: torch.dtype) -> Callable[[FakeGpu], None]:
     def run(gpu: FakeGpu) -> None:
         for architecture in PAGED:
-            for dtype in dtypes if architecture not in MIXTURES else (torch.bfloat16,):
+            for dtype in dtypes:
                 engine = gpu.engine(gpu.model(architecture, dtype), cuda_graphs=())
                 engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=128)
                 first, second = (

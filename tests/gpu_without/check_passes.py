@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu_without.fake_gpu import FakeGpu
+from tests.gpu_without.fake_gpu import GROUPED_MM, FakeGpu
 from tests.tiny_models import ARCHITECTURES
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
@@ -55,6 +55,21 @@ def test_steps_of_quantised_models(
         run(engine)
         assert gpu.waits == []
         assert engine.fallbacks == ()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixtures_never_wait(dtype: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (32, 64))
+    with FakeGpu(monkeypatch, capability=capability) as gpu:
+        engine = gpu.engine(gpu.model("qwen3_moe", dtype), cuda_graphs=(2, 8))
+        engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
+        gpu.waits.clear()
+        run(engine)
+        assert gpu.waits == []
+        assert engine.fallbacks == ()
+        own = dtype is not torch.bfloat16 or capability not in GROUPED_MM
+        assert any(name == "_multiply_groups" for name, *_ in gpu.programs) is own
 
 
 def test_gpus_that_are_older_than_the_kernels_take_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

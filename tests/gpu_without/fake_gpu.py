@@ -27,7 +27,7 @@ from tests.tiny_models import configuration
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import paged_attention
-from tgi_server.engine.linear import gpu, triton_quantized
+from tgi_server.engine.linear import gpu, grouped_experts, triton_quantized
 from tgi_server.engine.lora import triton_lora
 from tgi_server.engine.runners import graphs, probe
 from tgi_server.engine.runners.probe import LogitsProbe
@@ -163,6 +163,7 @@ class FakeGpu(TorchDispatchMode):
         monkeypatch.setattr(torch, "equal", lambda left, right: True)
         monkeypatch.setattr(gpu, "fault_of", lambda *_: None)
         monkeypatch.setattr(costs, "_seconds", lambda compute: (compute(), 1e-3)[1])
+        monkeypatch.setattr(grouped_experts, "_fault_of", lambda *_: None)
         monkeypatch.setattr(triton_lora, "fault_of", lambda *_: None)
         monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 16)
         monkeypatch.setattr(triton_quantized, "arrangement", _arrangement)

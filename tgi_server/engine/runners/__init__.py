@@ -18,6 +18,7 @@ from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.gpu import gpu_linear_factory
+from tgi_server.engine.linear.grouped_experts import group_experts
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.models.families import spec_of
@@ -73,6 +74,8 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
     fallbacks = []
     if on_cpu and not load_kernels():
         fallbacks.append("the CPU kernels are not available, so plain torch does their work")
+    if model.device.type == "cuda" and config.custom_kernels:
+        fallbacks += group_experts(model, model.dtype, group)
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     probe = probe_paged_path(model, group)
     if probe is None:

@@ -1,0 +1,62 @@
+"""The products of a mixture's experts for GPUs, in the interpreter, against those of `transformers`."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu_without.check_kernels import ERROR, products_of_bfloat16  # noqa: F401
+from tests.tiny_models import build
+from tgi_server.engine.checkpoint.quantized import Experts
+from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
+from tgi_server.engine.linear import grouped_experts
+from tgi_server.engine.linear.grouped_experts import group_experts
+
+EXPERTS, INPUTS, OUTPUTS = 5, 70, 90
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("tokens", [1, 3, 60, 200])
+def test_each_row_is_multiplied_by_the_weight_of_its_expert(tokens: int, dtype: torch.dtype) -> None:
+    """Experts without rows among them, and both layouts of the weights."""
+    chosen = torch.randint(EXPERTS - 1, (tokens, 2))
+    x, rows = torch.randn(tokens, INPUTS).to(dtype), torch.randn(2 * tokens, INPUTS).to(dtype)
+    weights = (torch.randn(EXPERTS, OUTPUTS, INPUTS) / 8).to(dtype)
+    bias, shares = torch.randn(EXPERTS, OUTPUTS).to(dtype), torch.rand(2 * tokens)
+    groups = RowGroups.of(chosen, EXPERTS, dtype.itemsize)
+
+    def products(x: Tensor, bias: Tensor) -> Tensor:
+        of_rows = weights[chosen.flatten()].float()
+        return (of_rows @ x.float().unsqueeze(2)).squeeze(2) + bias.float()[chosen.flatten()]
+
+    wanted = products(x.repeat_interleave(2, 0), bias)[groups.order]
+    for layout in (weights, weights.mT.contiguous().mT):
+        actual = multiply_groups(x, layout, bias, groups, of_token=2)
+        torch.testing.assert_close(actual.float(), wanted, rtol=ERROR[dtype], atol=2 * ERROR[dtype])
+    wanted = products(rows, 0 * bias) * shares[:, None]
+    actual = multiply_groups(rows[groups.order], weights, None, groups, shares=shares)
+    torch.testing.assert_close(actual.float(), wanted, rtol=ERROR[dtype], atol=2 * ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_models_take_the_kernel_where_it_is_right(
+    architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_experts, "_waits", lambda _: True)
+    model = build(architecture, dtype=dtype)
+    tokens = torch.arange(3, 40).unsqueeze(0)
+    wanted = model(input_ids=tokens).logits.float()
+    assert group_experts(model, dtype) == []
+    assert all("forward" in vars(module) for module in model.modules() if Experts.fits(module))
+    actual = model(input_ids=tokens).logits.float()
+    if dtype is torch.float32:  # in less, the last bit may choose other experts
+        torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_experts, "_waits", lambda _: True)
+    monkeypatch.setattr(grouped_experts, "_forward", lambda experts, hidden, *_: hidden)
+    model = build("mixtral")
+    (fallback,) = group_experts(model, torch.float32)
+    assert "the kernel of experts is off by" in fallback
+    assert not any("forward" in vars(module) for module in model.modules() if Experts.fits(module))

@@ -1,0 +1,128 @@
+"""The products of a mixture of experts on a GPU: each row by the weight of its expert, in one Triton kernel.
+
+Rows are sorted by their experts, and a program takes some neighbours of one expert, and some outputs. Where the rows of
+an expert begin stands in tables on the device: the host never needs to know, and a recorded step holds for any routing.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# (arguments of kernels are what Triton makes of them)
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTile:
+    """The rows, outputs and inputs that a program multiplies at once, and how it is compiled."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, rows: int, experts: int, itemsize: int) -> Self:
+        """rows: of all experts together. itemsize: bytes of a number."""
+        if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
+            return cls(16, 32, 32, warps=8, stages=1)
+        if rows <= 16 * experts:
+            return cls(16, 64, 64, warps=4, stages=4)
+        return cls(64, 64, 64, warps=4, stages=3) if rows <= 64 * experts else cls(128, 64, 64, warps=8, stages=3)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """The rows of a mixture's products, sorted by their experts. A token has a row for each of its experts.
+
+    order: [rows] int64, the row at each place. starts: [experts + 1] int32, the first place of each expert's rows, and
+    behind them their number. tile_ends: [experts] int32; an expert's rows are cut into tiles of `tile`, and these are
+    the tiles of the experts up to it. most_tiles: an upper bound of them all, known without asking the device.
+    """
+
+    order: Tensor
+    starts: Tensor
+    tile_ends: Tensor
+    tile: GroupTile
+    most_tiles: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int, itemsize: int) -> Self:
+        """chosen: int64 [tokens, experts of a token]."""
+        rows = chosen.numel()
+        tile = GroupTile.of(rows, experts, itemsize)
+        ordered, order = chosen.flatten().sort(stable=True)
+        bounds = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
+        starts = torch.searchsorted(ordered, bounds, out_int32=True)
+        tile_ends = ((starts.diff() + tile.rows - 1) // tile.rows).cumsum(0, dtype=torch.int32)
+        return cls(order, starts, tile_ends, tile, min(rows, rows // tile.rows + experts))
+
+
+def multiply_groups(
+    x: Tensor, weights: Tensor, bias: Tensor | None, groups: RowGroups, of_token: int = 0, shares: Tensor | None = None
+) -> Tensor:
+    """Returns the products of rows by their experts' weights, [rows, outputs]; sums are in float32.
+
+    x: [tokens, inputs] where `of_token` is the number of rows that a token has, otherwise [rows, inputs] in the groups'
+    order. weights: [experts, outputs, inputs], with any strides. bias: [experts, outputs]. shares: float32 [rows],
+    factors of the rows, whose products are then where the rows were before they were sorted; None: they stay sorted.
+    """
+    experts, outputs, inputs = weights.shape
+    y = x.new_empty(len(groups.order), outputs)
+    tile = groups.tile
+    _multiply_groups[triton.cdiv(outputs, tile.outputs), groups.most_tiles](
+        x.contiguous(), weights, bias, groups.order, groups.starts, groups.tile_ends, shares, y,
+        experts, inputs, outputs, *weights.stride(),
+        of_token, gathers=of_token > 0, all_experts=triton.next_power_of_2(experts),
+        own_rows=tile.rows, own_outputs=tile.outputs, own_inputs=tile.inputs,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["of_token"])
+def _multiply_groups(
+    x, weights, bias, order, starts, tile_ends, shares, y,
+    experts, inputs, outputs, expert_stride, output_stride, input_stride, of_token,
+    gathers: tl.constexpr, all_experts: tl.constexpr,
+    own_rows: tl.constexpr, own_outputs: tl.constexpr, own_inputs: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    known = tl.arange(0, all_experts)
+    ends = tl.load(tile_ends + known, mask=known < experts, other=0x7FFFFFFF)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert >= experts:
+        return
+    first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
+    place = tl.load(starts + expert) + (tile - first_tile) * own_rows + tl.arange(0, own_rows)
+    real_rows = place < tl.load(starts + expert + 1)
+    row = tl.load(order + place, mask=real_rows, other=0)
+    source = row // of_token if gathers else place.to(tl.int64)
+    output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
+    real_outputs = output < outputs
+    column = tl.arange(0, own_inputs)
+    x_places = x + source[:, None] * inputs + column[None, :]
+    own_weights = weights + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * output_stride
+    sums = tl.zeros([own_rows, own_outputs], tl.float32)
+    for first in range(0, inputs, own_inputs):
+        real = first + column < inputs
+        own = tl.load(x_places + first, mask=real_rows[:, None] & real[None, :], other=0.0)
+        weight = tl.load(
+            own_weights + (first + column).to(tl.int64)[:, None] * input_stride,
+            mask=real[:, None] & real_outputs[None, :],
+            other=0.0,
+        )
+        sums = tl.dot(own, weight, sums, input_precision="ieee")
+    if bias is not None:
+        sums += tl.load(bias + expert * outputs + output, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
+    target = place.to(tl.int64)
+    if shares is not None:
+        sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]
+        target = row
+    there = real_rows[:, None] & real_outputs[None, :]
+    tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)
