@@ -28,10 +28,10 @@ _FINISH_REASONS = {
 }
 _FINISH_REASONS_BACK = {message: reason for reason, message in _FINISH_REASONS.items()}
 # Messages and the contract have the same names for these.
-_SAMPLING, _STOPPING, _REPORT = (
-    tuple(field.name for field in fields(parameters))
+_NAMES: dict[type, tuple[str, ...]] = {
+    parameters: tuple(field.name for field in fields(parameters))
     for parameters in (SamplingParameters, StoppingParameters, ReportParameters)
-)
+}
 
 
 def grammar_to_message(grammar: Grammar) -> pb.Grammar:
@@ -68,23 +68,23 @@ def sampling_from_message(message: pb.SamplingParameters) -> SamplingParameters:
     """Returns greedy decoding for a message in which nothing is set."""
     if not (message.do_sample or message.ByteSize()):
         return SamplingParameters()
-    values = {name: getattr(message, name) for name in _SAMPLING}
+    values = {name: getattr(message, name) for name in _NAMES[SamplingParameters]}
     return SamplingParameters(
         **values | {"logit_bias": dict(message.logit_bias), "late_tokens": tuple(message.late_tokens)}
     )
 
 
 def stopping_from_message(message: pb.Request) -> StoppingParameters:
-    return StoppingParameters(**{name: getattr(message, name) for name in _STOPPING})
+    return StoppingParameters(**{name: getattr(message, name) for name in _NAMES[StoppingParameters]})
 
 
 def report_from_message(message: pb.Request) -> ReportParameters:
-    return ReportParameters(**{name: getattr(message, name) for name in _REPORT})
+    return ReportParameters(**{name: getattr(message, name) for name in _NAMES[ReportParameters]})
 
 
 def members(parameters: SamplingParameters | StoppingParameters | ReportParameters) -> dict[str, Any]:
     """Returns the fields of the parameters, which the messages have by the same names."""
-    return {field.name: getattr(parameters, field.name) for field in fields(parameters)}
+    return {name: getattr(parameters, name) for name in _NAMES[type(parameters)]}
 
 
 def block_copy_to_message(copy: BlockCopy) -> pb.BlockCopy:

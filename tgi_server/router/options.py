@@ -117,6 +117,7 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
 }
 
 _PARTS = (SamplingParameters, StoppingParameters, ReportParameters, GenerationOptions)
+_NAMES_OF_PARTS = tuple(frozenset(field.name for field in fields(part)) for part in _PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +223,13 @@ class OptionReader:
         if dialect is Dialect.COMPLETIONS:
             _check_names(request, dialect)
         self._check(given)
-        chosen = {row.option: given.values[row.option] for row in rows(dialect) if row.option in given.values}
+        chosen = dict(given.values)
         if dialect is not Dialect.TGI:
             chosen = {**(self.defaults or {}), **chosen}
         chosen |= self._derived(chosen, given)
-        parts = {part: {field.name for field in fields(part)} & chosen.keys() for part in _PARTS}
-        sampling, stopping, report, own = ({name: chosen[name] for name in parts[part]} for part in _PARTS)
+        sampling, stopping, report, own = (
+            {name: chosen[name] for name in names & chosen.keys()} for names in _NAMES_OF_PARTS
+        )
         return GenerationOptions(
             SamplingParameters(**sampling), StoppingParameters(**stopping), ReportParameters(**report), **own
         )
@@ -330,6 +332,8 @@ def check_streaming(options: GenerationOptions) -> None:
 
 def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOptions]:
     """Returns the options so many times over, each with a seed of its own: the request's, and those after it."""
+    if sequences == 1:
+        return [options]
     seeds = ((options.sampling.seed + index) % 2**64 for index in range(sequences))
     return [replace(options, sampling=replace(options.sampling, seed=seed)) for seed in seeds]
 

@@ -6,6 +6,7 @@ It is an OpenAPI 3.0 document, as TGI's is, and names TGI's schemas, also those 
 import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
@@ -14,9 +15,8 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from swagger_ui_bundle import swagger_ui_path
 
 from tgi_server.router.api.responses import EVENTS, JSON
-from tgi_server.router.schemas import adapters, chat, compatibility, completions, generate, openai, responses
-from tgi_server.router.schemas.base import ErrorResponse
-from tgi_server.router.schemas.info import ModelInfo
+from tgi_server.router.schemas import adapters, chat, compatibility, completions, generate, info, openai, responses
+from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 
 Responses = dict[int | str, dict[str, Any]]
@@ -31,31 +31,51 @@ _ERRORS = {
 }
 
 
-def _errors(model: type[BaseModel]) -> Responses:
-    return {status: {"description": description, "model": model} for status, description in _ERRORS.items()}
+def described(description: str, model: type[ResponseModel], media_type: str = JSON) -> dict[str, Any]:
+    """Returns the description of a response."""
+    return {"description": description, "content": {media_type: {"schema": _reference(model.__name__)}}}
+
+
+def answered_by(model: type[ResponseModel] | str, events: type[ResponseModel] | str | None = None) -> Responses:
+    """Describes a response in one piece, and one whose events are `events`. A text names one of `_NAMED`."""
+    kinds = {JSON: model} if events is None else {JSON: model, EVENTS: events}
+    names = {kind: each if isinstance(each, str) else each.__name__ for kind, each in kinds.items()}
+    content = {kind: {"schema": _reference(name)} for kind, name in names.items()}
+    return {200: {"description": "Successful Response", "content": content}}
+
+
+def _reference(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _errors(model: type[ResponseModel], media_type: str = JSON) -> Responses:
+    return {status: described(description, model, media_type) for status, description in _ERRORS.items()}
 
 
 GENERATION_ERRORS = _errors(ErrorResponse)
 OPENAI_ERRORS = {400 if status == 422 else status: entry for status, entry in _errors(OpenAIErrorResponse).items()}
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
-STREAM_ERRORS: Responses = {
-    status: {**entry, "content": {EVENTS: {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
-    for status, entry in GENERATION_ERRORS.items()
-}
+STREAM_ERRORS: Responses = _errors(ErrorResponse, EVENTS)
 
 
 def described_body(model: type[BaseModel]) -> dict[str, Any]:
     """Describes a request body that the endpoint reads itself."""
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": reference}}}}
+    content: dict[str, Any] = {"schema": _reference(model.__name__)}
+    if model.__name__ in _EXAMPLES:
+        content["example"] = _EXAMPLES[model.__name__]
+    return {"requestBody": {"required": True, "content": {JSON: content}}}
 
 
-def event_stream_of(model: type[BaseModel]) -> Responses:
-    """Describes a response whose events are `model`."""
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {200: {"description": "Generated text", "content": {EVENTS: {"schema": reference}}}}
-
-
+_CHAT = [{"role": "user", "content": "How do I cook rice?"}]
+_EXAMPLES: dict[str, Any] = {
+    "GenerateRequest": {"inputs": "How do I cook rice?", "parameters": {"max_new_tokens": 40}},
+    "CompatGenerateRequest": {"inputs": "How do I cook rice?", "parameters": {"max_new_tokens": 40}},
+    "ChatRequest": {"messages": _CHAT, "max_tokens": 40},
+    "CompletionRequest": {"prompt": "How do I cook rice?", "max_tokens": 40},
+    "ResponsesRequest": {"input": "How do I cook rice?", "max_output_tokens": 40},
+    "TokenizeRequest": {"inputs": "How do I cook rice?"},
+    "DetokenizeRequest": {"tokens": [7, 8, 9]},
+}
 _VERSION = "3.0.3"
 _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 
@@ -75,17 +95,38 @@ _REQUESTS: list[type[BaseModel]] = [
     adapters.LoadAdapterBody,
     adapters.UnloadAdapterBody,
 ]
-_RESPONSES: list[type[BaseModel]] = [
-    generate.StreamResponse,
-    chat.ChatCompletionChunk,
-    completions.Chunk,
-    completions.Completion,
-    compatibility.SagemakerStreamResponse,
-    responses.ResponseObject,
-    openai.OpenAIErrorResponse,
-    ErrorResponse,
-    ModelInfo,
+_RESPONSES: list[type[ResponseModel]] = [
+    *(generate.GenerateResponse, generate.StreamResponse, generate.SimpleToken, generate.DetokenizeResponse),
+    *(chat.ChatCompletion, chat.ChatCompletionChunk, chat.TextMessage, chat.ToolCallMessage, chat.ChatTokenizeResponse),
+    *(chat.TextDelta, chat.ToolCallDelta, chat.ReasoningDelta),
+    *(completions.Chunk, completions.CompletionFinal, compatibility.VertexResponse),
+    *(responses.ResponseObject, responses.ResponseEvent, responses.DeletedResponse),
+    *(responses.OutputMessageItem, responses.OutputReasoning, responses.OutputFunctionCall),
+    *(info.Info, info.ModelsInfo, info.ModelInfo, info.VersionInfo),
+    *(openai.OpenAIErrorResponse, ErrorResponse),
 ]
+
+
+def _any_of(*models: type[ResponseModel]) -> dict[str, Any]:
+    return {"anyOf": [_reference(model.__name__) for model in models]}
+
+
+_GENERATED = {"type": "array", "items": _reference("GenerateResponse")}
+# Schemas that are no object, by the names that TGI's have.
+_NAMED: dict[str, Any] = {
+    "ChatCompletionDelta": _any_of(chat.TextDelta, chat.ToolCallDelta, chat.ReasoningDelta),
+    "Completion": _any_of(completions.Chunk, completions.CompletionFinal),
+    "GeneratedList": _GENERATED,
+    "OutputMessage": _any_of(chat.TextMessage, chat.ToolCallMessage),
+    "SagemakerResponse": {
+        "anyOf": [
+            _GENERATED,
+            *_any_of(generate.GenerateResponse, chat.ChatCompletion, completions.CompletionFinal)["anyOf"],
+        ]
+    },
+    "SagemakerStreamResponse": _any_of(generate.StreamResponse, chat.ChatCompletionChunk, completions.Chunk),
+    "TokenizeResponse": {"type": "array", "items": _reference("SimpleToken")},
+}
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -146,10 +187,8 @@ def _definitions() -> dict[str, Any]:
     _, requests = models_json_schema(
         [(model, "validation") for model in _REQUESTS], ref_template="#/components/schemas/{model}"
     )
-    _, responses = models_json_schema(
-        [(model, "serialization") for model in _RESPONSES], ref_template="#/components/schemas/{model}"
-    )
-    return {**responses["$defs"], **requests["$defs"]}
+    _, responses = msgspec.json.schema_components(_RESPONSES, ref_template="#/components/schemas/{name}")
+    return {**responses, **_NAMED, **requests["$defs"]}
 
 
 def _as_3_0(node: Any) -> Any:

@@ -224,8 +224,10 @@ class Exchange:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
-    def respond(self, text: str, *, characters: int, streams: Sequence[AnyStream]) -> Response:
-        """Returns a response in one piece. characters: of the prompts. streams: the sequences that it shows."""
+    def respond(self, content: Any, *, characters: int, streams: Sequence[AnyStream]) -> Response:
+        """Returns a response in one piece. content: an object, or JSON. characters: of the prompts. streams: the
+        sequences that it shows.
+        """
         headers = timing_headers(
             self.service.model.compute_type,
             self.times(),
@@ -235,7 +237,7 @@ class Exchange:
         )
         if len(streams) == 1 and (reason := streams[0].finish_reason) is not None:
             headers["x-finish-reason"] = reason.value
-        return json_response(text, headers | self._notes())
+        return json_response(content, headers | self._notes())
 
     def stream_end(
         self,

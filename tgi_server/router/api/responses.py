@@ -1,16 +1,17 @@
-"""Responses as bytes: JSON of tokens and texts, and errors as the client's protocol has them."""
+"""Responses as bytes: objects as JSON or events, and errors as the client's protocol has them."""
 
-import json
 from collections.abc import Callable, Sequence
-from json.encoder import encode_basestring
 from math import isfinite
+from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
 from tgi_server.router.errors import NoSuchRoute, Overloaded, RouterError, Unauthorized, error_body, shown_status
 from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.schemas.generate import Token
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 JSON = "application/json"
@@ -21,13 +22,9 @@ _LINES, _LONGEST_LINE = 10, 200
 _STREAMS = frozenset({"/generate_stream"})
 
 
-def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
-    return Response(text.encode(), media_type=JSON, headers=headers)
-
-
-def error_text(error: RouterError, path: str) -> str:
-    """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
-    return json.dumps(error_body(error, path), ensure_ascii=False, separators=(",", ":"))
+def json_response(content: Any, headers: dict[str, str] | None = None) -> Response:
+    """Returns a response with an object as JSON, or with bytes that are JSON already."""
+    return Response(content if isinstance(content, bytes) else to_json(content), media_type=JSON, headers=headers)
 
 
 def error_response(error: RouterError, path: str, headers: Headers) -> Response:
@@ -43,60 +40,48 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     if isinstance(error, NoSuchRoute) and error.allowed:
         extra["allow"] = ", ".join(error.allowed)
     status = shown_status(error, path)
-    text = error_text(error, path)
+    body = error_body(error, path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
-        return Response(event(text), status_code=status, media_type=EVENTS, headers=extra)
-    return Response(text.encode(), status_code=status, media_type=JSON, headers=extra)
+        return Response(event(body), status_code=status, media_type=EVENTS, headers=extra)
+    return Response(to_json(body), status_code=status, media_type=JSON, headers=extra)
 
 
-# A string as JSON, characters beyond ASCII left as they are.
-quoted: Callable[[str], str] = encode_basestring
+to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 # Characters that end a line for `str.splitlines`, by which many clients (huggingface_hub's) read events. In JSON they
 # can only stand within strings, where control characters have been escaped already.
-_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+_LINE_ENDS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"}
 
 
-def number(value: float | None) -> str:
-    """Returns a logprob as JSON, with the digits that a 32-bit float has; null when there is none."""
-    return f"{value:.8g}" if value is not None and isfinite(value) else "null"
+def known_logprob(value: float | None) -> float | None:
+    """Returns a logprob with the digits that a 32-bit float has; None when there is none that JSON could say."""
+    return float(f"{value:.8g}") if value is not None and isfinite(value) else None
 
 
-def optional(value: int | None) -> str:
-    return "null" if value is None else str(value)
-
-
-def token_json(token_id: int, text: str, logprob: float | None, *, special: bool, drafted: bool = False) -> str:
-    """Returns a token as a JSON object. That it had been drafted is a member that TGI does not have."""
-    flag = "true" if special else "false"
-    more = ',"drafted":true' if drafted else ""
-    return f'{{"id":{token_id},"text":{quoted(text)},"logprob":{number(logprob)},"special":{flag}{more}}}'
-
-
-def top_tokens_json(tokenizer: TextTokenizer, top: TopTokens) -> str:
-    """Returns the most likely tokens at one position, as a JSON array."""
-    return f"[{','.join(_top(tokenizer, top.ids, top.logprobs))}]"
-
-
-def _top(tokenizer: TextTokenizer, ids: Sequence[int], logprobs: Sequence[float]) -> list[str]:
+def top_tokens(tokenizer: TextTokenizer, top: TopTokens) -> list[Token]:
+    """Returns the most likely tokens at one position."""
+    special = tokenizer.special_tokens
     return [
-        token_json(each, tokenizer.token_text(each), logprob, special=each in tokenizer.special_tokens)
-        for each, logprob in zip(ids, logprobs, strict=True)
+        Token(id=each, text=tokenizer.token_text(each), logprob=known_logprob(logprob), special=each in special)
+        for each, logprob in zip(top.ids, top.logprobs, strict=True)
     ]
 
 
-def event(json_text: str) -> bytes:
-    """Returns one server-sent event."""
-    return f"data:{_on_one_line(json_text)}\n\n".encode()
+def event(content: Any) -> bytes:
+    """Returns an object as one server-sent event."""
+    return b"data:%b\n\n" % _on_one_line(to_json(content))
 
 
-def named_event(name: str, json_text: str) -> bytes:
-    """Returns one server-sent event with a name."""
-    return f"event: {name}\ndata: {_on_one_line(json_text)}\n\n".encode()
+def named_event(name: str, content: Any) -> bytes:
+    """Returns an object as one server-sent event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _on_one_line(to_json(content)))
 
 
-def _on_one_line(json_text: str) -> str:
+def _on_one_line(text: bytes) -> bytes:
     """Returns the same JSON, which is one line however its reader tells lines apart."""
-    return json_text if json_text.isascii() else json_text.translate(_LINE_ENDS)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():
+            text = text.replace(character, escaped)
+    return text
 
 
 def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgi_server.router.api.connections import BREAK_OFF, ClientConnection, Connections, network_of
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.api.responses import error_text
-from tgi_server.router.errors import Overloaded, StartupError
+from tgi_server.router.api.responses import to_json
+from tgi_server.router.errors import Overloaded, StartupError, error_body
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Acceptor:
         if len(self._refused) >= _REFUSALS_AT_ONCE:
             client.close()
             return
-        body = error_text(Overloaded(f"{fault}; try again later"), "/").encode()
+        body = to_json(error_body(Overloaded(f"{fault}; try again later"), "/"))
         head = (
             "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

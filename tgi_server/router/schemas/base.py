@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
+from msgspec import Meta, Struct
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -27,7 +28,6 @@ M = TypeVar("M", bound=BaseModel)
 
 # Numbers that fit into the messages to the shards (proto/generate.proto).
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 # A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold.
 Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 
@@ -182,12 +182,15 @@ def _fields(model: type[BaseModel]) -> tuple[frozenset[str], Mapping[str, type[B
     return frozenset([*names, *more]), nested
 
 
-class ResponseModel(BaseModel):
-    """An answer's JSON, for the API's description; answers themselves are written as bytes."""
-
-    model_config = ConfigDict(extra="forbid")
+class ResponseModel(Struct, forbid_unknown_fields=True):
+    """An object of a response: it is sent, and it documents what is sent. UNSET leaves a member out."""
 
 
-class ErrorResponse(ResponseModel):
+def one_of(*models: type[ResponseModel]) -> Meta:
+    """Returns the documentation of a member that is one of these objects."""
+    return Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]})
+
+
+class ErrorResponse(ResponseModel, kw_only=True):
     error: str
     error_type: str

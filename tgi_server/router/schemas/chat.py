@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
 
 from tgi_server.router.options import Dialect
@@ -15,10 +16,10 @@ from tgi_server.router.schemas.base import (
     RequestModel,
     ResponseModel,
     ToolSchema,
-    UnsignedInt,
+    one_of,
     takes_options,
 )
-from tgi_server.router.schemas.generate import TokenizeResponse
+from tgi_server.router.schemas.generate import SimpleToken
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 
@@ -174,63 +175,65 @@ class ChatRequest(SharedParameters):
     tool_prompt: str | None = Field(default=None, description="What tells the model about the tools.")
 
 
-class TextMessage(ResponseModel):
-    role: str
-    content: str
-    reasoning_content: str | None = None
-    tool_call_id: str | None = None
-
-
-class CalledFunction(ResponseModel):
+class CalledFunction(ResponseModel, kw_only=True):
     name: str
     arguments: str
 
 
-class MadeToolCall(ResponseModel):
+class MadeToolCall(ResponseModel, kw_only=True):
     id: str
-    type: str
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ToolCallMessage(ResponseModel):
-    role: str
-    content: str | None = None
-    reasoning_content: str | None = None
+class TextMessage(ResponseModel, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    reasoning_content: str | UnsetType = UNSET
+    tool_call_id: str | UnsetType = UNSET
+
+
+class ToolCallMessage(ResponseModel, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MadeToolCall]
 
 
-class OutputMessage(RootModel[TextMessage | ToolCallMessage]):
-    pass
+# Unions of structs, which msgspec documents only by what is said here.
+OutputMessage = Annotated[Any, one_of(TextMessage, ToolCallMessage)]
 
 
-class ChatCompletionTopLogprob(ResponseModel):
+class ChatCompletionTopLogprob(ResponseModel, kw_only=True):
     token: str
-    logprob: float
-    bytes: list[int] | None = None
+    logprob: float | None
+    bytes: list[int] | None
 
 
-class ChatCompletionLogprob(ResponseModel):
+class ChatCompletionLogprob(ResponseModel, kw_only=True):
+    """`drafted`: the token had been drafted; in streams only."""
+
     token: str
-    logprob: float
-    bytes: list[int] | None = None
+    logprob: float | None
+    bytes: list[int] | None
     top_logprobs: list[ChatCompletionTopLogprob]
-    drafted: bool = Field(default=False, description="The token had been drafted; told in streams only.")
+    drafted: bool | UnsetType = UNSET
 
 
-class ChatCompletionLogprobs(ResponseModel):
+class ChatCompletionLogprobs(ResponseModel, kw_only=True):
     content: list[ChatCompletionLogprob]
 
 
-class ChatCompletionComplete(ResponseModel):
-    index: UnsignedInt
+class ChatCompletionComplete(ResponseModel, kw_only=True):
+    index: int
     message: OutputMessage
+    logprobs: ChatCompletionLogprobs | None
     finish_reason: str
-    logprobs: ChatCompletionLogprobs | None = None
 
 
-class ChatCompletion(ResponseModel):
-    object: Literal["chat.completion"]
+class ChatCompletion(ResponseModel, kw_only=True):
     id: str
+    object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
@@ -238,56 +241,56 @@ class ChatCompletion(ResponseModel):
     usage: Usage
 
 
-class Function(ResponseModel):
-    name: str | None = None
+class Function(ResponseModel, kw_only=True):
+    name: str | UnsetType = UNSET
     arguments: str
 
 
-class DeltaToolCall(ResponseModel):
+class DeltaToolCall(ResponseModel, kw_only=True):
     """The first piece of a call has its id and the name."""
 
-    index: UnsignedInt
-    id: str | None = None
-    type: str | None = None
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
     function: Function
 
 
-class TextDelta(ResponseModel):
-    role: str | None = None
+class TextDelta(ResponseModel, kw_only=True):
+    role: str | UnsetType = UNSET
     content: str
 
 
-class ToolCallDelta(ResponseModel):
-    role: str | None = None
+class ToolCallDelta(ResponseModel, kw_only=True):
+    role: str | UnsetType = UNSET
     tool_calls: list[DeltaToolCall]
 
 
-class ReasoningDelta(ResponseModel):
-    role: str | None = None
+class ReasoningDelta(ResponseModel, kw_only=True):
+    role: str | UnsetType = UNSET
     reasoning_content: str
 
 
-class ChatCompletionDelta(RootModel[TextDelta | ToolCallDelta | ReasoningDelta]):
-    """The first delta of a choice has the role."""
+# The first delta of a choice has the role.
+ChatCompletionDelta = Annotated[Any, one_of(TextDelta, ToolCallDelta, ReasoningDelta)]
 
 
-class ChatCompletionChoice(ResponseModel):
-    index: UnsignedInt
+class ChatCompletionChoice(ResponseModel, kw_only=True):
+    index: int
     delta: ChatCompletionDelta
-    logprobs: ChatCompletionLogprobs | None = None
-    finish_reason: str | None = None
+    logprobs: ChatCompletionLogprobs | None
+    finish_reason: str | None
 
 
-class ChatCompletionChunk(ResponseModel):
-    object: Literal["chat.completion.chunk"]
+class ChatCompletionChunk(ResponseModel, kw_only=True):
     id: str
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     system_fingerprint: str
     choices: list[ChatCompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
-class ChatTokenizeResponse(ResponseModel):
-    tokenize_response: TokenizeResponse
+class ChatTokenizeResponse(ResponseModel, kw_only=True):
+    tokenize_response: list[SimpleToken]
     templated_text: str

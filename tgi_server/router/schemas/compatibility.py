@@ -3,26 +3,16 @@
 from pydantic import Field, RootModel
 
 from tgi_server.router.schemas.base import Items, RequestModel, ResponseModel
-from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
-from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import (
     CompatGenerateRequest,
     GenerateParameters,
-    GenerateResponse,
-    StreamResponse,
 )
 
 
 class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest | CompletionRequest]):
     """Told apart by `inputs`, `messages` or `prompt`."""
-
-
-class SagemakerResponse(RootModel[list[GenerateResponse] | GenerateResponse | ChatCompletion | CompletionFinal]):
-    """The response of the route that takes the same request; for `inputs`, that of `/`."""
-
-
-class SagemakerStreamResponse(RootModel[StreamResponse | ChatCompletionChunk | Chunk]):
-    pass
 
 
 class GenerateVertexInstance(RequestModel):
@@ -38,5 +28,5 @@ class VertexRequest(RequestModel):
     instances: Items[VertexInstance] = Field(min_length=1)
 
 
-class VertexResponse(ResponseModel):
+class VertexResponse(ResponseModel, kw_only=True):
     predictions: list[str]

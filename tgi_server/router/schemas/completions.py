@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import Field, RootModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
@@ -68,25 +69,25 @@ class CompletionRequest(SharedParameters):
     )
 
 
-class CompletionLogprobs(ResponseModel):
-    """An entry for each token. text_offset: characters of `text` before it."""
+class CompletionLogprobs(ResponseModel, kw_only=True):
+    """An entry for each token. `text_offset`: characters of `text` before it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
-    text_offset: list[UnsignedInt]
+    text_offset: list[int]
 
 
-class CompletionComplete(ResponseModel):
-    index: UnsignedInt
+class CompletionComplete(ResponseModel, kw_only=True):
+    index: int
     text: str
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
-    logprobs: CompletionLogprobs | None = None
 
 
-class CompletionFinal(ResponseModel):
-    object: Literal["text_completion"]
+class CompletionFinal(ResponseModel, kw_only=True):
     id: str
+    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
@@ -94,15 +95,11 @@ class CompletionFinal(ResponseModel):
     usage: Usage
 
 
-class Chunk(ResponseModel):
-    object: Literal["text_completion"]
+class Chunk(ResponseModel, kw_only=True):
     id: str
+    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
     choices: list[CompletionComplete]
-    usage: Usage | None = None
-
-
-class Completion(RootModel[Chunk | CompletionFinal]):
-    """Either of the two."""
+    usage: Usage | UnsetType | None = UNSET

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, RootModel
+from msgspec import UNSET, UnsetType
+from pydantic import Field
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.options import Dialect
@@ -12,7 +13,6 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
     ResponseModel,
-    Seed,
     UnsignedInt,
     takes_options,
 )
@@ -59,65 +59,69 @@ class CompatGenerateRequest(GenerateRequest):
     stream: bool = False
 
 
-class PrefillToken(ResponseModel):
-    id: UnsignedInt
+class PrefillToken(ResponseModel, kw_only=True):
+    id: int
     text: str
     logprob: float | None
 
 
-class Token(ResponseModel):
-    id: UnsignedInt
+class Token(ResponseModel, kw_only=True):
+    """`drafted`: the token had been drafted; in streams only."""
+
+    id: int
     text: str
     logprob: float | None
     special: bool
-    drafted: bool = Field(default=False, description="The token had been drafted; told in streams only.")
+    drafted: bool | UnsetType = UNSET
 
 
-class BestOfSequence(ResponseModel):
+class BestOfSequence(ResponseModel, kw_only=True):
     generated_text: str
     finish_reason: FinishReason
-    generated_tokens: UnsignedInt
-    seed: Seed | None = None
+    generated_tokens: int
+    seed: int | None
     prefill: list[PrefillToken]
     tokens: list[Token]
-    top_tokens: list[list[Token]] = Field(default=[])
+    top_tokens: list[list[Token]] | UnsetType = UNSET
 
 
-class Details(ResponseModel):
+class Details(ResponseModel, kw_only=True):
     finish_reason: FinishReason
-    generated_tokens: UnsignedInt
-    seed: Seed | None = None
+    generated_tokens: int
+    seed: int | None
     prefill: list[PrefillToken]
     tokens: list[Token]
-    top_tokens: list[list[Token]] = Field(default=[])
-    best_of_sequences: list[BestOfSequence] | None = None
+    top_tokens: list[list[Token]] | UnsetType = UNSET
+    best_of_sequences: list[BestOfSequence] | UnsetType = UNSET
 
 
-class GenerateResponse(ResponseModel):
+class GenerateResponse(ResponseModel, kw_only=True):
     generated_text: str
-    details: Details | None = None
+    details: Details | UnsetType = UNSET
 
 
-class StreamDetails(ResponseModel):
+class StreamDetails(ResponseModel, kw_only=True):
     finish_reason: FinishReason
-    generated_tokens: UnsignedInt
-    seed: Seed | None = None
-    input_length: UnsignedInt
+    generated_tokens: int
+    seed: int | None
+    input_length: int
 
 
-class StreamResponse(ResponseModel):
-    index: UnsignedInt
+class StreamResponse(ResponseModel, kw_only=True):
+    index: int
     token: Token
-    top_tokens: list[Token] = Field(default=[])
-    generated_text: str | None = None
-    details: StreamDetails | None = None
+    top_tokens: list[Token] | UnsetType = UNSET
+    generated_text: str | None
+    details: StreamDetails | None
 
 
-class SimpleToken(ResponseModel):
-    id: UnsignedInt
+class SimpleToken(ResponseModel, kw_only=True):
+    """`start` and `stop` count characters of the input."""
+
+    id: int
     text: str
-    start: UnsignedInt
-    stop: UnsignedInt
+    start: int
+    stop: int
 
 
 class TokenizeRequest(RequestModel):
@@ -130,11 +134,7 @@ class DetokenizeRequest(RequestModel):
     tokens: Annotated[list[UnsignedInt], Field(max_length=1_000_000, fail_fast=True)]
 
 
-class DetokenizeResponse(ResponseModel):
+class DetokenizeResponse(ResponseModel, kw_only=True):
     """`prompt` is the text, special tokens included; the name is vLLM's."""
 
     prompt: str
-
-
-class TokenizeResponse(RootModel[list[SimpleToken]]):
-    """`start` and `stop` count characters of the input."""

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from tgi_server.router.schemas.base import Items, Off, RefusingModel, RequestModel, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import Items, Off, RefusingModel, RequestModel, ResponseModel
 from tgi_server.router.schemas.grammar import GrammarType
 
 
@@ -16,27 +16,27 @@ class StreamOptions(RequestModel):
     )
 
 
-class PromptTokensDetails(ResponseModel):
+class PromptTokensDetails(ResponseModel, kw_only=True):
     """`cached_tokens` had been computed for another prompt; in steps of 128 where everybody shares the cache."""
 
-    cached_tokens: UnsignedInt
+    cached_tokens: int
 
 
-class Usage(ResponseModel):
-    prompt_tokens: UnsignedInt
-    completion_tokens: UnsignedInt
-    total_tokens: UnsignedInt
+class Usage(ResponseModel, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class OpenAIError(ResponseModel):
+class OpenAIError(ResponseModel, kw_only=True):
     message: str
     type: str
-    param: str | None = None
-    code: str | None = None
+    param: str | None
+    code: str | None
 
 
-class OpenAIErrorResponse(ResponseModel):
+class OpenAIErrorResponse(ResponseModel, kw_only=True):
     """OpenAI's error object; `error_type` is TGI's name of it."""
 
     error: OpenAIError

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, RootModel
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BeforeValidator, Field, RootModel
 
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
@@ -15,8 +17,10 @@ from tgi_server.router.schemas.base import (
     RequestModel,
     ResponseModel,
     ToolSchema,
+    one_of,
     takes_options,
 )
+from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.openai import TextParameters
 
 
@@ -152,21 +156,115 @@ class ResponsesRequest(TextParameters):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
 
 
-class ResponseObject(ResponseModel):
-    """OpenAI's object of a response."""
+class OutputText(ResponseModel, kw_only=True):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[ChatCompletionLogprob]
 
-    model_config = ConfigDict(extra="allow")
+
+class ReasoningText(ResponseModel, kw_only=True):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputMessageItem(ResponseModel, kw_only=True):
+    type: Literal["message"] = "message"
+    id: str
+    status: str
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputReasoning(ResponseModel, kw_only=True):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    status: str
+    summary: list[Any] = msgspec.field(default_factory=list)
+    content: list[ReasoningText]
+
+
+class OutputFunctionCall(ResponseModel, kw_only=True):
+    type: Literal["function_call"] = "function_call"
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = Annotated[Any, one_of(OutputMessageItem, OutputReasoning, OutputFunctionCall)]
+
+
+class InputTokensDetails(ResponseModel, kw_only=True):
+    cached_tokens: int
+
+
+class OutputTokensDetails(ResponseModel, kw_only=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseModel, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(ResponseModel, kw_only=True):
+    reason: str
+
+
+class ResponseObject(ResponseModel, kw_only=True):
+    """OpenAI's object of a response. Members that repeat the request are as it has them."""
 
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
+    background: bool = False
+    error: None = None
     model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None = None
+    truncation: Literal["disabled"] = "disabled"
+    instructions: str | None
+    previous_response_id: str | None
+    store: bool
+    temperature: float | None
+    top_p: float | None
+    max_output_tokens: int | None
+    top_logprobs: int | None
+    tools: Any
+    tool_choice: Any
+    parallel_tool_calls: bool
+    text: Any
+    reasoning: Any
+    metadata: Any
+    user: str | None
+    status: Literal["in_progress", "completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None = None
+    output: list[OutputItem] = msgspec.field(default_factory=list)
+    usage: ResponseUsage | None = None
 
 
-class DeletedResponse(ResponseModel):
+class ResponseEvent(ResponseModel, kw_only=True):
+    """An event of a stream; which members it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[ChatCompletionLogprob] | UnsetType = UNSET
+
+
+class DeletedResponse(ResponseModel, kw_only=True):
     id: str
-    object: Literal["response.deleted"]
-    deleted: bool
+    object: Literal["response.deleted"] = "response.deleted"
+    deleted: bool = True

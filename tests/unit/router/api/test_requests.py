@@ -52,7 +52,7 @@ async def test_a_request_that_succeeds_gives_its_place_back_and_is_counted(
 ):
     with caplog.at_level(logging.INFO):
         response = await respond(router.service, Client().request, collect)
-    assert response.body == b"hello world"
+    assert response.body == b'"hello world"'
     assert response.headers["x-generated-tokens"] == "3"
     assert router.service.capacity.in_flight == 0
     assert "tgi_request_success 1.0" in router.service.metrics.expose().decode()

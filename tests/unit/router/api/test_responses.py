@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
@@ -10,12 +11,11 @@ from shared.stubs.generate_pb2 import TopTokens
 from tests.fakes.vocabularies import EOS, byte_level
 from tgi_server.router.api.responses import (
     error_response,
-    error_text,
     event,
+    known_logprob,
     named_event,
-    number,
-    token_json,
-    top_tokens_json,
+    to_json,
+    top_tokens,
 )
 from tgi_server.router.api.responses import timing_headers as headers_of
 from tgi_server.router.errors import (
@@ -27,22 +27,30 @@ from tgi_server.router.errors import (
     Overloaded,
     RouterError,
     Unauthorized,
+    error_body,
 )
 from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.schemas.generate import Token
+
+
+def as_sent(content: Any) -> Any:
+    """Returns an object as a client reads it."""
+    return json.loads(to_json(content))
+
 
 REFUSED = InvalidRequest('"top_k" is -1, wärme')
 
 
 def test_a_validation_error_reads_as_tgis():
-    assert json.loads(error_text(REFUSED, "/generate")) == {
+    assert as_sent(error_body(REFUSED, "/generate")) == {
         "error": 'Input validation error: "top_k" is -1, wärme',
         "error_type": "validation",
     }
-    assert json.loads(error_text(GenerationFailed("no"), "/generate")) == {"error": "no", "error_type": "generation"}
+    assert as_sent(error_body(GenerationFailed("no"), "/generate")) == {"error": "no", "error_type": "generation"}
 
 
 def test_an_error_below_v1_is_openais_object_too():
-    told = json.loads(error_text(REFUSED, "/v1/completions"))
+    told = as_sent(error_body(REFUSED, "/v1/completions"))
     assert told["error"]["message"] == '"top_k" is -1, wärme'
     assert (told["error"]["type"], told["error_type"]) == ("invalid_request_error", "validation")
 
@@ -74,7 +82,7 @@ def test_a_stream_that_failed_early_gets_an_event_if_it_reads_events():
     reads_events = Headers({"accept": "text/event-stream"})
     response = error_response(REFUSED, "/generate_stream", reads_events)
     assert (response.status_code, response.media_type) == (422, "text/event-stream")
-    assert response.body == event(error_text(REFUSED, "/generate_stream"))
+    assert response.body == event(error_body(REFUSED, "/generate_stream"))
     assert error_response(REFUSED, "/generate_stream", Headers({})).media_type == "application/json"
     assert error_response(REFUSED, "/generate", reads_events).media_type == "application/json"
 
@@ -86,21 +94,24 @@ def test_refusals_say_how_to_go_on():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(-0.25, "-0.25"), (0.1, "0.1"), (1 / 3, "0.33333333"), (None, "null"), (-math.inf, "null"), (math.nan, "null")],
+    [
+        *[(-0.25, b"-0.25"), (0.1, b"0.1"), (1 / 3, b"0.33333333")],
+        *[(None, b"null"), (-math.inf, b"null"), (math.nan, b"null")],
+    ],
 )
-def test_a_logprob_that_json_cannot_say_is_null(value: float | None, text: str):
-    assert number(value) == text
+def test_a_logprob_that_json_cannot_say_is_null(value: float | None, text: bytes):
+    assert to_json(known_logprob(value)) == text
 
 
 @pytest.mark.parametrize("text", ["plain", 'q"uo\\te', "line\nend\x00", "ü🌳", "\u2028"])
 def test_a_tokens_text_survives_json(text: str):
-    told = json.loads(token_json(7, text, -0.5, special=False))
+    told = as_sent(Token(id=7, text=text, logprob=-0.5, special=False))
     assert told == {"id": 7, "text": text, "logprob": -0.5, "special": False}
 
 
 @pytest.mark.parametrize("character", [*map(chr, range(0x20)), "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"], ids=ascii)
 def test_an_event_is_one_line_for_every_reader(character: str):
-    told = token_json(7, f"ü{character}x", -0.5, special=False)
+    told = Token(id=7, text=f"ü{character}x", logprob=-0.5, special=False)
     for written in (event(told), named_event("token", told)):
         *_, data, end = written.decode().splitlines()
         assert end == ""
@@ -111,8 +122,8 @@ def test_the_most_likely_tokens_name_special_ones():
     tokenizer = byte_level()
     (end,) = (token_id for token_id, name in tokenizer.special_tokens.items() if name == EOS)
     hello = tokenizer.encode("hello", add_special_tokens=False).ids[0]
-    told = json.loads(top_tokens_json(tokenizer, TopTokens(ids=[hello, end], logprobs=[-0.5, -1.5])))
-    assert [(each["text"], each["special"]) for each in told] == [("hello", False), (EOS, True)]
+    told = top_tokens(tokenizer, TopTokens(ids=[hello, end], logprobs=[-0.5, -1.5]))
+    assert [(each.text, each.special) for each in told] == [("hello", False), (EOS, True)]
 
 
 def test_times_are_told_in_milliseconds_and_the_compute_time_in_seconds():

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from tgi_server.router.api.body import parse, read_body
-from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described, described_body
 from tgi_server.router.api.requests import DirectRoute
 from tgi_server.router.errors import Forbidden, InvalidRequest
 from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
@@ -25,9 +25,9 @@ _LONGEST_BODY = 64 * 1024
 _RESPONSES: Responses = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 413)},
-    403: {"description": "Adapters cannot be updated on this server", "model": OpenAIErrorResponse},
-    404: {"description": "There is no such adapter", "model": OpenAIErrorResponse},
-    503: {"description": "The shards do not answer", "model": OpenAIErrorResponse},
+    403: described("Adapters cannot be updated on this server", OpenAIErrorResponse),
+    404: described("There is no such adapter", OpenAIErrorResponse),
+    503: described("The shards do not answer", OpenAIErrorResponse),
 }
 
 

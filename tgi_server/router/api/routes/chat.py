@@ -4,17 +4,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, event_stream_of
+from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.responses import event
-from tgi_server.router.api.routes.chat_answer import ChatAnswer, PieceWriter, WholeChoice, delta_json
+from tgi_server.router.api.routes.chat_answer import ChatAnswer, Delta, PieceWriter, WholeChoice, delta_of
 from tgi_server.router.api.routes.chat_prompt import ChatPrompt, plan_chat, prompt_for_chat
-from tgi_server.router.api.routes.openai import DONE, Envelope, usage_json
-from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from tgi_server.router.api.routes.openai import DONE, envelope, usage_of
+from tgi_server.router.schemas.chat import (
+    ChatCompletion,
+    ChatCompletionChoice,
+    ChatCompletionChunk,
+    ChatCompletionLogprob,
+    ChatCompletionLogprobs,
+    ChatRequest,
+)
+from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import Piece
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
@@ -26,8 +35,8 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         summary="Answer a conversation, in one piece or as server-sent events",
-        response_model=ChatCompletion,
-        responses=OPENAI_ERRORS | event_stream_of(ChatCompletionChunk),
+        response_class=Response,
+        responses=OPENAI_ERRORS | answered_by(ChatCompletion, ChatCompletionChunk),
         openapi_extra=described_body(ChatRequest),
     )
     async def chat_completions(request: Request) -> Response:
@@ -78,9 +87,9 @@ class ChatChoices:
         ]
         return cls(prompt, streams)
 
-    def usage(self) -> str:
-        """Returns JSON of what the choices have used. The prompt is one for all of them."""
-        return usage_json(len(self.prompt.checked.input_ids), self.streams, self.streams[0].cached_tokens)
+    def usage(self) -> Usage:
+        """Returns what the choices have used. The prompt is one for all of them."""
+        return usage_of(len(self.prompt.checked.input_ids), self.streams, self.streams[0].cached_tokens)
 
 
 async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
@@ -90,10 +99,13 @@ async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
     choices = ChatChoices.begin(exchange, prompt, written.__getitem__, end)
     await exchange.wait_for(end.future)
     logprobs = prompt.logprobs is not None
-    shown = ",".join(choice.json(index, logprobs=logprobs) for index, choice in enumerate(written))
-    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model, prompt.checked.options.adapter_id)
-    text = envelope.wrap(shown, choices.usage())
-    return exchange.respond(text, characters=len(prompt.text), streams=choices.streams)
+    completion = ChatCompletion(
+        object="chat.completion",
+        choices=[choice.complete(index, logprobs=logprobs) for index, choice in enumerate(written)],
+        usage=choices.usage(),
+        **envelope("chatcmpl", exchange.service.model, prompt.checked.options.adapter_id),
+    )
+    return exchange.respond(completion, characters=len(prompt.text), streams=choices.streams)
 
 
 def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Response:
@@ -101,35 +113,46 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
     whole_usage = options is not None and options.include_usage
     usage_so_far = options is not None and options.include_usage and options.continuous_usage_stats
     outbox = Outbox()
-    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model, prompt.checked.options.adapter_id)
+    chunk = ChatCompletionChunk(
+        object="chat.completion.chunk",
+        choices=[],
+        usage=None if whole_usage else UNSET,
+        **envelope("chatcmpl", exchange.service.model, prompt.checked.options.adapter_id),
+    )
 
     def last_words() -> bytes:
-        return event(envelope.wrap("", choices.usage())) if whole_usage else b""
+        chunk.choices, chunk.usage = [], choices.usage()
+        return event(chunk) if whole_usage else b""
 
-    def usage() -> str | None:
-        return choices.usage() if usage_so_far else "null" if whole_usage else None
+    def usage() -> Usage:
+        return choices.usage()
 
     end = exchange.stream_end(outbox, sequences=prompt.checked.options.n, last_words=last_words, trailer=DONE)
-    chunks = _Chunks(outbox, envelope, usage, logprobs=prompt.logprobs is not None)
+    chunks = _Chunks(outbox, chunk, usage if usage_so_far else None, logprobs=prompt.logprobs is not None)
     choices = ChatChoices.begin(exchange, prompt, lambda index: _StreamedChoice(chunks, index), end)
     return exchange.stream(outbox, characters=len(prompt.text))
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Writes the chunks of one response. usage: returns JSON that a chunk has for it. logprobs: they were asked for."""
+    """Writes the chunks of one response: `chunk` with another choice each time.
+
+    usage: returns what each chunk has for it; None: all have the same. logprobs: they were requested.
+    """
 
     outbox: Outbox
-    envelope: Envelope
-    usage: Callable[[], str | None]
+    chunk: ChatCompletionChunk
+    usage: Callable[[], Usage] | None
     logprobs: bool
 
-    def write(self, index: int, delta: str, logprobs: Sequence[str], reason: str | None) -> None:
-        """Writes a chunk with the next piece of a choice. delta, logprobs: JSON."""
-        entries = f'{{"content":[{",".join(logprobs)}]}}' if self.logprobs else "null"
-        told = "null" if reason is None else f'"{reason}"'
-        choice = f'{{"index":{index},"delta":{delta},"logprobs":{entries},"finish_reason":{told}}}'
-        self.outbox.write(event(self.envelope.wrap(choice, self.usage())))
+    def write(self, index: int, delta: Delta, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
+        """Writes a chunk with the next piece of a choice."""
+        entries = ChatCompletionLogprobs(content=list(logprobs)) if self.logprobs else None
+        choice = ChatCompletionChoice(index=index, delta=delta, logprobs=entries, finish_reason=reason)
+        self.chunk.choices = [choice]
+        if self.usage is not None:
+            self.chunk.usage = self.usage()
+        self.outbox.write(event(self.chunk))
 
 
 @dataclass(slots=True)
@@ -140,6 +163,6 @@ class _StreamedChoice:
     index: int
     begun: bool = False
 
-    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
-        self.chunks.write(self.index, delta_json(piece, first=not self.begun), logprobs, reason)
+    def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
+        self.chunks.write(self.index, delta_of(piece, first=not self.begun), logprobs, reason)
         self.begun = True

@@ -1,14 +1,30 @@
 """One choice of a chat response, as it is generated and as it is written."""
 
-import json
 from collections.abc import Sequence
 from typing import Protocol
 from uuid import uuid4
 
+from msgspec import UNSET
+
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.responses import number, quoted
+from tgi_server.router.api.responses import known_logprob
 from tgi_server.router.api.routes.openai import finish_reason
+from tgi_server.router.schemas.chat import (
+    CalledFunction,
+    ChatCompletionComplete,
+    ChatCompletionLogprob,
+    ChatCompletionLogprobs,
+    ChatCompletionTopLogprob,
+    DeltaToolCall,
+    Function,
+    MadeToolCall,
+    ReasoningDelta,
+    TextDelta,
+    TextMessage,
+    ToolCallDelta,
+    ToolCallMessage,
+)
 from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
 from tgi_server.router.text.token_stream import AnyStream
 from tgi_server.router.text.tokenizer import TextTokenizer
@@ -17,8 +33,8 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 class PieceWriter(Protocol):
     """Writes the pieces of a choice."""
 
-    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
-        """Takes the next piece. logprobs: JSON of the tokens since the last piece. reason: set with the last piece."""
+    def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
+        """Takes the next piece. logprobs: of the tokens since the last piece. reason: set with the last piece."""
 
 
 class ChatAnswer:
@@ -43,7 +59,7 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._most = most
         self._show_thoughts = show_thoughts
-        self._logprobs: list[str] = []
+        self._logprobs: list[ChatCompletionLogprob] = []
 
     def token(
         self,
@@ -107,10 +123,10 @@ class WholeChoice:
     def __init__(self) -> None:
         self._texts: dict[AnswerPart, list[str]] = {part: [] for part in AnswerPart}
         self._arguments: list[list[str]] = []
-        self._logprobs: list[str] = []
+        self._logprobs: list[ChatCompletionLogprob] = []
         self._reason = ""
 
-    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
+    def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
         self._logprobs += logprobs
         self._texts[piece.part].append(piece.text)
         if piece.part is AnswerPart.CALL:
@@ -138,21 +154,18 @@ class WholeChoice:
         arguments = map("".join, self._arguments)
         return list(zip(self._texts[AnswerPart.CALL], arguments, strict=True))
 
-    def json(self, index: int, *, logprobs: bool) -> str:
-        """Returns the choice as JSON. logprobs: they were asked for."""
+    def complete(self, index: int, *, logprobs: bool) -> ChatCompletionComplete:
+        """Returns the whole choice. logprobs: they were requested."""
+        thoughts = self.thoughts or UNSET
         calls = [
-            f'{{"id":"{call_id()}","type":"function",'
-            f'"function":{{"name":{quoted(name)},"arguments":{quoted(arguments)}}}}}'
+            MadeToolCall(id=call_id(), function=CalledFunction(name=name, arguments=arguments))
             for name, arguments in self.calls
         ]
-        content = "null" if calls and not self.text else quoted(self.text)
-        thoughts = f',"reasoning_content":{quoted(self.thoughts)}' if self.thoughts else ""
-        called = f',"tool_calls":[{",".join(calls)}]' if calls else ""
-        entries = f'{{"content":[{",".join(self._logprobs)}]}}' if logprobs else "null"
-        return (
-            f'{{"index":{index},"message":{{"role":"assistant","content":{content}{thoughts}{called}}},'
-            f'"logprobs":{entries},"finish_reason":"{self._reason}"}}'
-        )
+        message: TextMessage | ToolCallMessage = TextMessage(content=self.text, reasoning_content=thoughts)
+        if calls:
+            message = ToolCallMessage(content=self.text or None, reasoning_content=thoughts, tool_calls=calls)
+        entries = ChatCompletionLogprobs(content=self._logprobs) if logprobs else None
+        return ChatCompletionComplete(index=index, message=message, logprobs=entries, finish_reason=self._reason)
 
 
 def call_id() -> str:
@@ -160,19 +173,23 @@ def call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-def delta_json(piece: Piece, *, first: bool) -> str:
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
+
+
+def delta_of(piece: Piece, *, first: bool) -> Delta:
     """Returns a piece as the `delta` of a chunk. first: of its choice, which has the role: clients join what comes."""
-    role = '"role":"assistant",' if first else ""
+    role = "assistant" if first else UNSET
     match piece.part:
         case AnswerPart.TEXT:
-            return f'{{{role}"content":{quoted(piece.text)}}}'
+            return TextDelta(role=role, content=piece.text)
         case AnswerPart.THOUGHT:
-            return f'{{{role}"reasoning_content":{quoted(piece.text)}}}'
+            return ReasoningDelta(role=role, reasoning_content=piece.text)
         case AnswerPart.CALL:
-            call = f'"id":"{call_id()}","type":"function","function":{{"name":{quoted(piece.text)},"arguments":""}}'
+            function = Function(name=piece.text, arguments="")
+            call = DeltaToolCall(index=piece.call, id=call_id(), type="function", function=function)
         case AnswerPart.ARGUMENTS:
-            call = f'"function":{{"arguments":{quoted(piece.text)}}}'
-    return f'{{{role}"tool_calls":[{{"index":{piece.call},{call}}}]}}'
+            call = DeltaToolCall(index=piece.call, function=Function(arguments=piece.text))
+    return ToolCallDelta(role=role, tool_calls=[call])
 
 
 def _logprobs(
@@ -183,19 +200,23 @@ def _logprobs(
     top: pb.TopTokens | None,
     *,
     drafted: bool = False,
-) -> str:
+) -> ChatCompletionLogprob:
     """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
 
-    most: of the alternatives; shards tell those that are as likely, too.
+    most: of the alternatives; shards report those that are as likely, too.
     """
     tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
-    # Of those that are equally likely, the chosen one is told.
+    # Of those that are equally likely, the chosen one is reported.
     tops.sort(key=lambda each: (-each[1], each[0] != token_id))
-    alternatives = ",".join(f"{{{_logprob(tokenizer, each, value)}}}" for each, value in tops[:most])
-    more = ',"drafted":true' if drafted else ""
-    return f'{{{_logprob(tokenizer, token_id, logprob)},"top_logprobs":[{alternatives}]{more}}}'
-
-
-def _logprob(tokenizer: TextTokenizer, token_id: int, logprob: float | None) -> str:
-    name, raw = tokenizer.token_name(token_id), list(tokenizer.token_bytes(token_id))
-    return f'"token":{quoted(name)},"logprob":{number(logprob)},"bytes":{json.dumps(raw)}'
+    return ChatCompletionLogprob(
+        token=tokenizer.token_name(token_id),
+        logprob=known_logprob(logprob),
+        bytes=list(tokenizer.token_bytes(token_id)),
+        top_logprobs=[
+            ChatCompletionTopLogprob(
+                token=tokenizer.token_name(each), logprob=known_logprob(value), bytes=list(tokenizer.token_bytes(each))
+            )
+            for each, value in tops[:most]
+        ],
+        drafted=drafted or UNSET,
+    )

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.body import read_json
-from tgi_server.router.api.documentation import GENERATION_ERRORS, described_body, event_stream_of
+from tgi_server.router.api.documentation import GENERATION_ERRORS, answered_by, described_body
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond, respond_to
-from tgi_server.router.api.responses import quoted
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
@@ -22,8 +21,6 @@ from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.compatibility import (
     GenerateVertexInstance,
     SagemakerRequest,
-    SagemakerResponse,
-    SagemakerStreamResponse,
     VertexRequest,
     VertexResponse,
 )
@@ -31,7 +28,6 @@ from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import (
     CompatGenerateRequest,
     GenerateParameters,
-    GenerateResponse,
     StreamResponse,
 )
 from tgi_server.router.service import Service
@@ -45,8 +41,8 @@ def compatibility_routes(service: Service) -> APIRouter:
     @router.post(
         "/",
         summary="Generate text, in one piece or as server-sent events",
-        response_model=list[GenerateResponse],
-        responses=GENERATION_ERRORS | event_stream_of(StreamResponse),
+        response_class=Response,
+        responses=GENERATION_ERRORS | answered_by("GeneratedList", StreamResponse),
         openapi_extra=described_body(CompatGenerateRequest),
     )
     async def compat_generate(request: Request) -> Response:
@@ -55,8 +51,8 @@ def compatibility_routes(service: Service) -> APIRouter:
     @router.post(
         "/invocations",
         summary="Generate text as SageMaker asks for it",
-        response_model=SagemakerResponse,
-        responses=GENERATION_ERRORS | event_stream_of(SagemakerStreamResponse),
+        response_class=Response,
+        responses=GENERATION_ERRORS | answered_by("SagemakerResponse", "SagemakerStreamResponse"),
         openapi_extra=described_body(SagemakerRequest),
     )
     async def invocations(request: Request) -> Response:
@@ -65,8 +61,8 @@ def compatibility_routes(service: Service) -> APIRouter:
     @router.post(
         "/vertex",
         summary="Generate texts as Vertex AI asks for them",
-        response_model=VertexResponse,
-        responses=GENERATION_ERRORS,
+        response_class=Response,
+        responses=GENERATION_ERRORS | answered_by(VertexResponse),
         openapi_extra=described_body(VertexRequest),
     )
     async def vertex(request: Request) -> Response:
@@ -120,8 +116,8 @@ async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
         sequences.append(replace(checked, options=replace(checked.options, report=report, include_stop=True)))
         characters += len(text)
     streams = await exchange.collect(sequences)
-    predictions = ",".join(quoted(stream.output.text) for stream in streams)
-    return exchange.respond(f'{{"predictions":[{predictions}]}}', characters=characters, streams=streams)
+    response = VertexResponse(predictions=[stream.output.text for stream in streams])
+    return exchange.respond(response, characters=characters, streams=streams)
 
 
 async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.api.responses import number, quoted
+from tgi_server.router.api.responses import known_logprob
+from tgi_server.router.schemas.completions import CompletionLogprobs
 from tgi_server.router.text.detokenizer import Detokenizer
 from tgi_server.router.text.tokenizer import TextTokenizer
 
@@ -21,7 +22,7 @@ class LogprobEntries:
         self._show_special = show_special
         self._as_text = as_text
         self._offset = 0
-        self._entries: list[tuple[str, str, str, str]] = []
+        self._entries = _no_entries()
 
     def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
         """Adds the tokens of a prompt; of a truncated one, those of its end. text: the prompt as it is echoed.
@@ -55,15 +56,18 @@ class LogprobEntries:
 
     def _add(self, token: int, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
         """shown: what the text grows by. top: None where nothing can be told."""
-        name, likeliest = self._name(token), "null"
+        name = self._name(token)
+        likeliest: dict[str, float | None] | None = None
         if top is not None:
-            known: dict[str, float | None] = {}
+            likeliest = {}
             for token_id, value in zip(top.ids, top.logprobs, strict=True):
-                known.setdefault(self._name(token_id), value)
-            known.setdefault(name, logprob)
-            pairs = (f"{quoted(each)}:{number(value)}" for each, value in known.items())
-            likeliest = f"{{{','.join(pairs)}}}"
-        self._entries.append((quoted(name), number(logprob), likeliest, str(self._offset)))
+                likeliest.setdefault(self._name(token_id), known_logprob(value))
+            likeliest.setdefault(name, known_logprob(logprob))
+        entries = self._entries
+        entries.tokens.append(name)
+        entries.token_logprobs.append(known_logprob(logprob))
+        entries.top_logprobs.append(likeliest)
+        entries.text_offset.append(self._offset)
         self._offset += len(shown)
 
     def _name(self, token_id: int) -> str:
@@ -71,13 +75,14 @@ class LogprobEntries:
         name = self._tokenizer.token_name(token_id)
         return name if name.encode() == self._tokenizer.token_bytes(token_id) else f"bytes:{name}"
 
-    def take(self) -> str:
-        """Returns JSON of the entries since the last call."""
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        columns: Sequence[Sequence[str]] = list(zip(*self._entries, strict=True)) or [()] * len(names)
-        self._entries = []
-        lists = (f"{quoted(name)}:[{','.join(column)}]" for name, column in zip(names, columns, strict=True))
-        return f"{{{','.join(lists)}}}"
+    def take(self) -> CompletionLogprobs:
+        """Returns the entries since the last call."""
+        entries, self._entries = self._entries, _no_entries()
+        return entries
+
+
+def _no_entries() -> CompletionLogprobs:
+    return CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
 
 
 def _pieces(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> list[str]:

@@ -4,28 +4,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, event_stream_of
+from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import event, quoted
+from tgi_server.router.api.responses import event, to_json
 from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
-    Envelope,
     check_sequences,
+    envelope,
     finish_reason,
     openai_options,
     requested_form,
-    usage_json,
+    usage_of,
 )
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.options import Dialect, Given
-from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
+from tgi_server.router.schemas.completions import (
+    Chunk,
+    CompletionComplete,
+    CompletionFinal,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
@@ -38,8 +46,8 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/completions",
         summary="Continue one prompt or several, in one piece or as server-sent events",
-        response_model=CompletionFinal,
-        responses=OPENAI_ERRORS | event_stream_of(Chunk),
+        response_class=Response,
+        responses=OPENAI_ERRORS | answered_by(CompletionFinal, Chunk),
         openapi_extra=described_body(CompletionRequest),
     )
     async def completions(request: Request) -> Response:
@@ -93,10 +101,10 @@ class _Plan:
         show_special = not self.sequences[sequence].options.skip_special_tokens
         return LogprobEntries(exchange.service.tokenizer, show_special=show_special, as_text=as_text)
 
-    def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> str:
+    def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> Usage:
         """Returns the usage of some sequences. What is computed for several of them is computed once."""
         cached = sum(stream.cached_tokens for stream in streams[:: self.attempts])
-        return usage_json(prompt_tokens, streams if self.generates else (), cached)
+        return usage_of(prompt_tokens, streams if self.generates else (), cached)
 
 
 async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
@@ -179,7 +187,7 @@ async def _whole(exchange: Exchange, plan: _Plan) -> Response:
     return exchange.respond(text, characters=plan.characters, streams=streams)
 
 
-def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> str:
+def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> bytes:
     """Returns the response as JSON. Takes time in proportion to its length."""
     attempts, logprobs = plan.attempts, plan.logprobs is not None
     shown: list[int] = []
@@ -189,16 +197,23 @@ def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[Collect
     choices = []
     for index, each in enumerate(shown):
         stream, text = streams[each], plan.echo(each)
-        told = _logprobs(plan.entries(exchange, each), stream, text, answer=plan.generates) if logprobs else "null"
+        entries = _logprobs(plan.entries(exchange, each), stream, text, answer=plan.generates) if logprobs else None
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
-        choices.append(_choice(index, text, told, reason))
-    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].options.adapter_id)
-    return envelope.wrap(",".join(choices), plan.usage(streams, plan.prompt_tokens))
+        choices.append(_choice(index, text, entries, reason))
+    completion = CompletionFinal(
+        object="text_completion",
+        choices=choices,
+        usage=plan.usage(streams, plan.prompt_tokens),
+        **envelope("cmpl", exchange.service.model, plan.sequences[0].options.adapter_id),
+    )
+    return to_json(completion)
 
 
-def _logprobs(entries: LogprobEntries, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool) -> str:
-    """Returns JSON of `logprobs`: of the prompt's tokens where they were asked for, and of the answer's."""
+def _logprobs(
+    entries: LogprobEntries, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool
+) -> CompletionLogprobs:
+    """Returns the log-probabilities of the prompt's tokens, where they were requested, and of the answer's."""
     output = stream.output
     if stream.prefill is not None:
         entries.prompt(stream.prefill, echo)
@@ -212,18 +227,23 @@ def _logprobs(entries: LogprobEntries, stream: TokenStream[CollectedTokens], ech
 def _stream(exchange: Exchange, plan: _Plan) -> Response:
     request = plan.request
     outbox = Outbox()
-    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].options.adapter_id)
+    chunk = Chunk(
+        object="text_completion",
+        choices=[],
+        **envelope("cmpl", exchange.service.model, plan.sequences[0].options.adapter_id),
+    )
     whole_usage = request.stream_options is not None and request.stream_options.include_usage
     streams: list[AnyStream] = []
 
     def last_words() -> bytes:
-        return event(envelope.wrap("", plan.usage(streams, plan.prompt_tokens))) if whole_usage else b""
+        chunk.choices, chunk.usage = [], plan.usage(streams, plan.prompt_tokens)
+        return event(chunk) if whole_usage else b""
 
     end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
     logprobs = plan.logprobs is not None
     for index, checked in enumerate(plan.sequences):
         entries = plan.entries(exchange, index) if logprobs else None
-        chunks = _CompletionChunks(outbox, envelope, plan, index, entries)
+        chunks = _CompletionChunks(outbox, chunk, plan, index, entries)
         streams.append(exchange.generate(checked, chunks, end))
     return exchange.stream(outbox, characters=plan.characters)
 
@@ -235,19 +255,19 @@ class _CompletionChunks:
     Of a prompt that is shown, the first chunk has all.
     """
 
-    __slots__ = ("_entries", "_envelope", "_index", "_outbox", "_plan", "_told")
+    __slots__ = ("_chunk", "_entries", "_index", "_outbox", "_plan", "_told")
 
     def __init__(
         self,
         outbox: Outbox,
-        envelope: Envelope,
+        chunk: Chunk,
         plan: _Plan,
         index: int,
         entries: LogprobEntries | None,
     ) -> None:
         """entries: None where no log-probabilities are wanted."""
         self._outbox = outbox
-        self._envelope = envelope
+        self._chunk = chunk
         self._plan = plan
         self._index = index
         self._entries = entries
@@ -289,16 +309,18 @@ class _CompletionChunks:
 
     def _send(self, stream: AnyStream, text: str, reason: FinishReason | None) -> None:
         options = self._plan.request.stream_options
-        usage = None
+        usage: Usage | UnsetType | None = UNSET
         if options is not None and options.include_usage and not options.continuous_usage_stats:
-            usage = "null"
+            usage = None
         elif reason is not None or (options is not None and options.include_usage):
             usage = self._plan.usage([stream], stream.input_length)
-        logprobs = "null" if self._entries is None else self._entries.take()
-        self._outbox.write(event(self._envelope.wrap(_choice(self._index, text, logprobs, reason), usage)))
+        logprobs = None if self._entries is None else self._entries.take()
+        self._chunk.choices, self._chunk.usage = [_choice(self._index, text, logprobs, reason)], usage
+        self._outbox.write(event(self._chunk))
 
 
-def _choice(index: int, text: str, logprobs: str, reason: FinishReason | None) -> str:
-    """logprobs: JSON."""
-    name = "null" if reason is None else f'"{finish_reason(reason)}"'
-    return f'{{"index":{index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{name}}}'
+def _choice(
+    index: int, text: str, logprobs: CompletionLogprobs | None, reason: FinishReason | None
+) -> CompletionComplete:
+    name = None if reason is None else finish_reason(reason)
+    return CompletionComplete(index=index, text=text, logprobs=logprobs, finish_reason=name)

@@ -2,19 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described_body, event_stream_of
+from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, answered_by, described, described_body
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import event, number, optional, quoted, token_json, top_tokens_json
+from tgi_server.router.api.responses import EVENTS, event, known_logprob, to_json, top_tokens
 from tgi_server.router.options import Dialect, check_streaming
-from tgi_server.router.schemas.generate import GenerateParameters, GenerateRequest, GenerateResponse, StreamResponse
+from tgi_server.router.schemas.generate import (
+    BestOfSequence,
+    Details,
+    GenerateParameters,
+    GenerateRequest,
+    GenerateResponse,
+    PrefillToken,
+    StreamDetails,
+    StreamResponse,
+    Token,
+)
 from tgi_server.router.service import Service
 from tgi_server.router.text.grammar import requested_grammar
 from tgi_server.router.text.special_tokens import RenderedPrompt
@@ -29,8 +41,8 @@ def generate_routes(service: Service) -> APIRouter:
     @router.post(
         "/generate",
         summary="Generate text",
-        response_model=GenerateResponse,
-        responses=GENERATION_ERRORS,
+        response_class=Response,
+        responses=GENERATION_ERRORS | answered_by(GenerateResponse),
         openapi_extra=described_body(GenerateRequest),
     )
     async def generate(request: Request) -> Response:
@@ -40,7 +52,7 @@ def generate_routes(service: Service) -> APIRouter:
         "/generate_stream",
         summary="Generate text, token by token, as server-sent events",
         response_class=Response,
-        responses=STREAM_ERRORS | event_stream_of(StreamResponse),
+        responses=STREAM_ERRORS | {200: described("Generated text", StreamResponse, EVENTS)},
         openapi_extra=described_body(GenerateRequest),
     )
     async def generate_stream(request: Request) -> Response:
@@ -71,9 +83,9 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
     streams = await exchange.collect(requests)
     tokens = sum(map(_reported_tokens, streams)) if details else 0
     best, text = await exchange.service.threads.handle_text(
-        tokens, lambda: _body(exchange.service.tokenizer, request, requests, streams, details=details)
+        tokens, lambda: _body(exchange.service.tokenizer, request, requests, streams, details=details, in_list=in_list)
     )
-    return exchange.respond(f"[{text}]" if in_list else text, characters=len(request.inputs), streams=[best])
+    return exchange.respond(text, characters=len(request.inputs), streams=[best])
 
 
 def _reported_tokens(stream: AnyStream) -> int:
@@ -88,42 +100,46 @@ def _body(
     streams: Sequence[TokenStream[CollectedTokens]],
     *,
     details: bool,
-) -> tuple[TokenStream[CollectedTokens], str]:
+    in_list: bool,
+) -> tuple[TokenStream[CollectedTokens], bytes]:
     """Returns the best sequence, and the response as JSON."""
-    best_of = len(streams)
-    order = sorted(range(best_of), key=lambda each: streams[each].output.mean_logprob(), reverse=True)
+    order = sorted(range(len(streams)), key=lambda each: streams[each].output.mean_logprob(), reverse=True)
     prompt = request.inputs if request.parameters.return_full_text else ""
     best = streams[order[0]]
-    text = f'{{"generated_text":{quoted(prompt + best.output.text)}'
+    response = GenerateResponse(generated_text=prompt + best.output.text)
     if details:
-        others = ",".join(
-            f'{{"generated_text":{quoted(prompt + streams[each].output.text)},'
-            f"{_details(tokenizer, streams[each], requests[each].seed)}}}"
+        response.details = Details(**_details(tokenizer, best, requests[order[0]].seed))
+        others = [
+            BestOfSequence(
+                generated_text=prompt + streams[each].output.text,
+                **_details(tokenizer, streams[each], requests[each].seed),
+            )
             for each in order[1:]
-        )
-        sequences = f',"best_of_sequences":[{others}]' if best_of > 1 else ""
-        text += f',"details":{{{_details(tokenizer, best, requests[order[0]].seed)}{sequences}}}'
-    return best, text + "}"
+        ]
+        if others:
+            response.details.best_of_sequences = others
+    return best, to_json([response] if in_list else response)
 
 
-def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], seed: int | None) -> str:
-    """Returns the members of a JSON object that tell how a sequence came about."""
-    assert stream.finish_reason is not None
+def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], seed: int | None) -> dict[str, Any]:
+    """Returns the members of an object that describe how a sequence came about."""
     output = stream.output
     special = [token_id in tokenizer.special_tokens for token_id in output.token_ids]
     special[-1] |= _ends_text(stream, output.visible[-1])
-    tokens = ",".join(
-        token_json(token_id, _told(stream, text, visible), logprob, special=hidden)
+    tokens = [
+        Token(id=token_id, text=_told(stream, text, visible), logprob=known_logprob(logprob), special=hidden)
         for token_id, text, visible, logprob, hidden in zip(
             output.token_ids, output.texts, output.visible, output.logprobs, special, strict=True
         )
-    )
-    top = ",".join(top_tokens_json(tokenizer, each) for each in output.top_tokens)
-    return (
-        f'"finish_reason":"{stream.finish_reason.value}","generated_tokens":{stream.generated_tokens},'
-        f'"seed":{optional(seed)},"prefill":{_prefill(tokenizer, stream.prefill)},"tokens":[{tokens}]'
-        + (f',"top_tokens":[{top}]' if top else "")
-    )
+    ]
+    return {
+        "finish_reason": stream.finish_reason,
+        "generated_tokens": stream.generated_tokens,
+        "seed": seed,
+        "prefill": _prefill(tokenizer, stream.prefill),
+        "tokens": tokens,
+        "top_tokens": [top_tokens(tokenizer, each) for each in output.top_tokens] or UNSET,
+    }
 
 
 def _told(stream: AnyStream, text: str, visible: str) -> str:
@@ -136,14 +152,13 @@ def _ends_text(stream: AnyStream, visible: str) -> bool:
     return stream.finish_reason is FinishReason.EOS_TOKEN and not visible
 
 
-def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
+def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> list[PrefillToken]:
     if prefill is None:
-        return "[]"
-    entries: Sequence[str] = [
-        f'{{"id":{token_id},"text":{quoted(tokenizer.token_text(token_id))},"logprob":{number(logprob)}}}'
+        return []
+    return [
+        PrefillToken(id=token_id, text=tokenizer.token_text(token_id), logprob=known_logprob(logprob))
         for token_id, logprob in zip(prefill.ids, prefill.logprobs, strict=True)
     ]
-    return f"[{','.join(entries)}]"
 
 
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Response:
@@ -188,28 +203,33 @@ class _TokenEvents:
         top: pb.TopTokens | None,
     ) -> None:
         special = token_id in self._tokenizer.special_tokens or _ends_text(stream, visible)
-        tops = f'"top_tokens":{top_tokens_json(self._tokenizer, top)},' if top is not None else ""
-        token = token_json(token_id, _told(stream, text, visible), logprob, special=special, drafted=stream.drafted)
-        self._write(stream, token, tops, visible)
+        token = Token(
+            id=token_id,
+            text=_told(stream, text, visible),
+            logprob=known_logprob(logprob),
+            special=special,
+            drafted=stream.drafted or UNSET,
+        )
+        self._write(stream, token, UNSET if top is None else top_tokens(self._tokenizer, top), visible)
 
     def rest(self, stream: AnyStream, text: str) -> None:
-        self._write(stream, token_json(stream.last_id, text, None, special=False), "", text)
+        self._write(stream, Token(id=stream.last_id, text=text, logprob=None, special=False), UNSET, text)
 
-    def _write(self, stream: AnyStream, token: str, tops: str, visible: str) -> None:
+    def _write(self, stream: AnyStream, token: Token, top: list[Token] | UnsetType, visible: str) -> None:
         self._texts.append(visible)
-        whole, details = "null", "null"
+        whole, details = None, None
         if stream.finish_reason is not None:
-            whole = quoted("".join(self._texts))
-            details = self._stream_details(stream, stream.finish_reason) if self._details else details
-        self._outbox.write(
-            event(
-                f'{{"index":{stream.generated_tokens},"token":{token},{tops}'
-                f'"generated_text":{whole},"details":{details}}}'
-            )
+            whole = "".join(self._texts)
+            details = self._stream_details(stream, stream.finish_reason) if self._details else None
+        response = StreamResponse(
+            index=stream.generated_tokens, token=token, top_tokens=top, generated_text=whole, details=details
         )
+        self._outbox.write(event(response))
 
-    def _stream_details(self, stream: AnyStream, reason: FinishReason) -> str:
-        return (
-            f'{{"finish_reason":"{reason.value}","generated_tokens":{stream.generated_tokens},'
-            f'"seed":{optional(self._seed)},"input_length":{stream.input_length}}}'
+    def _stream_details(self, stream: AnyStream, reason: FinishReason) -> StreamDetails:
+        return StreamDetails(
+            finish_reason=reason,
+            generated_tokens=stream.generated_tokens,
+            seed=self._seed,
+            input_length=stream.input_length,
         )

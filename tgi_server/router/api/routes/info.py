@@ -1,16 +1,18 @@
 """/health, /metrics, /info and /v1/models: the server's state, and what it serves."""
 
 from time import time
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.documentation import Responses
+from tgi_server.router.api.documentation import Responses, answered_by, described
+from tgi_server.router.api.responses import json_response
 from tgi_server.router.api.routes.page import page, wants_page
 from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
-from tgi_server.router.schemas.base import ErrorResponse
+from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
 from tgi_server.router.schemas.info import AdapterInfo, Info, ModelInfo, ModelsInfo, VersionInfo
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
@@ -18,9 +20,9 @@ from tgi_server.router.service import Service
 # The release of TGI whose interface this server has.
 TGI_VERSION = "3.3.6"
 
-_UNHEALTHY: Responses = {503: {"description": "The shards do not answer", "model": ErrorResponse}}
+_UNHEALTHY: Responses = {503: described("The shards do not answer", ErrorResponse)}
 
-_NO_SUCH_MODEL: Responses = {404: {"description": "The server has another model", "model": OpenAIErrorResponse}}
+_NO_SUCH_MODEL: Responses = {404: described("The server has another model", OpenAIErrorResponse)}
 
 
 def probe_routes(service: Service) -> APIRouter:
@@ -44,9 +46,13 @@ def probe_routes(service: Service) -> APIRouter:
             operation_id=f"health_{path.strip('/') or 'root'}",
         )
 
-    @router.get("/info", summary="What is served, and with which limits", response_model_exclude_none=False)
-    async def info() -> Info:
-        return _info(service)
+    def get(path: str, summary: str, model: type[ResponseModel], **more: Any) -> Any:
+        described_responses = answered_by(model) | more.pop("responses", {})
+        return router.get(path, summary=summary, response_class=Response, responses=described_responses, **more)
+
+    @get("/info", "What is served, and with which limits", Info)
+    async def info() -> Response:
+        return json_response(_info(service))
 
     @router.get(
         "/metrics",
@@ -57,9 +63,9 @@ def probe_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         return Response(await service.metrics.exposed(), media_type=CONTENT_TYPE)
 
-    @router.get("/version", summary="The version of this server")
-    async def version() -> VersionInfo:
-        return VersionInfo(version=service.model.version)
+    @get("/version", "The version of this server", VersionInfo)
+    async def version() -> Response:
+        return json_response(VersionInfo(version=service.model.version))
 
     created = int(time())
 
@@ -71,16 +77,16 @@ def probe_routes(service: Service) -> APIRouter:
             for name, parent in parents.items()
         }
 
-    @router.get("/v1/models", summary="The model, by all its names, and its adapters")
-    async def models() -> ModelsInfo:
-        return ModelsInfo(object="list", data=list(all_models().values()))
+    @get("/v1/models", "The model, by all its names, and its adapters", ModelsInfo)
+    async def models() -> Response:
+        return json_response(ModelsInfo(object="list", data=list(all_models().values())))
 
-    @router.get("/v1/models/{model_id:path}", summary="One model, or adapter", responses=_NO_SUCH_MODEL)
-    async def one_model(model_id: str) -> ModelInfo:
+    @get("/v1/models/{model_id:path}", "One model, or adapter", ModelInfo, responses=_NO_SUCH_MODEL)
+    async def one_model(model_id: str) -> Response:
         known = all_models()
         if model_id not in known:
             raise NoSuchModel(f"there is no model {model_id[:100]!r} here, only {', '.join(map(repr, known))}")
-        return known[model_id]
+        return json_response(known[model_id])
 
     return router
 

@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from time import time
+from typing import Any
 from uuid import uuid4
 
 from tgi_server.contract import FinishReason, GenerationOptions, Grammar, GrammarKind
-from tgi_server.router.api.responses import quoted
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.openai import SharedParameters, StructuredOutputs
+from tgi_server.router.schemas.openai import PromptTokensDetails, SharedParameters, StructuredOutputs, Usage
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.router.service import ModelDescription, Service
 from tgi_server.router.text.grammar import ANY_OBJECT, json_grammar, requested_grammar
@@ -102,27 +102,25 @@ def check_sequences(sequences: int, limit: int, what: str) -> None:
         raise InvalidRequest(f"{what} must be 1 to {limit}, not {sequences}")
 
 
-class Envelope:
-    """The members that every object of one response has around its choices."""
+def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> dict[str, Any]:
+    """Returns the members that every object of one response has.
 
-    def __init__(self, kind: str, identity: str, model: ModelDescription, adapter_id: str | None) -> None:
-        """kind: the `object`. identity: the beginning of the `id`. adapter_id: the adapter that the request names."""
-        self._head = (
-            f'{{"object":"{kind}","id":"{identity}-{uuid4().hex}","created":{int(time())},'
-            f'"model":{quoted(adapter_id or model.names[0])},"system_fingerprint":{quoted(model.fingerprint)},'
-            '"choices":['
-        )
-
-    def wrap(self, choices: str, usage: str | None = None) -> str:
-        """Returns a response or a chunk. choices: JSON, comma-separated. usage: JSON of it; None leaves it out."""
-        return f"{self._head}{choices}]}}" if usage is None else f'{self._head}{choices}],"usage":{usage}}}'
+    identity: the beginning of the `id`. adapter_id: the adapter that the request names.
+    """
+    return {
+        "id": f"{identity}-{uuid4().hex}",
+        "created": int(time()),
+        "model": adapter_id or model.names[0],
+        "system_fingerprint": model.fingerprint,
+    }
 
 
-def usage_json(prompt_tokens: int, streams: Iterable[AnyStream], cached_tokens: int) -> str:
+def usage_of(prompt_tokens: int, streams: Iterable[AnyStream], cached_tokens: int) -> Usage:
     """cached_tokens: of the prompts, those that had been computed for others."""
     completion_tokens = sum(stream.generated_tokens for stream in streams)
-    return (
-        f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
-        f'"total_tokens":{prompt_tokens + completion_tokens},'
-        f'"prompt_tokens_details":{{"cached_tokens":{cached_tokens}}}}}'
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )

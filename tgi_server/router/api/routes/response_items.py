@@ -1,19 +1,23 @@
-"""The items of a response: built from the pieces of an answer, and sent as events meanwhile.
-
-They are written as JSON piece by piece: dumping objects with the log-probabilities of a long answer would hold up the
-event loop.
-"""
+"""The items of a response: built from the pieces of an answer, and sent as events meanwhile."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from tgi_server.router.api.responses import quoted
 from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
+from tgi_server.router.schemas.chat import ChatCompletionLogprob
+from tgi_server.router.schemas.responses import (
+    OutputFunctionCall,
+    OutputMessageItem,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+)
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
 
-# Sends an event, given its type and its members as JSON.
-Emit = Callable[[str, str], None]
+# Sends an event, given its type and its members.
+Emit = Callable[[str, dict[str, Any]], None]
 
 _KINDS = {
     AnswerPart.TEXT: "message",
@@ -34,7 +38,7 @@ _EVENTS = {
 class ResponseItem:
     """An item of a response.
 
-    name, call_id: of a function call, whose arguments are the text. logprobs: JSON of the entries, joined by commas.
+    name, call_id: of a function call, whose arguments are the text.
     """
 
     kind: str
@@ -43,24 +47,24 @@ class ResponseItem:
     call_id: str = ""
     status: str = "in_progress"
     text: str = ""
-    logprobs: str = ""
+    logprobs: list[ChatCompletionLogprob] = field(default_factory=list)
 
-    def json(self) -> str:
-        """Returns the item as JSON, without content while it is in progress."""
-        head = f'{{"type":"{self.kind}","id":"{self.id}","status":"{self.status}"'
-        begun = self.status == "in_progress"
+    def shown(self) -> OutputMessageItem | OutputReasoning | OutputFunctionCall:
+        """Returns the item as it is sent, without content while it is in progress."""
         if self.kind == "function_call":
-            call = f'"call_id":{quoted(self.call_id)},"name":{quoted(self.name)}'
-            return f'{head},{call},"arguments":{quoted(self.text)}}}'
+            return OutputFunctionCall(
+                id=self.id, status=self.status, call_id=self.call_id, name=self.name, arguments=self.text
+            )
+        begun = self.status == "in_progress"
         if self.kind == "reasoning":
-            content = "" if begun else f'{{"type":"reasoning_text","text":{quoted(self.text)}}}'
-            return f'{head},"summary":[],"content":[{content}]}}'
-        content = "" if begun else self.text_part()
-        return f'{head},"role":"assistant","content":[{content}]}}'
+            return OutputReasoning(
+                id=self.id, status=self.status, content=[] if begun else [ReasoningText(text=self.text)]
+            )
+        return OutputMessageItem(id=self.id, status=self.status, content=[] if begun else [self.text_part()])
 
-    def text_part(self) -> str:
-        """Returns the text of a message as JSON."""
-        return f'{{"type":"output_text","text":{quoted(self.text)},"annotations":[],"logprobs":[{self.logprobs}]}}'
+    def text_part(self) -> OutputText:
+        """Returns the text of a message."""
+        return OutputText(text=self.text, logprobs=self.logprobs)
 
 
 class ResponseItems:
@@ -76,13 +80,13 @@ class ResponseItems:
         self._emit = emit
         self._open: ResponseItem | None = None
         self._pieces: list[str] = []
-        self._logprobs: list[str] = []
+        self._logprobs: list[ChatCompletionLogprob] = []
 
-    def json(self) -> str:
-        """Returns the items as JSON, joined by commas."""
-        return ",".join(item.json() for item in self.items)
+    def shown(self) -> list[OutputMessageItem | OutputReasoning | OutputFunctionCall]:
+        """Returns the items as they are sent."""
+        return [item.shown() for item in self.items]
 
-    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
+    def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
         if piece.text or piece.part is AnswerPart.CALL or not self.items:
             self._take(piece, logprobs)
         else:
@@ -92,7 +96,7 @@ class ResponseItems:
             self.reason, self.incomplete = reason, reason == "length" or (in_call and reason != "tool_calls")
             self._close("incomplete" if self.incomplete else "completed")
 
-    def _take(self, piece: Piece, logprobs: Sequence[str]) -> None:
+    def _take(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob]) -> None:
         kind = _KINDS[piece.part]
         if piece.part is AnswerPart.CALL or self._open is None or self._open.kind != kind:
             self._close("completed")
@@ -100,8 +104,8 @@ class ResponseItems:
         self.thoughts += piece.part is AnswerPart.THOUGHT
         if piece.part is not AnswerPart.CALL and piece.text:
             self._pieces.append(piece.text)
-            entries = f',"logprobs":[{",".join(logprobs)}]' if kind == "message" else ""
-            self._emit(f"{_EVENTS[kind]}.delta", f'{self._place(self._open)},"delta":{quoted(piece.text)}{entries}')
+            entries = {"logprobs": list(logprobs)} if kind == "message" else {}
+            self._emit(f"{_EVENTS[kind]}.delta", {**self._place(self._open), "delta": piece.text, **entries})
         self._logprobs += logprobs
 
     def _begin(self, kind: str, piece: Piece) -> ResponseItem:
@@ -110,9 +114,9 @@ class ResponseItems:
             item.name, item.call_id = piece.text, call_id()
         self._pieces, self._logprobs = [], []
         self.items.append(item)
-        self._emit("response.output_item.added", f'"output_index":{len(self.items) - 1},"item":{item.json()}')
+        self._emit("response.output_item.added", {"output_index": len(self.items) - 1, "item": item.shown()})
         if kind == "message":
-            self._emit("response.content_part.added", f'{self._place(item)},"part":{item.text_part()}')
+            self._emit("response.content_part.added", {**self._place(item), "part": item.text_part()})
         return item
 
     def _close(self, status: str) -> None:
@@ -122,15 +126,15 @@ class ResponseItems:
         item.status, item.text = status, "".join(self._pieces)
         place, done = self._place(item), f"{_EVENTS[item.kind]}.done"
         if item.kind == "function_call":
-            self._emit(done, f'{place},"name":{quoted(item.name)},"arguments":{quoted(item.text)}')
+            self._emit(done, {**place, "name": item.name, "arguments": item.text})
         elif item.kind == "reasoning":
-            self._emit(done, f'{place},"text":{quoted(item.text)}')
+            self._emit(done, {**place, "text": item.text})
         else:
-            item.logprobs = ",".join(self._logprobs)
-            self._emit(done, f'{place},"text":{quoted(item.text)},"logprobs":[{item.logprobs}]')
-            self._emit("response.content_part.done", f'{place},"part":{item.text_part()}')
-        self._emit("response.output_item.done", f'"output_index":{len(self.items) - 1},"item":{item.json()}')
+            item.logprobs = self._logprobs
+            self._emit(done, {**place, "text": item.text, "logprobs": item.logprobs})
+            self._emit("response.content_part.done", {**place, "part": item.text_part()})
+        self._emit("response.output_item.done", {"output_index": len(self.items) - 1, "item": item.shown()})
 
-    def _place(self, item: ResponseItem) -> str:
-        place = f'"item_id":"{item.id}","output_index":{len(self.items) - 1}'
-        return place if item.kind == "function_call" else f'{place},"content_index":0'
+    def _place(self, item: ResponseItem) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self.items) - 1}
+        return place if item.kind == "function_call" else {**place, "content_index": 0}

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pydantic import TypeAdapter
-from pydantic_core import to_json
+import msgspec
 
 from tgi_server.contract import Grammar
+from tgi_server.router.api.responses import to_json
 from tgi_server.router.api.routes.chat_prompt import ChatPlan
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
@@ -31,7 +31,7 @@ from tgi_server.router.text.tools import Choice, ToolSpec, chosen_tools
 
 LOGPROBS = "message.output_text.logprobs"
 
-_TURNS = TypeAdapter(list[Turn])
+_TURNS = msgspec.json.Decoder(list[Turn])
 
 
 def input_turns(request: ResponsesRequest) -> list[Turn]:
@@ -79,7 +79,7 @@ def turns_to_json(earlier: bytes, turns: Sequence[Turn]) -> bytes:
 
 def turns_from_json(text: bytes) -> list[Turn]:
     """text: as `turns_to_json` returns it."""
-    return _TURNS.validate_json(b"[%b]" % text)
+    return _TURNS.decode(b"[%b]" % text)
 
 
 def plan_response(service: Service, request: ResponsesRequest, turns: Sequence[Turn]) -> ChatPlan:

@@ -1,22 +1,21 @@
 """/v1/responses, and /v1/embeddings, which is refused by name."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from time import time
+from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.access import tenant_of
 from tgi_server.router.api.body import SMALL
-from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described_body, event_stream_of
+from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described, described_body
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, owner_of, respond_to
-from tgi_server.router.api.responses import JSON, json_response, named_event
+from tgi_server.router.api.responses import JSON, json_response, named_event, to_json
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, prompt_for_chat
 from tgi_server.router.api.routes.response_items import ResponseItems
@@ -31,12 +30,21 @@ from tgi_server.router.api.stored_responses import StoredResponse, StoredRespons
 from tgi_server.router.errors import NoSuchResponse, NotSupported, PayloadTooLarge, PreviousResponseNotFound
 from tgi_server.router.options import Dialect, rows
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
-from tgi_server.router.schemas.responses import DeletedResponse, ResponseObject, ResponsesRequest
+from tgi_server.router.schemas.responses import (
+    DeletedResponse,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
 from tgi_server.router.service import Service
 
 _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
-    404: {"description": "The response is not kept", "model": OpenAIErrorResponse},
+    404: described("The response is not stored", OpenAIErrorResponse),
 }
 # Options that a response repeats of its request, and what it does not repeat.
 _REPEATED = {"temperature", "top_p", "max_output_tokens", "top_logprobs"}
@@ -44,6 +52,7 @@ _NOT_REPEATED = {
     *("input", "include", "stream", "model", "chat_template_kwargs"),
     *({name for row in rows(Dialect.RESPONSES) for name in row.names} - _REPEATED),
 }
+Status = Literal["in_progress", "completed", "incomplete"]
 _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
@@ -54,8 +63,8 @@ def response_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/responses",
         summary="Respond to an input, in one piece or as server-sent events",
-        response_model=ResponseObject,
-        responses=OPENAI_ERRORS | event_stream_of(ResponseObject),
+        response_class=Response,
+        responses=OPENAI_ERRORS | answered_by(ResponseObject, ResponseEvent),
         openapi_extra=described_body(ResponsesRequest),
     )
     async def create(request: Request) -> Response:
@@ -64,8 +73,8 @@ def response_routes(service: Service) -> APIRouter:
     @router.get(
         "/v1/responses/{response_id}",
         summary="A response that is kept",
-        response_model=ResponseObject,
-        responses=_KEPT_ERRORS,
+        response_class=Response,
+        responses=_KEPT_ERRORS | answered_by(ResponseObject),
         openapi_extra=_ID,
     )
     async def retrieve(request: Request) -> Response:
@@ -77,14 +86,14 @@ def response_routes(service: Service) -> APIRouter:
     @router.delete(
         "/v1/responses/{response_id}",
         summary="Forget a response",
-        response_model=DeletedResponse,
-        responses=_KEPT_ERRORS,
+        response_class=Response,
+        responses=_KEPT_ERRORS | answered_by(DeletedResponse),
         openapi_extra=_ID,
     )
     async def delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]
         kept.delete(tenant_of(request), response_id)
-        return json_response(json.dumps({"id": response_id, "object": "response.deleted", "deleted": True}))
+        return json_response(DeletedResponse(id=response_id))
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embed(request: Request) -> Response:
@@ -135,21 +144,21 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     emit = _nothing if outbox is None else _Events(outbox)
     items = ResponseItems(emit)
     for kind in ("response.created", "response.in_progress"):
-        emit(kind, f'"response":{response.json("in_progress")}')
+        emit(kind, {"response": response.shown("in_progress")})
 
-    def finish() -> tuple[str, str]:
+    def finish() -> tuple[Status, ResponseObject]:
         """Stores the response. Returns its status and the response."""
-        status = "incomplete" if items.incomplete else "completed"
+        status: Status = "incomplete" if items.incomplete else "completed"
         reason = "max_output_tokens" if items.reason == "length" else None
-        text = response.json(status, items.json(), _usage(choices, items), reason)
+        shown = response.shown(status, items.shown(), _usage(choices, items), reason)
         if request.store:
             turns = turns_to_json(conversation, output_turns(items.items))
-            kept.add(tenant, response.id, StoredResponse(text.encode(), turns))
-        return status, text
+            kept.add(tenant, response.id, StoredResponse(to_json(shown), turns))
+        return status, shown
 
     def last_words() -> bytes:
-        status, text = finish()
-        emit(f"response.{status}", f'"response":{text}')
+        status, shown = finish()
+        emit(f"response.{status}", {"response": shown})
         return b""
 
     end = AllEnded(1) if outbox is None else exchange.stream_end(outbox, last_words=last_words)
@@ -161,7 +170,7 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     return exchange.respond(finish()[1], characters=len(prompt.text), streams=choices.streams)
 
 
-def _nothing(kind: str, members: str) -> None:
+def _nothing(kind: str, members: dict[str, Any]) -> None:
     """Events are for streams."""
 
 
@@ -172,8 +181,8 @@ class _Events:
         self._outbox = outbox
         self._numbers = count()
 
-    def __call__(self, kind: str, members: str) -> None:
-        content = f'{{"type":"{kind}","sequence_number":{next(self._numbers)},{members}}}'
+    def __call__(self, kind: str, members: dict[str, Any]) -> None:
+        content = ResponseEvent(type=kind, sequence_number=next(self._numbers), **members)
         self._outbox.write(named_event(kind, content))
 
 
@@ -183,37 +192,39 @@ class _Response:
     def __init__(self, request: ResponsesRequest, model: str) -> None:
         repeated = request.model_dump(by_alias=True, exclude=_NOT_REPEATED)
         self.id = new_id("resp")
-        members = {
+        self._members = repeated | {
             "id": self.id,
-            "object": "response",
             "created_at": int(time()),
-            "background": False,
-            "error": None,
             "model": model,
-            "truncation": "disabled",
-            **repeated,
             "metadata": request.metadata or {},
             "tools": repeated["tools"] or [],
             "tool_choice": repeated["tool_choice"] or "auto",
             "text": repeated["text"] or {"format": {"type": "text"}},
         }
-        self._members = to_json(members).decode()[:-1]
 
-    def json(self, status: str, output: str = "", usage: str = "null", reason: str | None = None) -> str:
-        """Returns OpenAI's object of the response. status: in_progress, completed or incomplete. output: JSON of the
-        items, joined by commas. usage: JSON.
+    def shown(
+        self,
+        status: Status,
+        output: Sequence[Any] = (),
+        usage: ResponseUsage | None = None,
+        reason: str | None = None,
+    ) -> ResponseObject:
+        """Returns OpenAI's object of the response.
 
         reason: why it is incomplete. OpenAI has none for a call that a stop sequence cut off.
         """
-        details = "null" if reason is None else f'{{"reason":"{reason}"}}'
-        state = f'"status":"{status}","incomplete_details":{details}'
-        return f'{self._members},{state},"output":[{output}],"usage":{usage}}}'
+        details = None if reason is None else IncompleteDetails(reason=reason)
+        return ResponseObject(
+            status=status, incomplete_details=details, output=list(output), usage=usage, **self._members
+        )
 
 
-def _usage(choices: ChatChoices, items: ResponseItems) -> str:
+def _usage(choices: ChatChoices, items: ResponseItems) -> ResponseUsage:
     (stream,) = choices.streams
-    return (
-        f'{{"input_tokens":{stream.input_length},"input_tokens_details":{{"cached_tokens":{stream.cached_tokens}}},'
-        f'"output_tokens":{stream.generated_tokens},"output_tokens_details":{{"reasoning_tokens":{items.thoughts}}},'
-        f'"total_tokens":{stream.input_length + stream.generated_tokens}}}'
+    return ResponseUsage(
+        input_tokens=stream.input_length,
+        input_tokens_details=InputTokensDetails(cached_tokens=stream.cached_tokens),
+        output_tokens=stream.generated_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=items.thoughts),
+        total_tokens=stream.input_length + stream.generated_tokens,
     )

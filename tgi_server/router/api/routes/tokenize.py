@@ -12,13 +12,13 @@ from starlette.responses import Response
 from tokenizers import Encoding
 
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
-from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
+from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by, described_body
 from tgi_server.router.api.requests import DirectRoute, owner_of
-from tgi_server.router.api.responses import json_response, quoted
+from tgi_server.router.api.responses import json_response
 from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
-from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, SimpleToken, TokenizeRequest
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
@@ -34,8 +34,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post(
         "/tokenize",
         summary="The tokens of a prompt",
-        response_model=TokenizeResponse,
-        responses=REQUEST_ERRORS,
+        response_class=Response,
+        responses=REQUEST_ERRORS | answered_by("TokenizeResponse"),
         openapi_extra=described_body(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
@@ -48,21 +48,21 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post(
         "/chat_tokenize",
         summary="The prompt that a conversation becomes, and its tokens",
-        response_model=ChatTokenizeResponse,
-        responses=REQUEST_ERRORS,
+        response_class=Response,
+        responses=REQUEST_ERRORS | answered_by(ChatTokenizeResponse),
         openapi_extra=described_body(ChatRequest),
     )
     async def chat_tokenize(request: Request) -> Response:
         async with _reading(service, request, ChatRequest) as (asked, size):
             prompt = await service.threads.run(size, lambda: render(service, conversation_of(asked, tools_of(asked))))
             text, tokens = await _tokens(service, prompt, add_special_tokens=False)
-            return json_response(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
+            return json_response(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
 
     @router.post(
         "/detokenize",
         summary="The text of tokens",
-        response_model=DetokenizeResponse,
-        responses=REQUEST_ERRORS,
+        response_class=Response,
+        responses=REQUEST_ERRORS | answered_by(DetokenizeResponse),
         openapi_extra=described_body(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
@@ -71,7 +71,7 @@ def tokenize_routes(service: Service) -> APIRouter:
             if len(ids) > most:
                 raise InvalidRequest(f"`tokens` has {len(ids)} token ids; it may have at most {most}")
             text = await service.threads.handle_text(len(ids), lambda: _text(service, ids))
-            return json_response(f'{{"prompt":{text}}}')
+            return json_response(DetokenizeResponse(prompt=text))
 
     return router
 
@@ -87,16 +87,18 @@ async def _reading(service: Service, request: Request, model: type[M]) -> AsyncI
         yield await read_beside_loop(service.threads, body, partial(parse, model)), len(body)
 
 
-async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
-    """Returns the prompt's text, and its tokens as JSON. Raises InvalidRequest when there are too many of them."""
+async def _tokens(
+    service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool
+) -> tuple[str, list[SimpleToken]]:
+    """Returns the prompt's text, and its tokens. Raises InvalidRequest when there are too many of them."""
     most = _most_tokens(service)
 
-    def tokenize() -> tuple[str, str]:
+    def tokenize() -> tuple[str, list[SimpleToken]]:
         if not service.tokenizer.exceeds(prompt.text, most):
             encoding = service.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
             text, encoding = prompt.checked(encoding)
             if len(encoding) <= most:
-                return text, _json(encoding, text)
+                return text, _shown(encoding, text)
         raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
 
     return await service.threads.handle_text(len(prompt.text), tokenize)
@@ -107,16 +109,15 @@ def _most_tokens(service: Service) -> int:
 
 
 def _text(service: Service, ids: Sequence[int]) -> str:
-    """Returns the text of tokens as JSON. Raises InvalidRequest for a token that there is not."""
+    """Returns the text of tokens. Raises InvalidRequest for a token that there is not."""
     vocabulary = service.tokenizer.vocab_size
     if (highest := max(ids, default=0)) >= vocabulary:
         raise InvalidRequest(f"`tokens` has {highest}; token ids are 0 to {vocabulary - 1}")
-    return quoted(service.tokenizer.decode(ids))
+    return service.tokenizer.decode(ids)
 
 
-def _json(encoding: Encoding, text: str) -> str:
-    entries = (
-        f'{{"id":{token_id},"text":{quoted(text[start:stop])},"start":{start},"stop":{stop}}}'
+def _shown(encoding: Encoding, text: str) -> list[SimpleToken]:
+    return [
+        SimpleToken(id=token_id, text=text[start:stop], start=start, stop=stop)
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-    )
-    return f"[{','.join(entries)}]"
+    ]

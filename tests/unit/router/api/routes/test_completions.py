@@ -74,10 +74,10 @@ def test_the_entries_of_a_prompt_lie_in_its_text(text: str, first: int, tokens: 
     entries = LogprobEntries(tokenizer, show_special=False)
     entries.prompt(pb.PrefillTokens(ids=ids, logprobs=[-1.0] * len(ids)), text)
     entries.token(ids[0], tokens[0], -1.0, pb.TopTokens(ids=ids, logprobs=[-1.0] * len(ids)))
-    told = json.loads(entries.take())
-    assert told["tokens"] == [*tokens, tokens[0]]
-    assert told["text_offset"] == [*offsets, len(text)]
-    assert told["top_logprobs"][-1].keys() == set(tokens)
+    told = entries.take()
+    assert told.tokens == [*tokens, tokens[0]]
+    assert told.text_offset == [*offsets, len(text)]
+    assert told.top_logprobs[-1].keys() == set(tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
-"""Every object of a response has the same envelope."""
-
-import json
+"""Bounds, names and members that OpenAI's routes share."""
 
 import pytest
 
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.routes.openai import Envelope, check_sequences, finish_reason
+from tgi_server.router.api.routes.openai import check_sequences, envelope, finish_reason
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.service import ModelDescription
 
@@ -21,10 +19,8 @@ def test_every_reason_has_openais_name():
     assert {finish_reason(each) for each in FinishReason} == {"length", "stop"}
 
 
-def test_all_objects_of_a_response_share_their_envelope():
-    envelope = Envelope("text_completion", "cmpl", ModelDescription("m", ["m"], None, "cpu", False, "1.0"), None)
-    first, last = json.loads(envelope.wrap("")), json.loads(envelope.wrap('{"index":0}', '{"total_tokens":3}'))
-    assert first["choices"] == []
-    assert "usage" not in first
-    assert (last["choices"], last["usage"]) == ([{"index": 0}], {"total_tokens": 3})
-    assert {first[key] == last[key] for key in ("id", "object", "created", "model", "system_fingerprint")} == {True}
+def test_a_response_names_the_adapter_that_wrote_it():
+    model = ModelDescription("m", ["name", "m"], None, "cpu", False, "1.0")
+    assert envelope("cmpl", model, None)["model"] == "name"
+    assert envelope("cmpl", model, "chef")["model"] == "chef"
+    assert envelope("cmpl", model, None)["id"].startswith("cmpl-")
