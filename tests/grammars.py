@@ -26,6 +26,13 @@ def compiler_fault(grammar: Grammar) -> str | None:
     return None
 
 
+def left_to_model(grammar: Grammar, compiler: GrammarCompiler | None = None) -> tuple[str, ...]:
+    """Returns the constraints of a compiled grammar that are left to the model, each as a line."""
+    found = (compiler or demo_compiler()).cache.find(grammar)
+    assert found is not None
+    return found.source.unenforced
+
+
 async def no_fault(_: Grammar) -> tuple[str, ...]:
     return ()
 

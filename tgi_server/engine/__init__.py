@@ -23,7 +23,7 @@ __all__ = [
     "StepResult",
 ]
 
-# Imported when they are first asked for: the process that tries grammars needs a part of this package, and no torch.
+# Imported when they are first used: kernels can be compiled and checked where there is torch alone.
 _MODULES = {
     "CacheCapacity": "runners.base",
     "EngineConfig": "config",

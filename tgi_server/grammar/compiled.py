@@ -3,7 +3,7 @@
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
 
@@ -15,19 +15,30 @@ from tgi_server.grammar.errors import NoRoomForGrammar
 GROWTH_BYTES = 24 * 2**20
 
 
-@dataclass(slots=True)
-class CompiledGrammar:
-    """matcher: at its beginning; copied for each sequence. hints: the tokens to show in the place of each marker.
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar in llguidance's own form.
 
-    size: bytes, of all that it may come to take. unenforced, leniency: see `GrammarSource`. spent: a sequence has met a
-    limit, which all copies share.
+    hints: tokens to show in the place of each marker. unenforced: constraints of a JSON schema that are left to the
+    model, each as a line. leniency: how much was left to it from the beginning.
     """
 
-    matcher: LLMatcher
-    hints: Mapping[int, list[int]]
-    size: int
+    text: str
+    hints: Mapping[int, list[int]] = field(default_factory=dict)
     unenforced: tuple[str, ...] = ()
     leniency: int = 0
+
+
+@dataclass(slots=True)
+class CompiledGrammar:
+    """matcher: at its beginning; copied for each sequence. size: bytes, of all that it may come to take.
+
+    spent: a sequence has met a limit, which all copies share.
+    """
+
+    source: GrammarSource
+    matcher: LLMatcher
+    size: int
     spent: bool = False
 
 

@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar.annotated_schema import annotated_lark
-from tgi_server.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
+from tgi_server.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars, GrammarSource
 from tgi_server.grammar.constraint import Constraint
 from tgi_server.grammar.errors import InvalidGrammar, reason
 from tgi_server.grammar.json_schema import JSON_LAYOUT, MOST_LENIENT, enforced_schema
@@ -22,7 +22,7 @@ from tgi_server.grammar.python_regex import rust_regex
 from tgi_server.grammar.tokenizer import GrammarTokenizer
 
 # The bytes of all compiled grammars, each with what it may come to take: there is room for about 120 small ones.
-KEPT_BYTES = 3 * 2**30
+CACHE_BYTES = 3 * 2**30
 
 # Each bounds a part of the work that a grammar may cause, when it is compiled or in one step (0.1 s at most).
 _LIMITS = {
@@ -65,22 +65,10 @@ def on_stack(size: int, work: Callable[[], T]) -> T:
     return outcome.result()
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSource:
-    """A grammar in llguidance's own form.
-
-    hints: tokens to show in the place of each marker. unenforced: constraints of a JSON schema that are left to the
-    model, each as a line. leniency: how much was left to it from the beginning.
-    """
-
-    text: str
-    hints: Mapping[int, list[int]] = field(default_factory=dict)
-    unenforced: tuple[str, ...] = ()
-    leniency: int = 0
-
-
 class GrammarCompiler:
-    """Compiles grammars for one model, and keeps them; the least recently used are forgotten first.
+    """Compiles grammars for one model, and caches them.
+
+    cache: what has been compiled. A grammar that is pinned there stays for as long as requests need it.
 
     Its methods may be called from any thread; they drop the GIL where they work long. A grammar that comes from outside
     may take more time, memory or stack than there is: see `Sandbox`.
@@ -93,27 +81,24 @@ class GrammarCompiler:
         eos: Sequence[int],
         *,
         stack_bytes: int = COMPILE_STACK_BYTES,
-        kept_bytes: int = KEPT_BYTES,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Reads nothing yet: the tokenizer is read when it is first needed, or by `prepare`.
+        """Reads nothing yet: the tokenizer is read when it is first needed.
 
-        stack_bytes: that a compilation may take. One that takes more ends the process. kept_bytes: that all grammars
-        may take that are kept.
+        stack_bytes: that a compilation may take. One that takes more ends the process. cache_bytes: that all grammars
+        in the cache may take.
         """
         self._model = model
         self._vocab_size = vocab_size
         self._eos = eos
         self._stack_bytes = stack_bytes
-        self._kept = CompiledGrammars(kept_bytes)
+        self.cache = CompiledGrammars(cache_bytes)
         self._tokenizer: GrammarTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
 
-    def prepare(self) -> None:
-        """Reads the tokenizer now. Raises InvalidGrammar when it is of no use."""
-        _ = self.tokenizer
-
     @property
     def tokenizer(self) -> GrammarTokenizer:
+        """The model's tokenizer. Raises InvalidGrammar when it cannot be used."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
@@ -189,45 +174,22 @@ class GrammarCompiler:
     def check(self, grammar: Grammar) -> None:
         """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
         if self.size_of(grammar) is None:
-            self.keep(grammar, *self.compiled(grammar))
-
-    def keep(
-        self, grammar: Grammar, source: GrammarSource, matcher: LLMatcher | None = None, size: int = GROWTH_BYTES
-    ) -> None:
-        """Keeps a compiled grammar.
-
-        matcher: None: it is compiled now. size: bytes that it may come to take. Raises InvalidGrammar, and
-        NoRoomForGrammar when requests need all that are kept.
-        """
-        compiled = self.compile(source) if matcher is None else matcher
-        self._kept.add(grammar, CompiledGrammar(compiled, source.hints, size, source.unenforced, source.leniency))
+            self.cache.add(grammar, CompiledGrammar(*self.compiled(grammar), GROWTH_BYTES))
 
     def size_of(self, grammar: Grammar) -> int | None:
         """Returns the bytes that the compiled grammar may take, or None for one that has to be compiled first."""
-        found = self._kept.find(grammar)
+        found = self.cache.find(grammar)
         return None if found is None or found.spent else found.size
-
-    def left_to_model(self, grammar: Grammar) -> tuple[tuple[str, ...], int]:
-        """Returns the constraints of a compiled grammar that are left to the model, each a line, and its leniency."""
-        found = self._kept.find(grammar)
-        return ((), 0) if found is None else (found.unenforced, found.leniency)
-
-    def pin(self, grammar: Grammar) -> None:
-        """Has the grammar kept, once it is compiled, for as long as a request needs it: until `unpin`."""
-        self._kept.pin(grammar)
-
-    def unpin(self, grammar: Grammar) -> None:
-        self._kept.unpin(grammar)
 
     def constraint(
         self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
     ) -> Constraint:
         """Returns what a sequence has to match from here on. Quick: nothing is compiled.
 
-        generated_ids: what the sequence had generated before a preemption. The constraint of a grammar that is not kept
-        has an error from the beginning.
+        generated_ids: what the sequence had generated before a preemption. The constraint of a grammar that is not in
+        the cache has an error from the beginning.
         """
-        compiled = self._kept.find(grammar)
+        compiled = self.cache.find(grammar)
         if compiled is None:
             nothing = LLMatcher(self.tokenizer.lookup, "", log_level=0)
             constraint = Constraint(nothing, {}, self.tokenizer.eos, max_new_tokens, ignore_eos=ignore_eos)
@@ -235,7 +197,7 @@ class GrammarCompiler:
             return constraint
         constraint = Constraint(
             compiled.matcher.deep_copy(),
-            compiled.hints,
+            compiled.source.hints,
             self.tokenizer.eos,
             max_new_tokens,
             ignore_eos=ignore_eos,

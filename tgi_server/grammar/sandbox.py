@@ -5,26 +5,16 @@ import logging
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tgi_server.contract import Grammar
-from tgi_server.grammar.compiled import GROWTH_BYTES
-from tgi_server.grammar.compiler import GrammarSource
+from tgi_server.grammar.compiled import GROWTH_BYTES, GrammarSource
 from tgi_server.grammar.errors import InvalidGrammar, SandboxLimit
 
 logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 512 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A grammar that has been seen to compile and to be followed. size: bytes that it may come to take."""
-
-    source: GrammarSource
-    size: int
 
 
 class Sandbox:
@@ -55,19 +45,16 @@ class Sandbox:
         """Has the process read the tokenizer, so that the first grammar need not wait for it."""
         self._running()
 
-    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Trial:
-        """Compiles the grammar and follows it for some steps.
+    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> tuple[GrammarSource, int]:
+        """Compiles the grammar and follows it for some steps. Returns its source, and the bytes that it may take.
 
         leniency: how much of it is left to the model from the beginning, as for `GrammarCompiler.compiled`.
 
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than somebody would wait.
         """
-        asked = [
-            *(grammar.type.value, grammar.value, grammar.text, grammar.frame, grammar.lenient),
-            *(leniency, cpu_seconds),
-        ]
-        line = json.dumps(asked).encode() + b"\n"
+        values = (grammar.type.value, grammar.value, grammar.text, grammar.frame, grammar.lenient)
+        line = json.dumps([*values, leniency, cpu_seconds]).encode() + b"\n"
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:
             raise SandboxLimit("time")
@@ -78,7 +65,7 @@ class Sandbox:
             raise SandboxLimit(outcome["limit"])
         hints = dict(map(tuple, outcome["hints"]))
         source = GrammarSource(outcome["text"], hints, tuple(outcome["unenforced"]), leniency)
-        return Trial(source, outcome["bytes"] + GROWTH_BYTES)
+        return source, outcome["bytes"] + GROWTH_BYTES
 
     def close(self) -> None:
         """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""

@@ -188,7 +188,7 @@ def _decoding_tokenizer(definition: str, size: int) -> _Texts:
             return bytes(tokenizer.decode([token]).encode())
         before: str = tokenizer.decode([anchor])
         behind: str = tokenizer.decode([anchor, token])
-        # A decoder that changes what stands before the token cannot be told of as a list of spellings.
+        # A decoder that changes what stands before the token cannot be expressed as a list of spellings.
         return behind.removeprefix(before).encode() if behind.startswith(before) else b""
 
     return encode, [spelling(token) for token in range(size)]

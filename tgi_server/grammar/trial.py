@@ -44,7 +44,7 @@ def main() -> None:
     compiler = GrammarCompiler(Path(model), int(vocab_size), list(map(int, eos)), stack_bytes=_COMPILE_STACK_BYTES)
     fault = None
     try:
-        compiler.prepare()
+        _ = compiler.tokenizer  # which all trials share
     except InvalidGrammar as error:
         fault = {"error": str(error)}
     gc.collect()

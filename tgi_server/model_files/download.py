@@ -106,7 +106,7 @@ def _base_of_heads(folder: Path) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
-        return None  # whoever loads it tells what is wrong
+        return None  # what is wrong is reported when it is loaded
     if not isinstance(config, dict) or "medusa_num_heads" not in config:
         return None
     base = config.get("base_model_name_or_path")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
-from tgi_server.grammar.compiled import GROWTH_BYTES
+from tgi_server.grammar.compiled import GROWTH_BYTES, CompiledGrammar
 from tgi_server.grammar.compiler import check_size
 from tgi_server.grammar.json_schema import MOST_LENIENT, is_simple
 from tgi_server.shard.errors import GrammarsBusy
@@ -185,15 +185,15 @@ class GrammarQueue:
     def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
         if job.size is not None:
             source, matcher = self.compiler.compiled(job.grammar, job.leniency)
-            self.compiler.keep(job.grammar, source, matcher, job.size)
+            self.compiler.cache.add(job.grammar, CompiledGrammar(source, matcher, job.size))
             return job.size
         before = sandbox.cpu_seconds
         try:
-            trial = sandbox.try_grammar(job.grammar, lane.cpu_seconds, job.leniency)
+            source, size = sandbox.try_grammar(job.grammar, lane.cpu_seconds, job.leniency)
         finally:
             lane.pay(sandbox.cpu_seconds - before)
-        self.compiler.keep(job.grammar, trial.source, size=trial.size)
-        return trial.size
+        self.compiler.cache.add(job.grammar, CompiledGrammar(source, self.compiler.compile(source), size))
+        return size
 
     def _overrun(self, job: _Job, lane: _Lane, limit: SandboxLimit) -> None:
         if limit.limit == "time":

@@ -9,6 +9,7 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceServicer
 from tgi_server.contract import Grammar
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.grammar.compiled import GrammarSource
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.wire import grammar_from_message
@@ -44,7 +45,7 @@ class GrammarService(GrammarServiceServicer):
         try:
             known = request.size if request.HasField("size") else None
             size = self._queue.compile(grammar, _SECONDS, gone, known, request.leniency)
-            unenforced, leniency = self._queue.compiler.left_to_model(grammar)
+            found = self._queue.compiler.cache.find(grammar)
         except InvalidGrammar as error:
             return pb.CompileResponse(error=str(error))
         except GrammarsBusy as error:
@@ -52,15 +53,16 @@ class GrammarService(GrammarServiceServicer):
         finally:
             if gone.done() or not size:
                 self._unpin(self._queue.compiler, request.pin)
-        return pb.CompileResponse(size=size, unenforced=unenforced, leniency=leniency)
+        source = found.source if found else GrammarSource("")
+        return pb.CompileResponse(size=size, unenforced=source.unenforced, leniency=source.leniency)
 
     def _pin(self, compiler: GrammarCompiler, pin: int, grammar: Grammar) -> None:
         with self._lock:
             self._pins[pin] = grammar
-        compiler.pin(grammar)
+        compiler.cache.pin(grammar)
 
     def _unpin(self, compiler: GrammarCompiler, pin: int) -> None:
         with self._lock:
             grammar = self._pins.pop(pin, None)
         if grammar is not None:
-            compiler.unpin(grammar)
+            compiler.cache.unpin(grammar)

@@ -6,7 +6,7 @@ from llguidance import LLMatcher
 from tests.grammars import demo_compiler
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar import NoRoomForGrammar
-from tgi_server.grammar.compiled import CompiledGrammar, CompiledGrammars
+from tgi_server.grammar.compiled import CompiledGrammar, CompiledGrammars, GrammarSource
 
 
 def grammar(number: int) -> Grammar:
@@ -14,7 +14,8 @@ def grammar(number: int) -> Grammar:
 
 
 def compiled(size: int) -> CompiledGrammar:
-    return CompiledGrammar(LLMatcher(demo_compiler().tokenizer.lookup, "start: /a/", log_level=0), {}, size)
+    matcher = LLMatcher(demo_compiler().tokenizer.lookup, "start: /a/", log_level=0)
+    return CompiledGrammar(GrammarSource("start: /a/"), matcher, size)
 
 
 def test_the_least_recently_used_make_room() -> None:

@@ -90,7 +90,7 @@ def test_a_grammar_is_compiled_once(compiled: list[str]) -> None:
 
 
 def test_only_so_many_bytes_are_kept(compiled: list[str]) -> None:
-    ours = GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=3 * GROWTH_BYTES)
+    ours = GrammarCompiler(demo_model.PATH, 3072, [1], cache_bytes=3 * GROWTH_BYTES)
     schemas = [large_schema(seed) for seed in range(4)]
     for schema in (*schemas, *schemas[2:], schemas[0]):
         ours.check(schema)
@@ -98,17 +98,17 @@ def test_only_so_many_bytes_are_kept(compiled: list[str]) -> None:
 
 
 def test_what_requests_need_is_not_forgotten(compiled: list[str]) -> None:
-    ours = GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=2 * GROWTH_BYTES)
+    ours = GrammarCompiler(demo_model.PATH, 3072, [1], cache_bytes=2 * GROWTH_BYTES)
     first, second, third = (large_schema(seed) for seed in range(3))
     for needed in (first, first, second):
-        ours.pin(needed)
+        ours.cache.pin(needed)
         ours.check(needed)
     with pytest.raises(NoRoomForGrammar, match="other requests"):
         ours.check(third)
-    ours.unpin(first)
+    ours.cache.unpin(first)
     with pytest.raises(NoRoomForGrammar):
         ours.check(third)
-    ours.unpin(first)
+    ours.cache.unpin(first)
     ours.check(third)
     assert ours.size_of(first) is None
     assert ours.size_of(second) is not None
@@ -138,7 +138,7 @@ def test_sequences_do_not_disturb_each_other() -> None:
 def test_the_interpreter_goes_on_while_a_grammar_is_compiled() -> None:
     """The longest time for which no other Python code runs is a part of the time that compiling takes."""
     ours = fresh_compiler()
-    ours.prepare()
+    assert ours.tokenizer
     seconds = 0.0
     done = threading.Event()
 

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from tests.grammars import compiler_fault, demo_compiler
+from tests.grammars import compiler_fault, demo_compiler, left_to_model
 from tests.unit.grammar.acceptance import accepts
 from tests.unit.grammar.keyword_cases import ANNOTATIONS, ENFORCED, LEFT, REFUSED, Group
 from tests.unit.grammar.keyword_table import keyword_table, table_in_document
@@ -23,9 +23,9 @@ def grammar(schema: Any, *lenient: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), lenient=lenient)
 
 
-def left_to_model(schema: Any, *lenient: str) -> tuple[str, ...]:
+def left_out(schema: Any, *lenient: str) -> tuple[str, ...]:
     demo_compiler().check(grammar(schema, *lenient))
-    return demo_compiler().left_to_model(grammar(schema, *lenient))[0]
+    return left_to_model(grammar(schema, *lenient))
 
 
 def fault(schema: Any) -> str:
@@ -64,7 +64,7 @@ def test_annotations_say_nothing(keyword: str) -> None:
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_always_left_to_the_model_is_named(name: str) -> None:
-    assert left_to_model(LEFT[name]) == ("uniqueItems at #",)
+    assert left_out(LEFT[name]) == ("uniqueItems at #",)
 
 
 def test_a_set_of_pydantic_is_taken() -> None:
@@ -72,7 +72,7 @@ def test_a_set_of_pydantic_is_taken() -> None:
         tags: set[str]
 
     schema = Recipe.model_json_schema()
-    assert left_to_model(schema) == ("uniqueItems at #/properties/tags",)
+    assert left_out(schema) == ("uniqueItems at #/properties/tags",)
     assert accepts(demo_compiler(), grammar(schema), '{"tags": ["a", "b"]}')
     assert not accepts(demo_compiler(), grammar(schema), '{"tags": ["a", 1]}')
 
@@ -89,8 +89,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(name: str) -> None:
 def test_what_cannot_be_enforced_is_left_to_the_model_where_that_will_do(name: str) -> None:
     keyword, schema = REFUSED[name]
     whole = {"type": "object", "properties": {"p": schema, "q": {"type": "integer"}}, "required": ["q"]}
-    assert left_to_model(whole, "#") == (f"{keyword} at #/properties/p",)
-    assert left_to_model({"$defs": {"d": whole}, "$ref": "#/$defs/d"}, "#/$defs/d") == (
+    assert left_out(whole, "#") == (f"{keyword} at #/properties/p",)
+    assert left_out({"$defs": {"d": whole}, "$ref": "#/$defs/d"}, "#/$defs/d") == (
         f"{keyword} at #/$defs/d/properties/p",
     )
     assert not accepts(demo_compiler(), grammar(whole, "#"), '{"q": "a"}')
@@ -114,7 +114,7 @@ def test_one_of_is_any_of_where_it_is_left_to_the_model() -> None:
     ],
 )
 def test_schemas_that_are_not_well_formed_are_taken_as_far_as_they_are(schema: Any, left: str) -> None:
-    assert left in left_to_model(schema, "#")
+    assert left in left_out(schema, "#")
     assert accepts(demo_compiler(), grammar(schema, "#"), "{}")
     assert not accepts(demo_compiler(), grammar(schema, "#"), "1")
     assert fault(schema)
@@ -125,7 +125,7 @@ def test_one_part_that_cannot_be_compiled_takes_no_other_along() -> None:
     bad = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 2}}, "required": ["n"]}
     schema = {"anyOf": [{"$ref": "#/$defs/good"}, {"$ref": "#/$defs/bad"}], "$defs": {"good": good, "bad": bad}}
     schema["allOf"] = [{"properties": {"b": {"$ref": "#/$defs/bad"}}, "required": ["b"]}]
-    assert left_to_model(schema, "#/$defs/good", "#/$defs/bad") == ("all at #/$defs/bad",)
+    assert left_out(schema, "#/$defs/good", "#/$defs/bad") == ("all at #/$defs/bad",)
 
 
 def test_no_name_is_written_in_two_ways() -> None:

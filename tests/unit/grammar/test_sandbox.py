@@ -15,6 +15,7 @@ from tests.grammars import demo_compiler
 from tgi_server import demo_model
 from tgi_server.contract import Grammar
 from tgi_server.grammar import InvalidGrammar, Sandbox, SandboxLimit
+from tgi_server.grammar.compiled import CompiledGrammar
 from tgi_server.grammar.compiler import on_stack
 
 SECONDS = 2.0
@@ -50,7 +51,7 @@ def sandbox() -> Iterator[Sandbox]:
 def test_a_grammar_that_overflows_a_stack_is_refused_and_the_next_is_tried(sandbox: Sandbox, grammar: Grammar) -> None:
     with pytest.raises(InvalidGrammar, match="too deep"):
         sandbox.try_grammar(grammar, SECONDS)
-    assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS).source.text
+    assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS)[0].text
 
 
 def test_a_trial_that_takes_too_long_is_ended(sandbox: Sandbox) -> None:
@@ -58,18 +59,18 @@ def test_a_trial_that_takes_too_long_is_ended(sandbox: Sandbox) -> None:
     with pytest.raises(SandboxLimit):
         sandbox.try_grammar(hostile.regex(hostile.optional_letters(300_000)), 0.25)
     assert time.perf_counter() - started < 8
-    assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS).source.text
+    assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS)[0].text
 
 
 def test_definitions_that_all_refer_to_each_other_are_walked_once(sandbox: Sandbox) -> None:
-    assert sandbox.try_grammar(hostile.schema(hostile.mutual(11)), SECONDS).source.text
+    assert sandbox.try_grammar(hostile.schema(hostile.mutual(11)), SECONDS)[0].text
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
     small = Sandbox(demo_model.PATH, 3072, [1], niceness=0, memory_bytes=16 * 2**20)
     with pytest.raises(InvalidGrammar, match="memory"):
         small.try_grammar(hostile.regex("|".join(f"a{i}" for i in range(90_000))), 60)
-    assert small.try_grammar(hostile.regex("[a-z]+"), SECONDS).source.text
+    assert small.try_grammar(hostile.regex("[a-z]+"), SECONDS)[0].text
     small.close()
 
 
@@ -80,7 +81,7 @@ def test_a_process_that_dies_is_replaced() -> None:
     (process,) = set(psutil.Process().children()) - set(before)
     process.kill()
     process.wait()
-    assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS).source.text
+    assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS)[0].text
     sandbox.close()
     assert set(psutil.Process().children()) <= set(before)
 
@@ -92,7 +93,8 @@ def test_a_process_that_dies_is_replaced() -> None:
 def test_what_passes_is_safe_to_compile_and_its_steps_need_little_stack(sandbox: Sandbox, name: str) -> None:
     """Every step of a long text, in a thread with an eighth of the stack of those that compute masks."""
     compiler = demo_compiler()
-    compiler.keep(DEEP[name], sandbox.try_grammar(DEEP[name], SECONDS).source)
+    source, size = sandbox.try_grammar(DEEP[name], SECONDS)
+    compiler.cache.add(DEEP[name], CompiledGrammar(source, compiler.compile(source), size))
     bits = allocate_token_bitmask(1, compiler.tokenizer.lookup.vocab_size)
 
     def walk(choice: float) -> None:

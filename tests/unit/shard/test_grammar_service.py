@@ -25,7 +25,7 @@ ROOM = 3
 @pytest.fixture
 def compiler() -> GrammarCompiler:
     """A compiler with room for three small grammars."""
-    return GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=ROOM * (GROWTH_BYTES + 2**22))
+    return GrammarCompiler(demo_model.PATH, 3072, [1], cache_bytes=ROOM * (GROWTH_BYTES + 2**22))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class BaseWeights:
     """The weights and biases of a model's checkpoint, by the paths of layers in the model."""
 
     def __init__(self, open_files: Callable[[], Checkpoint], base: "BaseModel") -> None:
-        """open_files: called when the first tensor is asked for; most adapters need none."""
+        """open_files: called when the first tensor is read; most adapters need none."""
         self._open_files = open_files
         self._base = base
 

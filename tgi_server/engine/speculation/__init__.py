@@ -1,4 +1,4 @@
-"""Several tokens a step: tokens are drafted, and those that would have been chosen anyway are kept."""
+"""Several tokens a step: tokens are drafted, and those that would have been chosen anyway are accepted."""
 
 from tgi_server.engine.speculation.draft import Draft, DraftCheck
 from tgi_server.engine.speculation.drafters import HistoryDrafter, NgramDrafter

@@ -83,15 +83,15 @@ class StepCosts:
             ),
             reverse=True,
         )
-        fastest, kept, longest = expected / self._without.seconds(rows), 0, 0
+        fastest, best, longest = expected / self._without.seconds(rows), 0, 0
         for count, (gain, _, place) in enumerate(gains, start=1):
             expected += gain
             longest = max(longest, place)
             speed = expected / (self._with.seconds(rows + count) + drafting(longest))
             if speed > fastest:
-                fastest, kept = speed, count
+                fastest, best = speed, count
         worth = [0] * len(lengths)
-        for _, draft, _ in gains[:kept]:
+        for _, draft, _ in gains[:best]:
             worth[draft] += 1
         return worth
 

@@ -11,10 +11,10 @@ from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.sampling import PendingTokens, Tokens, is_greedy, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
-# Of what earlier drafts have shown, so much counts after another draft, and after a step in which none was worth it:
-# sooner or later it is tried again.
-_KEPT_WHEN_CHECKED = 0.9
-_KEPT_WHEN_PASSED_OVER = 0.99
+# What earlier drafts have shown decays with each further draft, and more slowly with each step in which none was worth
+# its time: sooner or later one is tried again.
+_DECAY_WHEN_CHECKED = 0.9
+_DECAY_WHEN_SKIPPED = 0.99
 # A sequence begins as if half a drafted token had been checked, and half of that accepted; or more, if others' were.
 _PRIOR_CHECKED = 0.5
 _PRIOR_CHANCE = 0.5
@@ -42,19 +42,19 @@ class Acceptance:
         return (self.accepted + self.expected * _PRIOR_CHECKED) / (self.checked + _PRIOR_CHECKED)
 
     def learn(self, accepted: int, refused: int) -> None:
-        self._forget(_KEPT_WHEN_CHECKED)
+        self._decay(_DECAY_WHEN_CHECKED)
         self.accepted += accepted
         self.checked += accepted + refused
         if self.of_all is not None:
             self.of_all.learn(accepted, refused)
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """Notes that a draft was not worth checking."""
-        self._forget(_KEPT_WHEN_PASSED_OVER)
+        self._decay(_DECAY_WHEN_SKIPPED)
 
-    def _forget(self, kept: float) -> None:
-        self.accepted *= kept
-        self.checked *= kept
+    def _decay(self, factor: float) -> None:
+        self.accepted *= factor
+        self.checked *= factor
 
 
 @dataclass(slots=True)

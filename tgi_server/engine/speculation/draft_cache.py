@@ -2,7 +2,7 @@
 
 The two caches have blocks of the same numbers, so a sequence's block table is that of both. But the small model does
 not compute every token that the large one does: it drafts where that is worth it. Which of a sequence's tokens it still
-has to compute is told by the contents of the blocks, so that the router's prefix cache, preemption and block allocation
+has to compute follows from the contents of the blocks: the router's prefix cache, preemption and block allocation
 need not know of it. Wrong contents would make wrong drafts, never a wrong text.
 """
 

@@ -22,7 +22,7 @@ class Drafter(ABC):
 
 
 class ModelDrafter(Drafter):
-    """A drafter whose proposals take the device's time, so that only tokens which are worth it are asked for.
+    """A drafter whose proposals take the device's time, so that only tokens which are worth it are requested.
 
     default_most: tokens of a draft at most, where nothing else is said.
     """

@@ -17,9 +17,9 @@ from tgi_server.engine.speculation.eagle_model import EagleModel
 from tgi_server.engine.speculation.last_pass import LastPass
 from tgi_server.engine.speculation.paged_drafter import MissingTokens, PagedDrafter
 
-# Features of so many tokens of a sequence are kept until a draft for it is worth its time. Then they are computed all
-# the same: what is read of a sequence's features once has not to be kept.
-_KEPT_FEATURES = 32
+# Features of so many tokens of a sequence are stored until a draft for it is worth its time. With more, the layer
+# computes them at once.
+_MAX_STORED = 32
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Eagle(PagedDrafter, StateDrafter):
     """Proposes what EAGLE-3's layer makes of the features of a sequence's tokens.
 
     Of each token but the last, the layer computes the features and the token behind it. So that it need not be done at
-    every step of a large batch, where no draft is worth it, features are kept for some steps.
+    every step of a large batch, where no draft is worth it, features are stored for some steps.
     """
 
     def __init__(self, runner: PagedRunner, model: EagleModel, states: HiddenStates, token_ids: Tensor | None) -> None:
@@ -76,7 +76,7 @@ class Eagle(PagedDrafter, StateDrafter):
             sequence
             for sequence in seen
             if sequence not in wanted
-            and (sequence.ended or self._features[sequence].end - self._features[sequence].start > _KEPT_FEATURES)
+            and (sequence.ended or self._features[sequence].end - self._features[sequence].start > _MAX_STORED)
         ]
         rows = sorted(wanted, key=lambda each: -wanted[each])
         chunks = [self._missing(sequence, last=sequence in wanted) for sequence in (*due, *rows)]
@@ -92,27 +92,27 @@ class Eagle(PagedDrafter, StateDrafter):
         parts = [part for part in self._states.layers if part is not None]
         features, seen = torch.cat(parts, -1), dict[RunningSequence, None]()
         for span in self._last.spans():
-            kept = self._features.get(span.sequence)
-            if kept is None or kept.end != span.position:
-                kept = self._features[span.sequence] = _Features(span.position)
-            kept.parts.append(features[span.first : span.first + span.tokens])
+            stored = self._features.get(span.sequence)
+            if stored is None or stored.end != span.position:
+                stored = self._features[span.sequence] = _Features(span.position)
+            stored.parts.append(features[span.first : span.first + span.tokens])
             seen[span.sequence] = None
         self._last = None
         return list(seen)
 
     def _is_complete(self, sequence: RunningSequence) -> bool:
         """Returns True if the features of all tokens but the last one are there, or computed."""
-        kept = self._features.get(sequence)
-        return kept is not None and bool(kept.parts) and kept.end == sequence.length - 1
+        stored = self._features.get(sequence)
+        return stored is not None and bool(stored.parts) and stored.end == sequence.length - 1
 
     def _missing(self, sequence: RunningSequence, *, last: bool) -> MissingTokens:
-        """Returns the tokens behind those whose features were kept, and adds the features to those of the next pass."""
-        kept = self._features[sequence]
-        tokens = torch.tensor(sequence.tokens(kept.start + 1, kept.end + 1))
+        """Returns the tokens behind those with stored features, which the next pass gets."""
+        stored = self._features[sequence]
+        tokens = torch.tensor(sequence.tokens(stored.start + 1, stored.end + 1))
         before = [] if self._model.features is None else [self._model.features]
-        self._model.features = torch.cat([*before, *kept.parts])
-        chunk = MissingTokens(sequence, tokens, kept.start, all_logits=False, last=last)
-        self._features[sequence] = _Features(kept.end)
+        self._model.features = torch.cat([*before, *stored.parts])
+        chunk = MissingTokens(sequence, tokens, stored.start, all_logits=False, last=last)
+        self._features[sequence] = _Features(stored.end)
         return chunk
 
     def _likeliest(self, logits: Tensor) -> Tensor:

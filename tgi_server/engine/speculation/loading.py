@@ -112,7 +112,7 @@ def _draft_model(folder: Path, config: EngineConfig, model: PreTrainedModel, run
 def check_same_tokenizer(model: Path, draft: Path) -> None:
     """Raises UnsupportedModel when a token of one model's tokenizer is another in that of the draft model."""
     if not has_tokenizer(model):
-        return  # it is told tokens, and there is nothing to compare
+        return  # clients send tokens, and there is nothing to compare
     if not has_tokenizer(draft):
         raise UnsupportedModel(f"{draft} has no tokenizer; add that of {model}, if the two models have the same")
     first, second = (_tokens(folder) for folder in (model, draft))

@@ -58,11 +58,11 @@ class Speculation:
             return []
         proposed = self._propose(self.costs, sequences, rows, block_size)
         chances = [draft.acceptance.chance for draft in proposed]
-        kept = self.costs.worth([len(draft.tokens) for draft in proposed], chances, rows, len(sequences))
-        for draft, tokens in zip(proposed, kept, strict=True):
+        worth = self.costs.worth([len(draft.tokens) for draft in proposed], chances, rows, len(sequences))
+        for draft, tokens in zip(proposed, worth, strict=True):
             del draft.tokens[tokens:]
             if not tokens:
-                draft.acceptance.pass_over()
+                draft.acceptance.skip()
         return [draft for draft in proposed if draft.tokens]
 
     def follow(self, rows: Sequence[RunningSequence], chunks: Sequence[PromptChunk], drafts: Sequence[Draft]) -> None:
@@ -101,7 +101,7 @@ class Speculation:
         surest = max((each.chance for each in acceptances), default=0.0)
         if surest <= costs.least_chance(rows, len(sequences), self.most * len(sequences)):
             for acceptance in acceptances:
-                acceptance.pass_over()
+                acceptance.skip()
             return {}
         room = {each: min(self.most, each.draft_room(block_size)) for each in sequences}
         return {each: tokens for each, tokens in room.items() if tokens > 0}
@@ -121,7 +121,7 @@ class Speculation:
         worth = costs.worth(most, [each.chance for each in acceptances], rows, expected, seconds)
         for acceptance, tokens in zip(acceptances, worth, strict=True):
             if not tokens:
-                acceptance.pass_over()
+                acceptance.skip()
         return worth
 
     def _agreed(self, drafts: list[list[int]], most: Sequence[int]) -> list[list[int]]:

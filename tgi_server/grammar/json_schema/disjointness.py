@@ -24,11 +24,11 @@ class Disjointness:
 
     def all_disjoint(self, schemas: Sequence[Schema]) -> bool:
         """Returns True if no value satisfies two of the schemas."""
-        return self.telling_member(schemas, required=True) is not None or all(
+        return self.discriminator(schemas, required=True) is not None or all(
             self.disjoint(first, second) for first, second in combinations(schemas, 2)
         )
 
-    def telling_member(self, schemas: Sequence[Schema], *, required: bool) -> str | None:
+    def discriminator(self, schemas: Sequence[Schema], *, required: bool) -> str | None:
         """Returns the name of a member that has values of its own in each of the schemas, all of objects.
 
         required: it must be there in all but one of them.

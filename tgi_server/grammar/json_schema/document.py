@@ -72,7 +72,7 @@ class Document:
             if isinstance(schema, bool):
                 continue
             if not isinstance(schema, dict):
-                continue  # told of when it is translated, if it ever is
+                continue  # reported when it is translated, if it ever is
             if depth > MAX_DEPTH:
                 raise InvalidGrammar(f"the JSON schema is nested more than {MAX_DEPTH} levels deep")
             self.annotated = self.annotated or SPAN in schema or HINT in schema

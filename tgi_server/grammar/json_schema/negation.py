@@ -84,7 +84,7 @@ class Negation:
         for keyword, value in schema.items():
             check_value(keyword, value)
             if keyword in _REFUSED:
-                raise Unenforceable(f"has {keyword!r} in it, of which no opposite can be asked")
+                raise Unenforceable(f"has {keyword!r} in it, which cannot be negated")
             if keyword in _OPPOSABLE:
                 found += self._of(keyword, value, schema)
         return found
@@ -120,7 +120,7 @@ class Negation:
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "contains":
                 if "minContains" in schema or "maxContains" in schema:
-                    raise Unenforceable("has a number of items in it, of which no opposite can be asked")
+                    raise Unenforceable("has a number of items in it, which cannot be negated")
                 return [{"type": "array", "items": self.opposite(value)}]
             case "pattern":
                 return [{"type": "string", "pattern": _other_pattern(value)}]
@@ -139,7 +139,7 @@ def _all(schemas: Sequence[Schema]) -> Schema:
 
 
 def _other_types(names: Sequence[str]) -> Schema:
-    """Without numbers where only integers are forbidden: those that are none cannot be asked for."""
+    """Returns a schema of the other types, without numbers where only integers are forbidden."""
     others = [name for name in TYPES if name not in names and not (name == "number" and "integer" in names)]
     return {"type": others} if others else False
 
@@ -147,7 +147,7 @@ def _other_types(names: Sequence[str]) -> Schema:
 def _other_values(values: Sequence[Any]) -> list[Schema]:
     """Returns schemas of all values but these."""
     if len(values) > _MAX_VALUES or any(isinstance(value, list | dict) for value in values):
-        raise Unenforceable("has values in it, of which no opposite can be asked")
+        raise Unenforceable("has values in it, which cannot be negated")
     found: list[Schema] = []
     untouched = [name for name in TYPES if name not in set(map(type_of, values))]
     if untouched:
@@ -175,7 +175,7 @@ def _other_texts(texts: Sequence[str]) -> str:
     """Returns a regular expression of all texts but these, which are sorted."""
     heads: dict[str, list[str]] = {}
     if any(len(text) > _MAX_TEXT for text in texts):
-        raise Unenforceable("has a long text in it, of which no opposite can be asked")
+        raise Unenforceable("has a long text in it, which cannot be negated")
     for text in texts:
         if text:
             heads.setdefault(text[0], []).append(text[1:])
@@ -195,12 +195,12 @@ _PLAIN_PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_ -]|\\[.$/-])*\$?\Z")
 def _other_pattern(pattern: str) -> str:
     """Returns the opposite of a pattern that is a beginning, or a whole text, in plain characters."""
     if not _PLAIN_PATTERN.match(pattern) or not pattern.startswith("^"):
-        raise Unenforceable("has a pattern in it, of which no opposite can be asked")
+        raise Unenforceable("has a pattern in it, which cannot be negated")
     text = pattern[1:].removesuffix("$").replace("\\", "")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
         return f"^({_other_texts([text])})$"
     if len(text) > _MAX_TEXT:
-        raise Unenforceable("has a long pattern in it, of which no opposite can be asked")
+        raise Unenforceable("has a long pattern in it, which cannot be negated")
     ways = [rf"{''.join(map(_literal, text[:i]))}([^{_literal(text[i])}][\s\S]*)?" for i in range(len(text))]
     return f"^({'|'.join(ways)})$" if ways else r"^[^\s\S]$"
 
@@ -209,7 +209,7 @@ def _other_number(keyword: str, value: Any, schema: dict[str, Any]) -> Schema:
     """Returns the opposite of a bound."""
     if keyword in _NUMBERS:
         if isinstance(value, bool) or isinstance(schema.get(_EXCLUSIVE.get(keyword, "")), bool):
-            raise Unenforceable("has a bound of draft 4 in it, of which no opposite can be asked")
+            raise Unenforceable("has a bound of draft 4 in it, which cannot be negated")
         return {"type": "number", _NUMBERS[keyword]: value}
     amount = count(value)
     assert amount is not None

@@ -76,9 +76,9 @@ def _one_of(part: Part) -> Schema:
     logic = part.scope.disjointness
     if len(variants) == 1 or logic.all_disjoint(variants):
         return {"anyOf": translated}
-    if (name := logic.telling_member(variants, required=False)) is not None:
-        told = {"type": "object", "required": [name]}
-        return {"anyOf": [{"allOf": [each, told]} for each in translated]}
+    if (name := logic.discriminator(variants, required=False)) is not None:
+        present = {"type": "object", "required": [name]}
+        return {"anyOf": [{"allOf": [each, present]} for each in translated]}
     any_of = {"anyOf": translated}
     if len(variants) > _MAX_WAYS:
         raise Unenforceable("has variants that cannot be distinguished", any_of)
@@ -132,7 +132,7 @@ def _dependencies(part: Part) -> Schema:
         if wanted not in ([], True, {}):
             said.append(part.only("object", [*unmet, met]))
     if len(said) > _MAX_DEPENDENTS:
-        raise Unenforceable(f"has {len(said)} members; at most {_MAX_DEPENDENTS} can be asked for together")
+        raise Unenforceable(f"has {len(said)} members; at most {_MAX_DEPENDENTS} can be enforced together")
     return {"allOf": said} if said else True
 
 
@@ -166,14 +166,14 @@ def _unique_items(part: Part) -> Schema:
         return True
     values = None if isinstance(items, list) or "prefixItems" in part.source else logic.values(logic.parts(items))
     if values is None:
-        raise Unenforceable("cannot be asked of items that may be anything", optional=True)
+        raise Unenforceable("cannot be enforced for items that may be anything", optional=True)
     different: list[Any] = []
     for value in values:
         if not any(same(value, each) for each in different):
             different.append(value)
     least, most = part.count("minItems", 0), min(part.count("maxItems", len(different)), len(different))
     if sum(perm(len(different), length) for length in range(least, most + 1)) > _MAX_ARRANGEMENTS:
-        raise Unenforceable(f"cannot be asked of {len(different)} different items", optional=True)
+        raise Unenforceable(f"cannot be enforced for {len(different)} different items", optional=True)
     arrays = [array for length in range(least, most + 1) for array in permutations(different, length)]
     return part.only(
         "array",
@@ -285,7 +285,7 @@ def _unevaluated_properties(part: Part) -> Schema:
     if any(
         "additionalProperties" in each or "unevaluatedProperties" in each for each in parts if each is not part.source
     ):
-        raise Unenforceable("cannot be asked for beside another keyword for the members that are not named")
+        raise Unenforceable("cannot be enforced beside another keyword for the members that are not named")
     said: dict[str, Any] = {"additionalProperties": part.translated(part.value)}
     for keyword in ("properties", "patternProperties"):
         known = {name: True for each in parts if isinstance(each.get(keyword), dict) for name in each[keyword]}
@@ -299,7 +299,7 @@ def _unevaluated_items(part: Part) -> Schema:
         return True
     parts = _evaluated(part)
     if len(parts) > 1 or isinstance(part.source.get("items"), list) or "contains" in part.source:
-        raise Unenforceable("can be asked for beside `prefixItems` only")
+        raise Unenforceable("can be enforced beside `prefixItems` only")
     if "items" in part.source:
         return True
     places = part.source.get("prefixItems")
@@ -313,9 +313,9 @@ def _evaluated(part: Part) -> list[dict[str, Any]]:
     for each in parts:
         for keyword in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "not", "$dynamicRef", "nullable"):
             if keyword in each:
-                raise Unenforceable(f"cannot be asked for beside {keyword!r}")
+                raise Unenforceable(f"cannot be enforced beside {keyword!r}")
         if "$ref" in each and each is not part.source and each.get("unevaluatedProperties") is not None:
-            raise Unenforceable("cannot be asked for beside another one")
+            raise Unenforceable("cannot be enforced beside another one")
     return parts
 
 

@@ -39,7 +39,7 @@ def is_simple(text: str) -> bool:
 
 
 def _cost(schema: Any, root: Any, known: dict[int, float], depth: int) -> float:
-    """Returns the cost of a schema, about one for each rule of its grammar; infinity where it cannot be told.
+    """Returns the cost of a schema, about one for each rule of its grammar; infinity where it is unknown.
 
     known: the costs of the schemas that were seen. depth: levels that it may be nested.
     """

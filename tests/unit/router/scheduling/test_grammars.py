@@ -26,7 +26,7 @@ async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
     """A client of two shards, each with room for two small grammars."""
     servers, queues, shards = [], [], []
     for rank in range(2):
-        compiler = GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=2 * (GROWTH_BYTES + 2**22))
+        compiler = GrammarCompiler(demo_model.PATH, 3072, [1], cache_bytes=2 * (GROWTH_BYTES + 2**22))
         queues.append(GrammarQueue(compiler, partial(Sandbox, demo_model.PATH, 3072, [1])))
         servers.append(grpc.server(ThreadPoolExecutor(8)))
         add_GrammarServiceServicer_to_server(GrammarService(queues[-1]), servers[-1])

@@ -5,7 +5,7 @@ import pytest
 
 from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import sentence_piece
-from tests.grammars import compiler_fault, demo_compiler
+from tests.grammars import compiler_fault, left_to_model
 from tests.unit.router.test_options import LIMITS
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
@@ -23,7 +23,7 @@ async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
     """The shards' answer."""
     if told := compiler_fault(grammar):
         raise InvalidRequest(f"the grammar cannot be used: {told}")
-    return demo_compiler().left_to_model(grammar)[0]
+    return left_to_model(grammar)
 
 
 async def check(
