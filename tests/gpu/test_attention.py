@@ -5,7 +5,6 @@ import torch
 
 from tests.gpu.marks import DTYPES, NEEDS_GPU
 from tests.unit.engine.backends.attention.test_backends import FP8, fp8, run
-from tgi_server.engine.backends.attention import create_attention_backend
 from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 
@@ -32,7 +31,7 @@ CASES += [(torch.bfloat16, 64, 2, variant) for variant in VARIANTS.values()]
 @pytest.mark.parametrize(("dtype", "head_dim", "kv_heads", "variant"), CASES)
 def test_whatever_a_layer_asks_for(dtype, head_dim, kv_heads, variant) -> None:
     """Sequences of one token and of thousands, which are attended in parts; prompts new, continued, and together."""
-    backend = create_attention_backend(KVShape((kv_heads,), head_dim), torch.device("cuda"), dtype)
+    backend = CudaAttention(KVShape((kv_heads,), head_dim), torch.device("cuda"), dtype)
     assert isinstance(backend, CudaAttention)
     actual, wanted = run(backend, 8, kv_heads, [1, 33, 900, 5000], [(0, 1), (0, 70), (1500, 100)], variant)
     tolerance = ERROR[dtype] * (4 if variant.alibi_slopes is not None else 1)
@@ -42,7 +41,7 @@ def test_whatever_a_layer_asks_for(dtype, head_dim, kv_heads, variant) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cached", FP8)
 def test_a_cache_in_8_bits(dtype, cached) -> None:
-    backend = create_attention_backend(KVShape((2,), 128), torch.device("cuda"), dtype, fp8(cached))
+    backend = CudaAttention(KVShape((2,), 128), torch.device("cuda"), dtype, fp8(cached))
     assert isinstance(backend, CudaAttention)
     actual, wanted = run(backend, 8, 2, [1, 900, 5000], [(0, 70), (1500, 100)], AttentionVariant(0.1))
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
@@ -50,13 +49,13 @@ def test_a_cache_in_8_bits(dtype, cached) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sequences_that_decode_alone(dtype) -> None:
-    backend = create_attention_backend(KVShape((2,), 128), torch.device("cuda"), dtype)
+    backend = CudaAttention(KVShape((2,), 128), torch.device("cuda"), dtype)
     actual, wanted = run(backend, 8, 2, [1, *[40] * 62, 9000], [], AttentionVariant(0.1))
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_heads_than_a_program_holds(dtype) -> None:
-    backend = create_attention_backend(KVShape((1,), 64), torch.device("cuda"), dtype)
+    backend = CudaAttention(KVShape((1,), 64), torch.device("cuda"), dtype)
     actual, wanted = run(backend, 71, 1, [7, 300], [(0, 40)], AttentionVariant(0.1))
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])

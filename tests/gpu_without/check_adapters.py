@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
-from tgi_server.engine.lora.backends import LoraDelta, TorchLora
-from tgi_server.engine.lora.rows import AdapterRows
-from tgi_server.engine.lora.triton_lora import TritonLora, fault_of
+from tgi_server.engine.backends.lora import AdapterRows, LoraDelta, TorchLora
+from tgi_server.engine.backends.triton_lora import TritonLora, fault_of
 
 INPUTS, OUTPUTS = 70, 150
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-1, torch.float16: 3e-2}

@@ -11,9 +11,11 @@ from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
 from tests.gpu_without.check_layers import as_on_a_gpu  # noqa: F401
 from tests.quantized_models import make_quantized
 from tests.unit.engine.linear.test_quantized import KINDS, random_weight
+from tests.unit.engine.probed import probed
 from tgi_server.engine import EngineConfig
-from tgi_server.engine.backends.attention.cuda import CudaAttention
-from tgi_server.engine.backends.layer import DecoderLayer
+from tgi_server.engine.backends.cuda import CudaBackend
+from tgi_server.engine.backends.cuda_model import CudaModel
+from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.weight import paired
@@ -22,8 +24,7 @@ from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
 from tgi_server.engine.linear.scaled import ScaledLinear
 from tgi_server.engine.linear.triton_quantized import TritonLinear
-from tgi_server.engine.runners import prove_kernels
-from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
+from tgi_server.engine.models.families import family_of, spec_of
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # Of 4 bits, as the microscaling formats have them: 2 bits of exponent and 1 of mantissa.
@@ -156,22 +157,21 @@ def test_models_are_computed_by_the_kernels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     model = quantized(layout, tmp_path, architecture, dtype)
-    probe = probe_paged_path(model)
-    assert probe is not None
-    before = LogitsProbe(model, long=True)
-    backend = CudaAttention(probe.shape, model.device, model.dtype)
-    proved, linears, fallbacks = prove_kernels(model, backend)
-    assert (proved, fallbacks, str(linears)) == (backend, [], kernels)
-    assert any(isinstance(module, DecoderLayer) for module in model.modules())
+    generic, _ = probed(quantized(layout, tmp_path / "again", architecture, dtype))
+    before = LogitsProbe(generic, long=True)
+    backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
+    proved = backend.create_model(family_of(model.config), spec_of(model.config))
+    assert (backend.fallbacks, backend.linear_kernels) == ([], kernels)
+    assert isinstance(proved, CudaModel)
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
-    assert before.fault(backend, "the kernels", linears.rounding) is None
+    assert before.fault(proved, "the kernels", backend._linear.rounding) is None
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
 
     def fails(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no such instruction")
@@ -185,10 +185,9 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(tmp_path: Path, monkeypatch
     linears, reasons = gpu_linear_factory(model, model.dtype)
     assert str(linears) == "torch"
     assert "triton is off by 1" in reasons[1]
-    probe = probe_paged_path(model)
-    assert probe is not None
-    backend = CudaAttention(probe.shape, model.device, model.dtype)
-    assert prove_kernels(model, backend)[2] == reasons
+    backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
+    backend.create_model(family_of(model.config), spec_of(model.config))
+    assert backend.fallbacks[: len(reasons)] == reasons
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
 
 
@@ -202,7 +201,7 @@ def test_scaled_mm_is_for_chips_that_have_it_and_a_scale_for_each_output(
         ("fp8_rows", torch.float16, (9, 0), "triton (fp8), torch"),
         ("fp8_blocks", torch.bfloat16, (9, 0), "triton (fp8), torch"),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, known=capability: known)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, known=capability: known)
         model = quantized(layout, tmp_path / f"{layout}{capability}", "llama", torch.bfloat16)
         assert str(gpu_linear_factory(model, dtype)[0]) == kernels
 

@@ -1,6 +1,7 @@
 """Steps as CUDA graphs run them, with the kernels for GPUs in the interpreter: padded, and from tensors that stay."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,16 +9,18 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
+from tests.unit.engine.probed import probed
 from tests.unit.engine.runners.test_no_waiting import Operations
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.reference import ReferenceBackend
+from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels.triton import paged_attention
 from tgi_server.engine.runners import paged, prompt_graphs
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.runners.probe import probe_paged_path
 from tgi_server.engine.sequence import RunningSequence
 
 ROWS = 4
@@ -65,10 +68,10 @@ class Steps:
 
     def __init__(self, architecture: str, kind: type[AttentionBackend]) -> None:
         model = build(architecture)
-        probe = probe_paged_path(model)
-        assert probe is not None
-        backend = kind(probe.shape, model.device, model.dtype)
-        self.runner = PagedRunner(model, backend, 0.9, 1 << 24, graph_sizes=(ROWS,))
+        paged_model, probe = probed(model)
+        paged_model.attention = kind(probe.shape, model.device, model.dtype)
+        config = EngineConfig(Path("/nowhere"), cpu_memory=1 << 24, cuda_graphs=(ROWS,))
+        self.runner = PagedRunner(paged_model, ReferenceBackend(model, config))
         self.runner.warm_up(ROWS, 64, 128, 512)
         self.logits: list[torch.Tensor] = []
         self.likeliest: list[torch.Tensor | None] = []
@@ -141,4 +144,4 @@ def test_a_step_is_the_same_work_in_the_same_places(
     prompt, other_prompt, decode, other_decode = recorder.watched
     assert prompt == other_prompt
     assert decode == other_decode
-    assert sum("_attend_part" in name for name, _ in prompt) == steps.runner._model.config.num_hidden_layers
+    assert sum("_attend_part" in name for name, _ in prompt) == steps.runner._config.num_hidden_layers

@@ -1,6 +1,7 @@
 """Decoder layers fused for GPUs, in the interpreter, against those of `transformers`; their kernels are counted."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,15 +10,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
-from tgi_server.engine.backends import fuse, layer, norm
-from tgi_server.engine.backends.attention.cuda import CudaAttention
-from tgi_server.engine.backends.layer import DecoderLayer
+from tests.unit.engine.backends.test_cpu import IN_ONE_CALL
+from tests.unit.engine.probed import probed
+from tgi_server.engine import EngineConfig
+from tgi_server.engine.backends import PassInput, probe
+from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.cuda import CudaBackend
+from tgi_server.engine.backends.cuda_model import CudaModel
+from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.backends.lora import AdapterRows, TorchLora
+from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.kernels.triton import norm_and_gate, paged_attention
-from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.blas import BlasLinear
-from tgi_server.engine.models.families import spec_of
-from tgi_server.engine.runners import probe, prove_kernels
-from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
+from tgi_server.engine.lora.adapter import AdapterLayer
+from tgi_server.engine.lora.loaded import _delta
+from tgi_server.engine.models.families import family_of, spec_of
+from tgi_server.engine.runners.hidden_states import HiddenStates
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MOST_KERNELS = 12
@@ -27,8 +36,7 @@ SILENT = ("empty", "new_empty", "view", "split", "slice", "select", "unsqueeze",
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(norm, "on_gpu", lambda x: True)
-    monkeypatch.setattr(layer, "on_gpu", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(paged_attention, "_processors", lambda device: 4)
     monkeypatch.setattr(probe, "_LONG_RUN", 12)
     with torch.inference_mode():
@@ -63,16 +71,17 @@ def test_the_gate(gelu: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, opened * up, rtol=2 * ERROR[dtype], atol=2 * ERROR[dtype])
 
 
-def fused(architecture: str, **settings: Any) -> tuple[Any, CudaAttention]:
-    model = build(architecture, **settings)
-    probe = probe_paged_path(model)
-    assert probe is not None
-    backend = CudaAttention(probe.shape, model.device, model.dtype)
-    before = LogitsProbe(model, long=True)
-    proved, _, fallbacks = prove_kernels(model, backend)
-    assert (proved, fallbacks) == (backend, [])
-    assert before.fault(backend, "fused layers") is None
-    return model, backend
+def fused(architecture: str) -> tuple[CudaModel, LogitsProbe]:
+    """Returns the model of a spec, and a probe of the same model's logits as `transformers` computes them."""
+    generic, _ = probed(build(architecture))
+    before = LogitsProbe(generic, long=True)
+    model = build(architecture)
+    backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
+    proved = backend.create_model(family_of(model.config), spec_of(model.config))
+    assert backend.fallbacks == []
+    assert isinstance(proved, CudaModel)
+    assert before.fault(proved, "fused layers") is None
+    return proved, before
 
 
 class Launches(TorchDispatchMode):
@@ -101,53 +110,82 @@ class Launches(TorchDispatchMode):
         return operation(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize(
-    "architecture", ["cohere", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "smollm3"]
-)
-def test_layers_of_other_norms_gates_and_positions_are_fused(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", IN_ONE_CALL)
+def test_layers_of_all_norms_gates_and_positions_are_fused(architecture: str) -> None:
     model, _ = fused(architecture)
-    assert any(isinstance(module, DecoderLayer) for module in model.modules())
+    assert len(model.decoder.layers) == model.source.config.num_hidden_layers
+    assert not any(hasattr(module, "layer_idx") for module in model.source.modules()), "weights are there once"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])
 def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, backend = fused(architecture)
-    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
-    assert len(layers) == model.config.num_hidden_layers
+    model, _ = fused(architecture)
     counted: list[list[str]] = []
-    forward = DecoderLayer.forward
+    compute = CudaModel._layer
 
-    def watched(module: DecoderLayer, *arguments: Any, **options: Any) -> torch.Tensor:
+    def watched(*arguments: Any) -> torch.Tensor:
         with monkeypatch.context() as patch, Launches(patch) as launches:
-            output = forward(module, *arguments, **options)
+            output = compute(*arguments)
         counted.append(launches.names)
         return output
 
-    monkeypatch.setattr(DecoderLayer, "forward", watched)
-    probe._run_long(model, backend, 12)
+    monkeypatch.setattr(CudaModel, "_layer", watched)
+    probe._run_long(model, 12)
     # The first layer of a pass also plans the parts for all of them.
-    assert max(map(len, counted[1 :: len(layers)])) <= MOST_KERNELS, " ".join(counted[1])
+    assert max(map(len, counted[1 :: len(model.decoder.layers)])) <= MOST_KERNELS, " ".join(counted[1])
 
 
-def test_a_layer_that_computes_something_else_is_put_back() -> None:
+def test_a_layer_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    probe = probe_paged_path(model)
-    assert probe is not None
-    backend = CudaAttention(probe.shape, model.device, model.dtype)
-    before = LogitsProbe(model, long=True)
+    generic, _ = probed(build("llama"))
+    before = LogitsProbe(generic, long=True)
+    add_to = BlasLinear.add_to
+    monkeypatch.setattr(BlasLinear, "add_to", lambda layer, residual, x: add_to(layer, residual, 2 * x))
+    backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
+    proved = backend.create_model(family_of(model.config), spec_of(model.config))
+    (reason,) = backend.fallbacks
+    assert reason.startswith("decoder layers are not fused, which is slow: logits change by")
+    assert isinstance(proved, GenericModel)
+    assert before.fault(proved, "nothing") is None
 
-    class Wrong(BlasLinear):
-        def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return super().add_to(residual, 2 * x)
 
-    reason = fuse(
-        model,
-        spec_of(model.config),
-        before.variants,
-        lambda: before.fault(backend, "fused layers"),
-        LinearFactory(Wrong),
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_adapters_and_hidden_states_are_those_of_transformers(architecture: str) -> None:
+    """Rows of two adapters and of none, in every linear layer, with the inputs of the head and of a layer."""
+    model, _ = fused(architecture)
+    generic, probe_ = probed(build(architecture))
+    generic.attention = GatherAttention(probe_.shape, torch.device("cpu"), torch.float32)
+    outputs, states = [], []
+    places = torch.arange(6)
+    metadata = ForwardMetadata(
+        slots=32 + places,
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        kv_lengths=torch.tensor([6], dtype=torch.int32),
+        query_starts=torch.tensor([0, 6], dtype=torch.int32),
+        decoding=0,
+        chunks=[ChunkSpan(0, 6, 6)],
+        max_kv_length=6,
     )
-    assert reason is not None
-    assert reason.startswith("logits change by")
-    assert not any(isinstance(module, DecoderLayer) for module in model.modules())
-    assert before.fault(backend, "fused layers") is None
+    adapters, wanted = torch.tensor([0, 1, 2, 1, 0, 2], dtype=torch.int32), torch.tensor([1, 4, 5])
+    rows = AdapterRows(adapters, frozenset({1, 2}), wanted)
+    linears = {
+        path: module for path, module in build(architecture).named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    deltas = [
+        {path: AdapterLayer(torch.randn(3, m.in_features) / 9, torch.randn(m.out_features, 3)) for path, m in each}
+        for each in (linears.items(), list(linears.items())[::2])
+    ]
+    for each in (model, generic):
+        kept = HiddenStates((1,))
+        each.tap(kept.indices, kept.keep)
+        each.attention.block_size = 32
+        for place in each.adapt(lambda outputs, parts: TorchLora()):
+            for number, layers in enumerate(deltas, start=1):
+                if (change := _delta(place, layers, torch.float32)) is not None:
+                    place.put(number, change)
+        each.allocate(2)
+        outputs.append(each.forward(PassInput(places + 7, places, metadata, wanted, rows)))
+        states.append([kept.head, *kept.layers])
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
+    for actual, expected in zip(*states, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

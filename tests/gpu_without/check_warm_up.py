@@ -9,8 +9,8 @@ from tests.gpu_without.fake_gpu import FakeGpu
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine import engine as engine_module
+from tgi_server.engine.backends.lora import LoraDelta
 from tgi_server.engine.engine import MOST_DEMANDING
-from tgi_server.engine.lora.backends import LoraDelta
 from tgi_server.engine.lora.loaded import ReadAdapter
 from tgi_server.engine.runners import prompt_graphs
 

@@ -25,12 +25,12 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import configuration
 from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.backends import probe, triton_lora
+from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import paged_attention
 from tgi_server.engine.linear import gpu, grouped_experts, triton_quantized
-from tgi_server.engine.lora import triton_lora
-from tgi_server.engine.runners import graphs, probe
-from tgi_server.engine.runners.probe import LogitsProbe
+from tgi_server.engine.runners import graphs
 from tgi_server.engine.sampling import torch_sampler
 from tgi_server.engine.sampling.logprobs import Sampled
 from tgi_server.engine.speculation import costs

@@ -22,9 +22,10 @@ from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidCall, UnsupportedModel
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
+from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import fault_of_any, share_cores
 from tgi_server.engine.runners import create_runner
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, position_limit
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import (
     CpuSampler,
@@ -68,9 +69,6 @@ MOST_DEMANDING = SamplingParameters(
     watermark=True,
     seed=1,
 )
-
-# Tokens that a step computes while it waits for the weights, by device.
-_CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +125,15 @@ class Engine:
         self._custom_kernels = config.custom_kernels
         self._row_kernel = False  # that samples: True once it is proved
         self._runner = create_runner(model, config)
+        backend = self._backend = self._runner.backend
         self.speculation = self._drafting(config, model)
         self.adapters = LoadedAdapters(
             model,
             config.model_path,
             partial(load_config, config),
-            self._runner.current_adapters,
+            lambda: self._runner.adapt(backend.lora(config.max_lora_rank)),
             config.group,
             max_rank=config.max_lora_rank,
-            custom_kernels=config.custom_kernels,
             trust_remote_code=config.trust_remote_code,
         )
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
@@ -157,7 +155,7 @@ class Engine:
             grammars=has_tokenizer(config.model_path),
             speculate=self.speculation.most if self.speculation else 0,
             quantization=getattr(model, "quantization", ""),
-            linear_kernels=self._runner.linear_kernels,
+            linear_kernels=backend.linear_kernels,
             kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
         )
         self.grammars = (
@@ -210,9 +208,9 @@ class Engine:
         self.clear()
         self._row_kernel = False
         sample = None
-        if self._device.type == "cuda":  # where kernels are compiled
+        if self._backend.fixed_memory:  # and kernels are compiled
             sample = self._rehearse_sampling
-            if adapter_bytes or self._runner.current_adapters.attached:
+            if adapter_bytes or self.adapters.attached:
                 self.adapters.warm_up()
         self._capacity = self._runner.warm_up(
             max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes, sample
@@ -334,7 +332,7 @@ class Engine:
             raise InvalidCall(f"batch {self._batch.id} is running; clear it before batch {batch_id}")
         if not self._batch:
             max_batch_size = self.capacity.max_batch_size
-            cheap = _CHEAP_TOKENS.get(self._device.type, 1)
+            cheap = self._backend.cheap_tokens
             self._batch = RunningBatch(batch_id, self._runner, self._sampler, max_batch_size, cheap)
         return self._batch
 

@@ -1,6 +1,26 @@
-"""Decoder layers, norms and heads fused for a device, which replace those of `transformers`."""
+"""What computes a model on a device: a backend for each kind of device, chosen here."""
 
-from tgi_server.engine.backends.build import fuse, limit_threads, optimise, pack_codes, unpack
-from tgi_server.engine.backends.head import ScreenedHead
+from transformers import PreTrainedModel
 
-__all__ = ["ScreenedHead", "fuse", "limit_threads", "optimise", "pack_codes", "unpack"]
+from tgi_server.engine.backends.base import Backend, PagedModel, PassInput
+from tgi_server.engine.config import EngineConfig
+
+__all__ = ["Backend", "PagedModel", "PassInput", "create_backend"]
+
+
+def create_backend(model: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> Backend:
+    """Returns the backend of the device that a model of `transformers` is on; plain torch without custom kernels.
+
+    alone: False: this process runs a larger model, too. Raises UnsupportedModel for kernels that the device has not.
+    """
+    if config.custom_kernels and model.device.type == "cuda":
+        from tgi_server.engine.backends.cuda import CudaBackend
+
+        return CudaBackend(model, config)
+    if config.custom_kernels and model.device.type == "cpu":
+        from tgi_server.engine.backends.cpu import CpuBackend
+
+        return CpuBackend(model, config, alone=alone)
+    from tgi_server.engine.backends.reference import ReferenceBackend
+
+    return ReferenceBackend(model, config)

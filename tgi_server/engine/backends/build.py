@@ -1,7 +1,7 @@
-"""Rebuilds a model of `transformers` for a device: packs its weights, and makes layers by its spec."""
+"""Fills a spec with the weights of a model of `transformers`, packed for a device; or packs that model's own layers."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -11,84 +11,85 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
-from tgi_server.engine.backends.cpu import CpuModel, layers_kernel
+from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import ScreenedHead
-from tgi_server.engine.backends.layer import DecoderLayer
+from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import DeferredFree, forget_pages, low_mmap_threshold
-from tgi_server.engine.models.spec import DecoderSpec
-from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.memory import DeferredFree, low_mmap_threshold
+from tgi_server.engine.models.spec import DecoderSpec, LayerSpec
+from tgi_server.engine.parallel.layers import RowParallel, ShardedLayer, VocabParallelEmbedding, VocabParallelHead
 from tgi_server.engine.progress import counted
 from tgi_server.loading import PACKING
 
 logger = logging.getLogger(__name__)
 
+# The norms of LayerSpec, in the order of a layer's steps.
+NORMS = ("attention_norm", "query_norm", "key_norm", "attended_norm", "feed_forward_norm", "fed_norm")
 # Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
 
 
-@low_mmap_threshold()
-def optimise(
-    model: nn.Module,
-    spec: DecoderSpec | None = None,
-    variants: Mapping[int, AttentionVariant] | None = None,
-    *,
-    linear: LinearFactory,
-    group: ShardGroup | None = None,
-) -> CpuModel | None:
-    """Packs the weights of all linear layers for a CPU. Returns the model as one kernel call, where it can be one.
-
-    spec, variants: of a model whose KV blocks are those of the CPU's own attention, and how each layer attends.
-    linear: makes the layers that replace torch's. group: the shards of the model, when this is one of them.
-    """
-    kernel, whole = None, cast(PreTrainedModel, model)
-    if spec is not None and variants is not None:
-        forget_pages([whole.get_output_embeddings().weight])  # which trials have read
-        deferred = DeferredFree()
-        made = _made_layers(whole, spec, variants, linear)
-        for layers, index, layer in counted(PACKING, made, len(spec.layers)):
-            _put(layers, str(index), layer, deferred)
-            packed = partial(_packed_linear, linear)
-            _replace_children(layer, packed, deferred, count_layers=False)  # the experts of a mixture
-        deferred.free()
-        if group is None or group.memory is not None:  # otherwise shards meet in Python
-            kernel = layers_kernel(spec, list(_layers_of(model)))
-        if kernel is not None:
-            _screen_head(whole, linear)
-    _replace(model, partial(_packed_linear, linear))
-    _compute_experts_together(model, wanted=True)
-    return None if spec is None or kernel is None else CpuModel.of(whole, spec, kernel, group)
+class Unfit(Exception):
+    """A model is not made of what its spec says, or of linear layers for which there are kernels."""
 
 
-def fuse(
+def build_decoder(
     model: PreTrainedModel,
     spec: DecoderSpec,
     variants: Mapping[int, AttentionVariant],
-    fault: Callable[[], str | None],
     linear: LinearFactory,
-) -> str | None:
-    """Makes the decoder layers of a GPU, and leaves all else as it is. Returns why not, if it does not.
+    pack: Callable[[nn.Module, LinearFactory], None],
+    *,
+    keep: bool = False,
+) -> Decoder:
+    """Fills a spec with the weights of a model of `transformers`, whose layers are emptied one by one.
 
-    variants: how each layer attends. fault: computes some tokens, and returns what is wrong with the model; it is asked
-    when one layer is made, while the others are as they were. linear: makes the linear layers.
+    variants: how each layer attends. linear: makes linear layers. pack: does so in a mixture of experts. keep: the
+    model keeps its own layers and its head.
+
+    Raises Unfit before anything has changed.
     """
-    for number, (layers, index, layer) in enumerate(_made_layers(model, spec, variants, linear)):
-        before = layers[index]
-        layers[index] = layer
-        if number == 0 and (reason := fault()) is not None:
-            layers[index] = before
-            return reason
-    return None
+    modules = _layers_of(model)
+    _check(model, modules, spec, variants, linear)
+    decoder: Any = model.get_decoder()
+    deferred, made = DeferredFree(), []
+    for index, layer in enumerate(spec.layers if keep else counted(PACKING, spec.layers, len(spec.layers))):
+        made.append(_layer(modules[index], index, spec, layer, variants[index], linear, pack))
+        if not keep:
+            _put(modules, str(index), nn.Identity(), deferred)
+    deferred.free()
+    head = model.get_output_embeddings()
+    assert head is not None
+    positions = decoder.get_submodule(spec.positions) if spec.positions else None
+    paths = {id(module): path for path, module in model.named_modules()}
+    return Decoder(
+        spec,
+        _embedding(model.get_input_embeddings()),
+        None if positions is None else positions.weight[getattr(positions, "offset", 0) :],
+        [RotaryTable(decoder.rotary_emb, each) for each in spec.ropes],
+        made,
+        Norm.of(decoder.get_submodule(spec.final_norm), spec.norms) if spec.final_norm else None,
+        _in_parallel(head, linear) if keep else _head(model, linear),
+        paths[id(modules)],
+        paths[id(head)],
+    )
 
 
-def pack_codes(model: PreTrainedModel, linear: LinearFactory) -> None:
+@low_mmap_threshold()
+def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
+    """Packs the weights of all linear layers in a module for a CPU."""
+    _replace(module, partial(_packed_linear, linear))
+    _compute_experts_together(module, wanted=True)
+
+
+def pack_quantized(model: nn.Module, linear: LinearFactory) -> None:
     """Packs the quantised weights of all linear layers for which there are kernels, and leaves all else as it is."""
     _replace(model, lambda module: _packed_linear(linear, module) if isinstance(module, QuantizedLinear) else None)
 
 
-def unpack(model: PreTrainedModel) -> None:
+def unpack(model: nn.Module) -> None:
     """Puts plain linear layers back, for a model that reads its weights itself."""
     _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear | QuantizedLinear) else None)
     _compute_experts_together(model, wanted=False)
@@ -100,26 +101,114 @@ def _layers_of(model: Any) -> nn.ModuleList:
     return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()
 
 
-def _made_layers(
-    model: nn.Module, spec: DecoderSpec, variants: Mapping[int, AttentionVariant], linear: LinearFactory
-) -> Iterator[tuple[nn.ModuleList, int, DecoderLayer]]:
-    """Yields the layers that can be made of those of a model, one by one, each with its place in their list."""
-    layers = _layers_of(model)
-    if len(layers) != len(spec.layers):
-        return
-    for index, (own, variant) in enumerate(zip(spec.layers, map(variants.get, range(len(layers))), strict=True)):
-        if variant is None or not DecoderLayer.fits(layers[index], own, linear):
-            continue
-        variant = variant if own.scaling is None else replace(variant, scaling=own.scaling)
-        yield layers, index, DecoderLayer(layers[index], spec, own, variant, linear)
+def _check(
+    model: PreTrainedModel,
+    modules: nn.ModuleList,
+    spec: DecoderSpec,
+    variants: Mapping[int, AttentionVariant],
+    linear: LinearFactory,
+) -> None:
+    """Raises Unfit for a model that its spec does not describe."""
+    if len(modules) != len(spec.layers) or not variants.keys() >= set(range(len(modules))):
+        raise Unfit(f"it has {len(modules)} layers, where its spec has {len(spec.layers)}")
+    for index, (module, layer) in enumerate(zip(modules, spec.layers, strict=True)):
+        try:
+            parts = [[inner(module.get_submodule(name)) for name in names] for names in _linear_names(layer).values()]
+            mixture = module.get_submodule(layer.mixture[0]) if layer.mixture else None
+            for name in _norm_names(layer).values():
+                module.get_submodule(name)
+        except AttributeError as error:
+            raise Unfit(f"layer {index}: {error}") from error
+        mixed = mixture is None or hasattr(mixture, "experts")
+        if not mixed or not all(linear.joins(*each) if len(each) > 1 else linear.takes(*each) for each in parts):
+            raise Unfit(f"layer {index} is made of other parts than its spec says")
+    head, embedding = (inner(each) for each in (model.get_output_embeddings(), model.get_input_embeddings()))
+    plain = embedding.inner if isinstance(embedding, VocabParallelEmbedding) else embedding
+    if not linear.takes(head) or not isinstance(plain, nn.Embedding):
+        raise Unfit("its head or its embedding is of another kind")
 
 
-def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:
-    """Replaces the head of a model that is one kernel call by a ScreenedHead, where that pays."""
-    head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and head.bias is None
-    if plain and linear.layer is FloatLinear and ScreenedHead.pays(head.weight):
-        model.set_output_embeddings(ScreenedHead(head.weight, None, linear.kernels))
+def _layer(
+    module: nn.Module,
+    index: int,
+    model: DecoderSpec,
+    spec: LayerSpec,
+    variant: AttentionVariant,
+    linear: LinearFactory,
+    pack: Callable[[nn.Module, LinearFactory], None],
+) -> DecoderLayer:
+    """Returns a layer with the weights of one of `transformers`."""
+    parts: dict[str, Any] = dict.fromkeys(("up", "down"))
+    for part, names in _linear_names(spec).items():
+        parts[part] = _joined([module.get_submodule(name) for name in names], linear)
+    norms = {name: Norm.of(module.get_submodule(path), model.norms) for name, path in _norm_names(spec).items()}
+    attention: Any = module.get_submodule(spec.attention)
+    size = int(attention.head_dim)
+    heads = inner(parts["output"]).in_features // size
+    kv_heads = (parts["qkv"].out_features // size - heads) // 2
+    mixture = module.get_submodule(spec.mixture[0]) if spec.mixture else None
+    if mixture is not None:
+        pack(mixture, linear)
+    return DecoderLayer(
+        spec,
+        index,
+        AttentionHeads(heads, kv_heads, size),
+        variant if spec.scaling is None else replace(variant, scaling=spec.scaling),
+        norms,
+        parts["qkv"],
+        parts["output"],
+        parts["up"],
+        parts["down"],
+        mixture,
+    )
+
+
+def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
+    """Returns the names in `transformers` of what each linear layer is made of."""
+    names = {"qkv": spec.qkv, "output": (spec.output,)}
+    return names if spec.mixture else names | {"up": spec.up, "down": (spec.down,)}
+
+
+def _norm_names(spec: LayerSpec) -> dict[str, str]:
+    """Returns the names in `transformers` of the norms that there are, by those in the spec."""
+    return {kind: name for kind in NORMS if (name := getattr(spec, kind)) is not None}
+
+
+def _joined(modules: list[Any], linear: LinearFactory) -> PackedLinear | RowParallel:
+    """Returns one layer for linear layers with the same input."""
+    return linear.joined(*modules) if len(modules) > 1 else _in_parallel(modules[0], linear)
+
+
+def _in_parallel(module: Any, linear: LinearFactory) -> Any:
+    """Returns the layer that replaces a linear layer, within one that brings the shards' results together if it was."""
+    if not isinstance(module, ShardedLayer):
+        return linear(module)
+    made = type(module)(linear(module.inner), module.group, module.share)
+    if isinstance(module, VocabParallelHead):
+        cast(VocabParallelHead, made).vocab_size = module.vocab_size
+    return made
+
+
+def _embedding(module: Any) -> nn.Embedding | VocabParallelEmbedding:
+    """Returns an embedding that does not scale what it looks up, as some of `transformers` do."""
+    if isinstance(module, VocabParallelEmbedding):
+        return VocabParallelEmbedding(_embedding(module.inner), module.group, module.share)
+    tokens, size = module.weight.shape
+    plain = nn.Embedding(tokens, size, device="meta")
+    plain.weight = module.weight
+    return plain
+
+
+def _head(model: PreTrainedModel, linear: LinearFactory) -> Any:
+    """Returns the head, which replaces the model's own: drafters may use it, too."""
+    own: Any = model.get_output_embeddings()
+    plain = type(own) is nn.Linear and own.bias is None
+    if plain and linear.layer is FloatLinear and ScreenedHead.pays(own.weight):
+        head: Any = ScreenedHead(own.weight, None, linear.kernels)
+    else:
+        head = _in_parallel(own, linear)
+    model.set_output_embeddings(head)
+    return head
 
 
 def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:

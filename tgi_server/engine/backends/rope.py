@@ -41,9 +41,13 @@ class RotaryTable:
             self._tables = [torch.cat(parts) for parts in zip(self._tables, added, strict=True)] if known else added
         return self._tables
 
-    def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
+    def at(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the cosines and the sines of some positions, [1, positions, rotated] each. like: as in `tables`."""
         turns = self._rope(like, position_ids=positions[None], **self._options)
-        return [each[0].contiguous() for each in repeated(turns, self._spec.table, like.dtype)]
+        return repeated(turns, self._spec.table, like.dtype)
+
+    def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
+        return [each[0].contiguous() for each in self.at(like, positions)]
 
 
 def repeated(tables: tuple[Tensor, Tensor], kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,12 @@ class PackedLinear(nn.Module):
 
     weight: [out_features, in_features]; the layer keeps no reference to it. bias: [out_features].
     kernels: which kernel computes how many rows, where the layer has several.
-    rounding: how much this kind of layer may change a model's logits, relative to their norm.
+    rounding: how much this kind of layer may change a model's logits, relative to their norm. lora: the LoRA deltas of
+    rows that have an adapter, an AdaptedLinear; None: there are none.
     """
 
     rounding = 0.0
+    lora: Any = None
     weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, kernels: KernelTable | None = None) -> None:
@@ -37,6 +39,16 @@ class PackedLinear(nn.Module):
             return cls(weight, None, kernels)
         biases = [weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
         return cls(weight, torch.cat(tuple(biases)), kernels)
+
+    def adapted(self, x: Tensor, rows: Any, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
+        """Returns y with the LoRA deltas of some rows, then the activation, and the residual added last.
+
+        rows: AdapterRows of the pass; None: no row has an adapter. residual: it may be overwritten.
+        """
+        if rows is not None and self.lora is not None and self.lora.changes(rows):
+            changed: Tensor = self.lora.apply(x, self(x), rows, relu=relu, residual=residual)
+            return changed
+        return self(x, "relu" if relu else "none") if residual is None else self.add_to(residual, x)
 
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""

@@ -14,14 +14,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shared.control_groups import available_ram
+from tgi_server.engine.backends.lora import AdaptedLinear, LoraDelta
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
-from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.lora.adapter import AdapterLayer
-from tgi_server.engine.lora.backends import CpuLora, LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.lora.base_model import BaseModel
-from tgi_server.engine.lora.linears import AdaptedLinear, adapt_linears
 from tgi_server.engine.lora.reader import read_adapter
-from tgi_server.engine.lora.rows import CurrentRows
 from tgi_server.engine.memory import use_device
 from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup
@@ -85,25 +82,22 @@ class LoadedAdapters:
         model: PreTrainedModel,
         folder: Path,
         read_config: Callable[[], PretrainedConfig],
-        current: CurrentRows,
+        adapt: Callable[[], list[AdaptedLinear]],
         group: ShardGroup | None,
         *,
         max_rank: int,
-        custom_kernels: bool,
         trust_remote_code: bool,
     ) -> None:
-        """folder: of the base model. read_config: reads its configuration. current: the rows of the pass that runs.
-
-        group: the shards of the model, when this is one of them. max_rank: of a layer. custom_kernels: kernels of the
-        engine's own may stand in for torch's.
+        """folder: of the base model. read_config: reads its configuration. adapt: returns the linear layers of the
+        running model, once the first adapter is read. group: the shards of the model, when this is one of them.
+        max_rank: of a layer.
         """
         self._model = model
         self._folder = folder
         self._read_config = read_config
-        self._current = current
+        self._adapt = adapt
         self._group = group
         self._max_rank = max_rank
-        self._custom_kernels = custom_kernels
         self._trust_remote_code = trust_remote_code
         self._numbers: dict[str, int] = {}
         self._recent = RecentAdapters(min(_MOST_RECENT_BYTES, int(_SHARE_OF_RAM * available_ram())))
@@ -135,9 +129,14 @@ class LoadedAdapters:
                 "adapter with peft, and serve the merged model"
             )
         dtype = self._model.dtype
-        changes = ((number, linear.change(layers, dtype)) for number, linear in enumerate(linears))
+        changes = ((number, _delta(linear, layers, dtype)) for number, linear in enumerate(linears))
         rank = max(len(layer.a) for layer in adapter.values())
         return ReadAdapter(rank, {number: change for number, change in changes if change is not None})
+
+    @property
+    def attached(self) -> bool:
+        """True once linear layers look for adapters."""
+        return "_linears" in vars(self)
 
     def warm_up(self) -> None:
         """Prepares all linear layers for adapters that may come while requests run."""
@@ -176,33 +175,7 @@ class LoadedAdapters:
 
     @cached_property
     def _linears(self) -> list[AdaptedLinear]:
-        return adapt_linears(self._model, self._current, self._products)
-
-    def _products(self, outputs: int, parts: int) -> LoraBackend:
-        """Returns what computes the changes of a linear layer, which is made of so many of the base model."""
-        device = self._model.device
-        if self._custom_kernels and device.type == "cpu" and load_kernels():
-            return CpuLora(outputs)
-        if self._on_gpu:
-            from tgi_server.engine.lora.triton_lora import TritonLora
-
-            return TritonLora(outputs, parts * self._max_rank, device)
-        return TorchLora()
-
-    @cached_property
-    def _on_gpu(self) -> bool:
-        """True if the kernels in Triton are to be used."""
-        if not self._custom_kernels or self._model.device.type != "cuda":
-            return False
-        try:
-            from tgi_server.engine.lora.triton_lora import fault_of
-        except ImportError as error:
-            fault: str | None = str(error)
-        else:
-            fault = fault_of(self._model.dtype, self._model.device)
-        if fault is not None:
-            logger.warning("adapters are computed in plain torch, which is slow: %s", fault)
-        return fault is None
+        return self._adapt()
 
     @cached_property
     def _base(self) -> BaseModel:
@@ -215,6 +188,26 @@ class LoadedAdapters:
         plan = plan_for(self._model.config)
         share = share_of(self._group.rank, self._group.world_size, plan.heads)
         return lambda path, layer: _slice(plan, share, path, layer, transposed=self._base.layers[path].transposed)
+
+
+def _delta(linear: AdaptedLinear, layers: Mapping[str, AdapterLayer], dtype: torch.dtype) -> LoraDelta | None:
+    """Returns an adapter's change of a linear layer; None if it has none. layers: by path, as this shard has them."""
+    a, b, firsts, first = [], [], [], 0
+    dora_scale = bias_delta = None
+    for path, outputs in linear.parts:
+        layer = layers.get(path)
+        if layer is not None:
+            a.append(layer.a.to(dtype))
+            b.append(layer.b.to(dtype).t().contiguous())
+            firsts.append(first)
+            if layer.dora_scale is not None:
+                dora_scale = torch.ones(linear.outputs) if dora_scale is None else dora_scale
+                dora_scale[first : first + outputs] = layer.dora_scale
+            if layer.bias_delta is not None:
+                bias_delta = torch.zeros(linear.outputs) if bias_delta is None else bias_delta
+                bias_delta[first : first + outputs] = layer.bias_delta
+        first += outputs
+    return LoraDelta(torch.cat(a), b, firsts, dora_scale, bias_delta) if a else None
 
 
 def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, transposed: bool) -> AdapterLayer:

@@ -17,6 +17,8 @@ NormKind = Literal["rms", "rms_once", "rms_plus_one", "layer"]
 
 # Names of activations in config.json; "gelu" is the approximation by tanh.
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+# Names that configurations have for the number of positions.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
 class NoSpec(Exception):
@@ -109,6 +111,20 @@ class Family:
     plan: Callable[[Any], ShardingPlan] | None = None
     relative: bool = False
     attention: str | None = None
+
+    def positions(self, config: Any) -> int | None:
+        """Returns the most positions that a model of this text configuration has; None: nothing bounds them.
+
+        Rotary positions that are scaled by a factor (YaRN: Peng et al., 2023) reach as far as that factor says.
+        """
+        if self.relative or getattr(config, "alibi", False):
+            return None
+        rope = getattr(config, "rope_parameters", None) or {}
+        scaled = int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
+        for name in _POSITIONS:
+            if value := getattr(config, name, None):
+                return max(int(value), scaled)
+        return None
 
 
 def activation(name: str) -> Activation:

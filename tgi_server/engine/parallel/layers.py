@@ -34,11 +34,10 @@ class RowParallel(ShardedLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.group.all_reduce(self.inner(*args, **kwargs).contiguous())
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Returns residual + forward(x), where `inner` is a linear layer that has this method as well."""
-        if self.share.rank == 0:
-            return self.group.all_reduce(self.inner.add_to(residual, x).contiguous())
-        return self.group.all_reduce(self.inner(x).contiguous())
+    def adapted(self, x: Tensor, rows: Any, *, residual: Tensor | None = None) -> Tensor:
+        """Returns residual + forward(x) with LoRA deltas, where `inner` is a packed linear layer."""
+        own = residual if self.share.rank == 0 else None
+        return self.group.all_reduce(self.inner.adapted(x, rows, residual=own).contiguous())
 
 
 class VocabParallelEmbedding(ShardedLayer):
@@ -60,27 +59,44 @@ class VocabParallelHead(ShardedLayer):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size]. Returns [..., vocab_size], the same bits in every shard."""
-        logits = self.group.all_gather(self.inner(hidden))
+        return self._gathered(self.inner(hidden))
+
+    def adapted(self, hidden: Tensor, rows: Any) -> Tensor:
+        """Returns the logits with LoRA deltas, where `inner` is a packed linear layer."""
+        return self._gathered(self.inner.adapted(hidden, rows))
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        logits = self.group.all_gather(logits)
         if logits.shape[-1] == self.vocab_size:
             return logits
         return logits[..., : self.vocab_size].contiguous()
 
 
 class ShardedQueryNorm(ShardedLayer):
-    """Root mean square normalisation over all heads, of which each shard has some."""
+    """Root mean square normalisation over all heads, of which each shard has some.
+
+    whole_size: elements of all heads. copies: the number of shards that have the same heads.
+    """
+
+    copies = 1
+
+    @property
+    def whole_size(self) -> int:
+        return len(self.weight) // len(self.share.queries) * self.share.heads.queries
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., features of this shard]."""
-        return self._normalise(x, copies=1, size=x.shape[-1] // len(self.share.queries) * self.share.heads.queries)
-
-    def _normalise(self, x: Tensor, copies: int, size: int) -> Tensor:
         values = x.float()
-        squares = self.group.all_reduce(values.pow(2).sum(-1, keepdim=True) / copies)
-        normal = values * torch.rsqrt(squares / size + self.inner.variance_epsilon)
+        squares = self.group.all_reduce(values.pow(2).sum(-1, keepdim=True) / self.copies)
+        normal = values * torch.rsqrt(squares / self.whole_size + self.inner.variance_epsilon)
         return (self.weight * normal).to(x.dtype)
 
 
 class ShardedKeyNorm(ShardedQueryNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        size = x.shape[-1] // len(self.share.keys) * self.share.heads.keys
-        return self._normalise(x, copies=self.share.copies, size=size)
+    @property
+    def copies(self) -> int:  # type: ignore[override]
+        return self.share.copies
+
+    @property
+    def whole_size(self) -> int:
+        return len(self.weight) // len(self.share.keys) * self.share.heads.keys

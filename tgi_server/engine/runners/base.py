@@ -1,26 +1,24 @@
 """The interface of a way to run a model, of which there are two: the paged and the padded one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.base import Backend, MakeLora
+from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.lora.rows import CurrentRows
-from tgi_server.engine.models.families import family_of
+from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.sequence import RunningSequence
 
 UNBOUNDED_POSITIONS = 1 << 20
 CPU_WARM_UP_TOKENS = 32
-
-_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
-
 
 # Takes logits, [rows, vocab_size], and samples from them as requests may want it that need the most memory.
 Sample = Callable[[Tensor], None]
@@ -75,19 +73,18 @@ class Runner(ABC):
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
-    has. linear_kernels: what computes linear layers, for people. current_adapters: the adapters of the pass that runs.
+    has. backend: what the model computes with.
     likeliest: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
     it: these are the next inputs of the rows, too, unless `accept` is told of others.
     """
 
     paged: bool
     block_size: int
-    linear_kernels = "torch"
     likeliest: Tensor | None = None
 
-    def __init__(self, fallbacks: Iterable[str] = ()) -> None:
-        self.fallbacks = list(fallbacks)
-        self.current_adapters = CurrentRows()
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.fallbacks = list(backend.fallbacks)
 
     @abstractmethod
     def warm_up(
@@ -123,6 +120,10 @@ class Runner(ABC):
         Returns None if nothing that was recorded fits.
         """
         return None
+
+    @abstractmethod
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        """Returns the places for LoRA deltas, one for each linear layer. Passes look at them from then on."""
 
     @abstractmethod
     def join(self, sequence: RunningSequence) -> None:
@@ -163,28 +164,12 @@ class Runner(ABC):
         self.forward(1, [])
 
 
-def position_limit(config: PretrainedConfig) -> int | None:
-    """Returns the most positions the model has; None when its positions are relative and nothing bounds them.
-
-    Rotary positions that are scaled by a factor (YaRN: Peng et al., 2023) reach as far as that factor says.
-    """
-    config = config.get_text_config(decoder=True)
-    if family_of(config).relative or getattr(config, "alibi", False):
-        return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaled = int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
-    for name in _NAMES:
-        if value := getattr(config, name, None):
-            return max(int(value), scaled)
-    return None
-
-
-def within_positions(model: PreTrainedModel, max_total_tokens: int | None) -> int | None:
+def within_positions(model: nn.Module, config: PretrainedConfig, max_total_tokens: int | None) -> int | None:
     """Returns `max_total_tokens`, or the positions that the model has where it cannot compute more of them.
 
     Rotary positions go on beyond those that a model was made for; learned ones stand in a table, which ends.
     """
-    positions = position_limit(model.config)
+    positions = position_limit(config)
     if max_total_tokens is None or positions is None or any(hasattr(module, "rope_type") for module in model.modules()):
         return max_total_tokens
     return min(max_total_tokens, positions)

@@ -79,9 +79,7 @@ class DecodeGraphs:
 
 def recorder_for(backend: AttentionBackend) -> Recorder | None:
     """Returns a recorder for the backend's device; None where a recorded step would not hold for other lengths."""
-    if backend.device.type != "cuda" or not backend.any_lengths:
-        return None
-    return _CudaRecorder(backend.device)
+    return _CudaRecorder(backend.device) if backend.any_lengths else None
 
 
 def recorded(make: Callable[[], T], what: str) -> tuple[T | None, str | None]:

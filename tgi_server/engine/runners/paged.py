@@ -1,21 +1,21 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.backends.attention.base import AttentionBackend, GreedyOnly
-from tgi_server.engine.backends.attention.cpu import CpuAttention
+from tgi_server.engine.backends import Backend, PagedModel
+from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.attention.gather import GatherAttention
-from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.backends.cpu import CpuModel
-from tgi_server.engine.backends.rope import LengthDependentRope
+from tgi_server.engine.backends.base import MakeLora
+from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
+from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
@@ -23,13 +23,12 @@ from tgi_server.engine.runners.base import (
     PromptChunk,
     Runner,
     Sample,
-    position_limit,
     warm_up_tokens,
     within_positions,
 )
 from tgi_server.engine.runners.graphs import graph_batch_sizes, recorder_for
 from tgi_server.engine.runners.hidden_states import HiddenStates
-from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
+from tgi_server.engine.runners.paged_batch import PagedBatch
 from tgi_server.engine.runners.recorded_steps import RecordedSteps, StepRecorder
 from tgi_server.engine.sequence import RunningSequence
 
@@ -57,39 +56,26 @@ class PagedRunner(Runner):
     most_drafted = 0
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        backend: AttentionBackend,
-        memory_fraction: float,
-        cpu_memory: int | None,
-        group: ShardGroup | None = None,
-        graph_sizes: Sequence[int] | None = None,
-        weight_bytes: int = 0,
-        fallbacks: Iterable[str] = (),
-        whole: CpuModel | None = None,
+        self, model: PagedModel, backend: Backend, group: ShardGroup | None = None, weight_bytes: int = 0
     ) -> None:
-        """group: the shards of the model, when this is one of them. graph_sizes: CUDA-graph batch sizes, where decoding
-        can be recorded; None: the default ones. weight_bytes: of the model. fallbacks: those so far.
-        whole: computes the passes, where it can; otherwise the model's own forward does.
+        """backend: what the model computes with. group: the shards of the model, when this is one of them.
+
+        weight_bytes: of the model.
         """
-        super().__init__(fallbacks)
-        self._model = model
-        self._backend = backend
-        self._device = backend.device
-        self.block_size = backend.block_size
-        self._memory_fraction = memory_fraction
-        self._cpu_memory = cpu_memory
+        super().__init__(backend)
+        self.model = model
+        self._config: PretrainedConfig = model.source.config
+        self._device = model.attention.device
+        self.block_size = model.attention.block_size
         self._group = group
-        self._graph_sizes = graph_sizes
         self._weight_bytes = weight_bytes
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
         self._recorded = RecordedSteps()
-        self._whole = whole
         self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
-        self._rope = LengthDependentRope(model)
-        self._cache = PagedCache(backend)
-        self._cache.attach(model)
+
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        return self.model.adapt(lora)
 
     def warm_up(
         self,
@@ -100,9 +86,9 @@ class PagedRunner(Runner):
         adapter_bytes: int = 0,
         sample: Sample | None = None,
     ) -> CacheCapacity:
-        size = self._backend.block_size
-        max_total_tokens = within_positions(self._model, max_total_tokens)
-        limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
+        size = self.block_size
+        max_total_tokens = within_positions(self.model.source, self._config, max_total_tokens)
+        limit = max_total_tokens or position_limit(self._config) or UNBOUNDED_POSITIONS
         self._recorded = RecordedSteps()
         self._run_largest(max_batch_size, max_prefill_tokens, limit, sample)
         most = max_prefill_tokens + max_batch_size - 1
@@ -126,8 +112,8 @@ class PagedRunner(Runner):
         token_bytes = self.bytes_per_token + self.companion_bytes
         reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
         self._blocks_ahead = min(reserved, _TOKENS_AHEAD // size)
-        self._backend.reserve(min(num_blocks, reserved) + 1, 0, _RESERVE_SECONDS)
-        self._rope.fix(total)
+        self.model.attention.reserve(min(num_blocks, reserved) + 1, 0, _RESERVE_SECONDS)
+        self.model.fix_length(total)
         self._record(most)
         return CacheCapacity(
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
@@ -139,18 +125,19 @@ class PagedRunner(Runner):
         taken, adapter_bytes: bytes that are not for them; the latter are free yet, and of each process.
         """
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes) - taken
+        config = self.backend.config
+        free = cache_bytes(self._device, config.memory_fraction, config.cpu_memory, processes, adapter_bytes) - taken
         blocks = free // (self.block_size * (self.bytes_per_token + self.companion_bytes))
         return self._group.minimum(blocks) if self._group else blocks
 
     @property
     def bytes_per_token(self) -> int:
-        return self._backend.token_bytes
+        return self.model.attention.token_bytes
 
     def share_block_size(self, other: "PagedRunner") -> None:
         """Gives both runners, which have no blocks yet, the same block size: attention in plain torch takes any."""
-        plain, fixed = (self, other) if type(self._backend) is GatherAttention else (other, self)
-        plain._backend.block_size = plain.block_size = fixed.block_size
+        plain, fixed = (self, other) if type(self.model.attention) is GatherAttention else (other, self)
+        plain.model.attention.block_size = plain.block_size = fixed.block_size
 
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
         """Warms up beside another model, for the same sequences in blocks of the same numbers.
@@ -160,7 +147,7 @@ class PagedRunner(Runner):
         self._recorded = RecordedSteps()
         self._run_largest(capacity.max_batch_size, max_prefill_tokens, capacity.max_total_tokens, None)
         self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
-        self._rope.fix(capacity.max_total_tokens)
+        self.model.fix_length(capacity.max_total_tokens)
         self._record()
 
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
@@ -174,7 +161,7 @@ class PagedRunner(Runner):
         self.likeliest = None
         inputs = batch.mixed_input(decoding, chunks, greedy) if chunks else batch.decode_input(decoding, greedy)
         recorded = self._recorded.prompts.run(inputs) if chunks and self._recorded.prompts else None
-        logits = self._run(inputs) if recorded is None else recorded
+        logits = self.model.forward(inputs) if recorded is None else recorded
         batch.advance(decoding)
         return logits
 
@@ -205,7 +192,7 @@ class PagedRunner(Runner):
     def join(self, sequence: RunningSequence) -> None:
         self._check(sequence, sequence.blocks)
         if sequence.copy:
-            self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
+            self.model.attention.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
         self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter)
@@ -247,7 +234,7 @@ class PagedRunner(Runner):
             )
         if highest > self._highest_block:
             self._highest_block = highest
-            self._backend.reserve(highest + 1, self._blocks_ahead)
+            self.model.attention.reserve(highest + 1, self._blocks_ahead)
 
     def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
         """Returns logits and the likeliest tokens, which are the next inputs; None if no step in one call fits.
@@ -259,56 +246,34 @@ class PagedRunner(Runner):
         graphs = self._recorded.adapted if adapted else self._recorded.decoding
         if graphs and (outputs := graphs.run(rows)) is not None:
             return outputs[0], outputs[1]
-        return self._whole.decode(rows, self._batch.longest(rows), greedy, adapted=adapted) if self._whole else None
-
-    def _run(self, inputs: PassInput) -> Tensor:
-        if self._whole is not None:
-            adapters = inputs.adapters.numbers if inputs.adapters else None
-            return self._whole.forward(inputs.tokens, inputs.positions, inputs.wanted, inputs.metadata, adapters)
-        self._cache.metadata = inputs.metadata
-        self.current_adapters.rows = inputs.adapters
-        output = self._model(
-            input_ids=inputs.tokens.unsqueeze(0),
-            position_ids=inputs.positions.unsqueeze(0),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
-        )
-        self.current_adapters.rows = None  # whoever drafts may use layers of the model for other rows
-        return output.logits[0]
+        return self.model.decode(rows, self._batch.longest(rows), greedy, adapted=adapted)
 
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         self._highest_block = 0
-        self._backend.allocate(num_blocks + 1)
+        self.model.allocate(num_blocks + 1)
         self._batch = batch = PagedBatch(
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
-        if self._whole is None:
-            return
-        assert isinstance(self._backend, CpuAttention)
-        self._whole.attach_cache(self._backend)
-        self._whole.attach_rows(
-            batch.tokens, batch.positions, batch.block_tables.table, batch.adapters, self.block_size
-        )
+        self.model.attach_rows(batch.tokens, batch.positions, batch.block_tables.table, batch.adapters)
         if self.hidden_states is not None:
-            self._whole.tap(self.hidden_states.indices, self.hidden_states.keep)
+            self.model.tap(self.hidden_states.indices, self.hidden_states.keep)
 
     def _record(self, most: int = 0) -> None:
         """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""
-        record = recorder_for(self._backend)
-        sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
+        record = recorder_for(self.model.attention)
+        sizes = graph_batch_sizes(self.backend.config.cuda_graphs, len(self._batch))
         if record is None or not sizes:
             return
         if self.hidden_states is not None:
             record = self.hidden_states.recorder(record)
-        recorder = StepRecorder(self._batch, self._run, record, self._group, self._unrecordable)
+        recorder = StepRecorder(self._batch, self.model.forward, record, self._group, self._unrecordable)
         steps = self._recorded = RecordedSteps(recorder.decoding(sizes))
-        if steps.decoding and self.current_adapters.attached:
+        if steps.decoding and self.model.adapted:
             steps.adapted = recorder.decoding(sizes, any_adapters=True)
         # The block table of the longest sequence has room for as many drafted tokens as a block has.
         if steps.decoding and 0 < self.most_drafted <= self.block_size:
             steps.drafting = recorder.drafting(sizes)
-        if steps.decoding and most and self._backend.any_lengths:
+        if steps.decoding and most and self.model.attention.any_lengths:
             steps.prompts = recorder.prompts(most, self.block_size)
         slower = [f"{what} runs without CUDA graphs: {fault}" for what, fault in self._unrecordable.items()]
         self.fallbacks += [each for each in slower if each not in self.fallbacks]
@@ -324,35 +289,34 @@ class PagedRunner(Runner):
         except (EngineError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a compiler, of a driver: a kernel that cannot be had for some sizes
-            plain = type(self._backend) is GatherAttention or not isinstance(self._backend, GatherAttention)
+            attention = self.model.attention
+            plain = type(attention) is GatherAttention or not isinstance(attention, GatherAttention)
             if plain or self._group is not None:
                 raise
             self._attend_in_plain_torch(error)
             self._run_prompts(*largest)
 
     def _attend_in_plain_torch(self, fault: Exception) -> None:
-        name = type(self._backend).__name__
+        failed = self.model.attention
+        name = type(failed).__name__
         fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
         logger.warning(fallback)
         self.fallbacks.append(fallback)
-        failed = self._backend
-        self._backend = GatherAttention(failed.shape, self._device, failed.dtype, failed.kv_format)
-        self._backend.block_size = self.block_size  # which has been told already
-        self._cache = PagedCache(self._backend)
-        self._cache.attach(self._model)
+        self.model.attention = GatherAttention(failed.shape, self._device, failed.dtype, failed.kv_format)
+        self.model.attention.block_size = self.block_size  # which has been reported already
 
     def _run_prompts(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:
-        tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
+        tokens = warm_up_tokens(self._config, self._device, max_prefill_tokens)
         blocks = list(range(1, -(-tokens // self.block_size) + 1))
         self._allocate(max_batch_size, len(blocks), tokens + 1)
         forget_peak(self._device)
-        self._rope.fix(tokens + 1)
+        self.model.fix_length(tokens + 1)
         self.run_prompt(tokens, blocks)
         self.truncate(0)
         if sample is not None:
             longest = max(tokens + 1, min(limit, self._affordable(0, 0) * self.block_size))
             self._allocate(max_batch_size, len(blocks), longest)
-            self._rope.fix(longest)
+            self.model.fix_length(longest)
             sample(self._run_last_chunk(tokens, longest, blocks, max_batch_size))
 
     def _run_last_chunk(self, tokens: int, longest: int, blocks: list[int], max_batch_size: int) -> Tensor:

@@ -8,27 +8,13 @@ from torch import Tensor
 
 from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
 from tgi_server.engine.backends.attention.block_tables import BlockTables
+from tgi_server.engine.backends.base import PassInput
+from tgi_server.engine.backends.lora import AdapterRows
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.lora.rows import AdapterRows
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True, slots=True)
-class PassInput:
-    """The arguments of a call of the model.
-
-    tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
-    adapters: of the tokens; None: none has one.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    metadata: ForwardMetadata
-    wanted: Tensor | None
-    adapters: AdapterRows | None = None
 
 
 class PagedBatch:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.runners.graphs import Recorder, SharedOutputs
-from tgi_server.engine.runners.paged_batch import PassInput
 
 # No more than a third of a larger step's tokens is padding. For more tokens than the last the device takes longer than
 # the host does to launch the kernels.

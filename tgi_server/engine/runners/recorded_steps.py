@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, recorded
-from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
+from tgi_server.engine.runners.paged_batch import PagedBatch
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
 from tgi_server.engine.sampling import argmax
 

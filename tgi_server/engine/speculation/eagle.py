@@ -89,8 +89,7 @@ class Eagle(PagedDrafter, StateDrafter):
         """Notes the features of the last pass's tokens that are right. Returns their sequences."""
         if self._last is None:
             return []
-        parts = [part for part in self._states.layers if part is not None]
-        features, seen = torch.cat(parts, -1), dict[RunningSequence, None]()
+        features, seen = torch.cat(self._states.layers, -1), dict[RunningSequence, None]()
         for span in self._last.spans():
             stored = self._features.get(span.sequence)
             if stored is None or stored.end != span.position:

@@ -7,7 +7,6 @@ projected to one. For tokens that the model has not computed yet, its own output
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,17 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
-from tgi_server.engine.backends.attention.paged_cache import PagedCache
+from tgi_server.engine.backends import PagedModel, PassInput
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 
 class EagleModel(nn.Module):
-    """Called as a model of `transformers` is; its tokens are those behind the ones whose features it gets.
+    """The layer's weights and what it carries; its tokens are those behind the ones whose features it gets.
 
     config: of the layer. features: [tokens, fc's inputs]; of those tokens of the next pass that do not decode, or None
     for zeros. carried: [rows, hidden_size]; what the layer has made of each row, which is its input in the next pass.
@@ -71,29 +69,22 @@ class EagleModel(nn.Module):
         """Makes room for what so many rows carry from one pass to the next."""
         self.carried = self.carried.new_zeros(rows, self.config.hidden_size)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        past_key_values: PagedCache,
-        logits_to_keep: int | Tensor = 0,
-        **_: Any,
-    ) -> CausalLMOutput:
-        """Returns logits of the drafter's vocabulary, [1, tokens, vocab_size]."""
-        assert past_key_values.metadata is not None
-        tokens = self.token_norm(self.embedding(input_ids[0]))
-        hidden = self._inputs(len(tokens), past_key_values.metadata.decoding)
+    def forward(self, inputs: PassInput, attention: AttentionBackend) -> Tensor:
+        """Returns logits of the drafter's vocabulary, [rows, vocab_size]."""
+        tokens = self.token_norm(self.embedding(inputs.tokens))
+        hidden = self._inputs(len(tokens), inputs.metadata.decoding)
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_is_residual else hidden
-        rotation = self.rotary(tokens[None], position_ids=position_ids)
-        residual = residual + self._attend(torch.cat([tokens, normed], -1), rotation, past_key_values)
+        rotation = self.rotary(tokens[None], position_ids=inputs.positions[None])
+        residual = residual + self._attend(torch.cat([tokens, normed], -1), rotation, inputs, attention)
         widened = self.feed_forward_norm(residual)
         residual = residual + self.down(self.activation(self.gate(widened)) * self.up(widened))
-        if isinstance(logits_to_keep, Tensor):
-            residual = residual[logits_to_keep]
+        if inputs.wanted is not None:
+            residual = residual[inputs.wanted]
         rows = min(len(residual), len(self.carried))
         self.carried[:rows] = residual[:rows]
-        return CausalLMOutput(logits=self.head(self.norm(residual))[None])
+        logits: Tensor = self.head(self.norm(residual))
+        return logits
 
     def _inputs(self, tokens: int, decoding: int) -> Tensor:
         """Returns what the rows that decode carry, and then features: [tokens, hidden_size]."""
@@ -104,11 +95,12 @@ class EagleModel(nn.Module):
             features = self.carried.new_zeros(tokens - decoding, self.fc.in_features)
         return torch.cat([self.carried[:decoding], self.fc(features)])
 
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: PagedCache) -> Tensor:
-        assert cache.metadata is not None
+    def _attend(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], inputs: PassInput, attention: AttentionBackend
+    ) -> Tensor:
         query, key, value = (each(x).view(len(x), -1, self.head_dim) for each in (self.query, self.key, self.value))
-        query = cache.backend.rotate_and_write(0, query, key, value, rotation, cache.metadata)
-        attended: Tensor = self.output(cache.backend.attend(0, query, cache.metadata, self.variant).flatten(1))
+        query = attention.rotate_and_write(0, query, key, value, rotation, inputs.metadata)
+        attended: Tensor = self.output(attention.attend(0, query, inputs.metadata, self.variant).flatten(1))
         return attended
 
     def _linear(self, name: str) -> nn.Linear:
@@ -123,6 +115,16 @@ class EagleModel(nn.Module):
         if name not in self._weights:
             raise InvalidWeights(f"EAGLE-3's weights have no {name!r}; they have {', '.join(sorted(self._weights))}")
         return self._weights[name]
+
+
+class PagedEagle(PagedModel):
+    """The network over KV blocks of its own."""
+
+    source: EagleModel
+
+    def forward(self, inputs: PassInput) -> Tensor:
+        logits: Tensor = self.source(inputs, self.attention)
+        return logits
 
 
 def read_eagle(folder: Path, model: PreTrainedModel) -> tuple[EagleModel, Tensor | None]:

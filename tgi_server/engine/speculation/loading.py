@@ -3,24 +3,24 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention import create_attention_backend
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
-from tgi_server.engine.runners import create_runner, pack_linears
-from tgi_server.engine.runners.base import UNBOUNDED_POSITIONS, position_limit
+from tgi_server.engine.models.families import position_limit
+from tgi_server.engine.runners import create_runner
+from tgi_server.engine.runners.base import UNBOUNDED_POSITIONS
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.speculation.draft_model import DraftModel
 from tgi_server.engine.speculation.drafters import ModelDrafter
 from tgi_server.engine.speculation.eagle import Eagle
-from tgi_server.engine.speculation.eagle_model import read_eagle
+from tgi_server.engine.speculation.eagle_model import PagedEagle, read_eagle
 from tgi_server.engine.speculation.medusa import Medusa, read_heads
 from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
 
@@ -72,14 +72,11 @@ def _eagle(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: P
     """Loads the layer into each shard: it is small."""
     layers = model.config.get_text_config(decoder=True)
     eagle, token_ids = read_eagle(folder, model)
-    pack_linears(eagle, model, config)
-    backend = create_attention_backend(eagle.kv_shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
-    own = PagedRunner(
-        cast(PreTrainedModel, eagle), backend, config.memory_fraction, None, graph_sizes=config.cuda_graphs
-    )
+    runner.backend.pack(eagle)
+    own = PagedRunner(PagedEagle(eagle, runner.backend.attention(eagle.kv_shape)), runner.backend)
     runner.share_block_size(own)
     runner.companion_bytes = own.bytes_per_token
-    runner.hidden_states = HiddenStates(model, hidden_layers(config, layers.num_hidden_layers))
+    runner.hidden_states = HiddenStates(hidden_layers(config, layers.num_hidden_layers))
     return Eagle(own, eagle, runner.hidden_states, token_ids)
 
 
@@ -87,8 +84,8 @@ def _medusa(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: 
     heads = read_heads(folder, model)
     if config.speculate > len(heads):
         raise UnsupportedModel(f"--speculate is {config.speculate}, but {folder} has {len(heads)} Medusa heads")
-    pack_linears(heads, model, config)
-    runner.hidden_states = HiddenStates(model)
+    runner.backend.pack(heads)
+    runner.hidden_states = HiddenStates()
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
     return Medusa(heads, runner.hidden_states, torch.zeros(64, hidden_size, device=model.device, dtype=model.dtype))
 

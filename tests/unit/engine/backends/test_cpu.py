@@ -30,7 +30,7 @@ def load(folder: Path, *, keep_hidden_states: bool = False, custom_kernels: bool
     runner = create_runner(model, config)
     if keep_hidden_states:
         assert isinstance(runner, PagedRunner)
-        runner.hidden_states = HiddenStates(model, (0, 1))
+        runner.hidden_states = HiddenStates((0, 1))
     runner.warm_up(4, 128, 128, None)
     return runner
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tgi_server.engine.lora.backends import LoraDelta
+from tgi_server.engine.backends.lora import LoraDelta
 from tgi_server.engine.lora.loaded import LoadedAdapters, ReadAdapter, RecentAdapters
 
 

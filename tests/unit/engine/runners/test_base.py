@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from tests.tiny_models import build
-from tgi_server.engine.runners.base import position_limit, warm_up_tokens
+from tgi_server.engine.models.families import position_limit
+from tgi_server.engine.runners.base import warm_up_tokens
 
 UNBOUNDED = {"bloom", "bloom_6_heads", "falcon_rw", "flan_t5", "mpt", "mpt_6_heads", "t5"}
 

@@ -180,13 +180,13 @@ def _eager_passes(engine: Engine) -> list[int]:
     """Returns a list to which each pass that is not recorded will add its tokens."""
     seen: list[int] = []
     runner: Any = engine._runner
-    run = runner._run
+    forward = runner.model.forward
 
     def watched(inputs):
         seen.append(len(inputs.tokens))
-        return run(inputs)
+        return forward(inputs)
 
-    runner._run = watched
+    runner.model.forward = watched
     return seen
 
 

@@ -124,8 +124,8 @@ def test_decoding_is_the_same_work_in_the_same_places(architecture: str, tmp_pat
     """As CUDA graphs have it, the choice of the next inputs included."""
     engine = started(make(architecture, tmp_path))
     runner: Any = engine._runner
-    runner._backend.attend = attend_nothing
-    recorder = StepRecorder(runner._batch, runner._run, lambda step: step, None, {})
+    runner.model.attention.attend = attend_nothing
+    recorder = StepRecorder(runner._batch, runner.model.forward, lambda step: step, None, {})
     runs = []
     for lengths in ((5, 20, 9), (33, 2, 40)):
         engine.clear()
@@ -140,7 +140,7 @@ def test_decoding_is_the_same_work_in_the_same_places(architecture: str, tmp_pat
 def test_steps_with_prompts_are_the_same_work_in_the_same_places(architecture: str, tmp_path: Path) -> None:
     engine = started(make(architecture, tmp_path))
     runner: Any = engine._runner
-    runner._backend.attend = attend_nothing
+    runner.model.attention.attend = attend_nothing
     runs: list[list[tuple[str, tuple[int, ...]]]] = []
 
     def record(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -156,7 +156,7 @@ def test_steps_with_prompts_are_the_same_work_in_the_same_places(architecture: s
 
     with torch.inference_mode():
         table = runner._batch.block_tables.table
-        graphs = PromptGraphs([64], len(runner._batch), table, runner.block_size, runner._run, record)
+        graphs = PromptGraphs([64], len(runner._batch), table, runner.block_size, runner.model.forward, record)
         for running, lengths in (((5,), (9, 20)), ((33, 2), (13,))):
             engine.clear()
             engine.step(1, *joining(running)).collect()

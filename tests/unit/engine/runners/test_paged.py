@@ -8,21 +8,23 @@ import torch
 
 from tests.tiny_models import make
 from tests.unit.engine.own_memory import resident
+from tests.unit.engine.probed import probed
 from tgi_server import demo_model
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.probe import LogitsProbe
+from tgi_server.engine.backends.reference import ReferenceBackend
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.runners import paged
-from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 
 
 def test_memory_is_taken_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "_RESERVED_TOKENS", 2048)
     engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
     engine.warm_up(max_batch_size=64, max_prefill_tokens=64, max_total_tokens=2048)
-    backend = engine._runner._backend  # type: ignore[attr-defined]
+    backend = engine._runner.model.attention  # type: ignore[attr-defined]
     keys = backend.keys[-1]
     ahead, piece = 2048 // backend.block_size * keys[0].nbytes, 2 << 20
     assert ahead <= resident(keys) < ahead + 2 * piece
@@ -50,13 +52,14 @@ def test_a_kernel_that_fails_while_warming_up_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(paged, "warm_up_tokens", lambda config, device, tokens: tokens)
-    model = load_model(EngineConfig(make("llama", tmp_path, max_position_embeddings=512)), torch.device("cpu"))
+    config = EngineConfig(make("llama", tmp_path, max_position_embeddings=512), cpu_memory=1 << 24)
+    model = load_model(config, torch.device("cpu"))
     with torch.inference_mode():
-        probe = probe_paged_path(model)
-        assert probe is not None
-        backend = Failing(probe.shape, model.device, model.dtype)
-        assert LogitsProbe(model, long=True).fault(backend, "Failing") is None
-        runner = paged.PagedRunner(model, backend, memory_fraction=0.9, cpu_memory=1 << 24)
+        paged_model, probe = probed(model)
+        probe = LogitsProbe(paged_model, long=True)
+        paged_model.attention = Failing(probe.shape, model.device, model.dtype)
+        assert probe.fault(paged_model, "Failing") is None
+        runner = paged.PagedRunner(paged_model, ReferenceBackend(model, config))
         capacity = runner.warm_up(4, 400, 500, 500)
     assert (capacity.block_size, capacity.max_total_tokens) == (32, 500)
     (fallback,) = runner.fallbacks
@@ -78,9 +81,10 @@ class Wrong(GatherAttention):
 def test_the_probe_of_a_backend_continues_prompts(tmp_path: Path) -> None:
     model = load_model(EngineConfig(make("llama", tmp_path)), torch.device("cpu"))
     with torch.inference_mode():
-        probe = probe_paged_path(model)
-        assert probe is not None
-        fault = LogitsProbe(model, long=True).fault(Wrong(probe.shape, model.device, model.dtype), "Wrong")
+        paged_model, probe = probed(model)
+        probe = LogitsProbe(paged_model, long=True)
+        paged_model.attention = Wrong(probe.shape, model.device, model.dtype)
+        fault = probe.fault(paged_model, "Wrong")
     assert fault is not None
     assert fault.startswith("logits change by")
 

@@ -16,6 +16,12 @@ def family_of(config: Any) -> Family:
     return _families().get(config.model_type, Family())
 
 
+def position_limit(config: Any) -> int | None:
+    """Returns the most positions that a model has; None when they are relative and nothing bounds them."""
+    config = config.get_text_config(decoder=True)
+    return family_of(config).positions(config)
+
+
 def spec_of(config: Any) -> DecoderSpec:
     """Returns the spec of a model's decoder. Raises NoSpec."""
     config = config.get_text_config(decoder=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan
 
@@ -11,11 +11,13 @@ _MIXTURE = ("mlp", "gate")
 
 
 def mixtral(config: Any) -> DecoderSpec:
+    _check_gate(config)
     return DecoderSpec.uniform(config, LayerSpec(mixture=_MIXTURE))
 
 
 def qwen3_moe(config: Any) -> DecoderSpec:
     """Some layers may have a plain feed-forward part."""
+    _check_gate(config)
     mixed = [
         config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
@@ -23,6 +25,11 @@ def qwen3_moe(config: Any) -> DecoderSpec:
     plain = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
     layers = (replace(plain, mixture=_MIXTURE) if each else plain for each in mixed)
     return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+
+
+def _check_gate(config: Any) -> None:
+    if activation(config.hidden_act) != "silu":
+        raise NoSpec(f"experts with {config.hidden_act} as their gate are not known")
 
 
 def _plan(config: Any) -> ShardingPlan:

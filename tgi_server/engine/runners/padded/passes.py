@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from tgi_server.engine.backends.generic import CurrentRows
+from tgi_server.engine.backends.lora import AdapterRows
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.lora.rows import AdapterRows, CurrentRows
 from tgi_server.engine.runners.padded.batch import Encoded, PaddedBatch, joinable_cache
 from tgi_server.engine.sequence import RunningSequence
 

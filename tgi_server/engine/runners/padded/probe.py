@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
+from tgi_server.engine.backends.probe import TOLERANCE, logits_error, probe_tokens
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.padded.passes import Passes
 from tgi_server.engine.runners.padded.rows import OneByOne, Rows, SideBySide
-from tgi_server.engine.runners.probe import TOLERANCE, logits_error, probe_tokens
 from tgi_server.engine.sequence import RunningSequence
 
 logger = logging.getLogger(__name__)

@@ -1,23 +1,23 @@
 """The padded way to run a model: with its own attention and cache, on sequences of different lengths."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.base import Backend, MakeLora
+from tgi_server.engine.backends.generic import CurrentRows, adapt_modules
+from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak
-from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
     CacheCapacity,
     PromptChunk,
     Runner,
     Sample,
-    position_limit,
     warm_up_tokens,
     within_positions,
 )
@@ -36,26 +36,18 @@ class PaddedRunner(Runner):
     paged = False
     block_size = 1
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        memory_fraction: float,
-        cpu_memory: int | None,
-        group: ShardGroup | None = None,
-        fallbacks: Iterable[str] = (),
-    ) -> None:
-        """group: the shards of the model, when this is one of them. fallbacks: those so far.
+    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
+        """backend: what the model computes with.
 
         Raises UnsupportedModel for a model that answers wrongly when it continues what it has computed before.
         """
-        super().__init__(fallbacks)
+        super().__init__(backend)
         self._model = model
         self._device = model.device
-        self._memory_fraction = memory_fraction
-        self._cpu_memory = cpu_memory
-        self._group = group
+        self._group = group = backend.group
+        self._current = CurrentRows()
         self._rope = LengthDependentRope(model)
-        passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model, self.current_adapters)
+        passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model, self._current)
         self._rows = choose_rows(model, passes, group)
         self._order: list[int] = []  # for each row, which of self._rows it is
         self._promoted = 0  # of the prompts computed last
@@ -70,7 +62,7 @@ class PaddedRunner(Runner):
         adapter_bytes: int = 0,
         sample: Sample | None = None,
     ) -> CacheCapacity:
-        max_total_tokens = within_positions(self._model, max_total_tokens)
+        max_total_tokens = within_positions(self._model, self._model.config, max_total_tokens)
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         forget_peak(self._device)
@@ -79,7 +71,8 @@ class PaddedRunner(Runner):
             vocab_size = self._model.config.get_text_config(decoder=True).vocab_size
             sample(torch.zeros(max_batch_size, vocab_size, dtype=self._model.dtype, device=self._device))
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
+        config = self.backend.config
+        free = cache_bytes(self._device, config.memory_fraction, config.cpu_memory, processes, adapter_bytes)
         tokens = min(max_batch_size * limit, (free - max_batch_size * fixed_bytes) // token_bytes)
         if max_batch_total_tokens is not None:
             tokens = min(tokens, max_batch_total_tokens)
@@ -96,6 +89,9 @@ class PaddedRunner(Runner):
         return CacheCapacity(
             max_batch_size, tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens
         )
+
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        return adapt_modules(self._model, self._current, lora)
 
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         self._rows.select(self._order)

@@ -8,7 +8,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention, apply_ro
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.runners.paged_attention.alibi import geometric_slopes, slopes_of
+from tgi_server.engine.backends.paged_attention.alibi import geometric_slopes, slopes_of
 
 
 class PagedFalconAttention(FalconAttention):

@@ -1,14 +1,56 @@
-"""LoRA deltas of a linear layer, and the backends that compute them: plain torch, and the CPU kernels."""
+"""LoRA deltas of linear layers, computed for the rows that have an adapter: in plain torch, and by the CPU kernels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.lora.rows import AdapterRows
+from tgi_server.engine.memory import to_device
+
+
+@dataclass(slots=True, eq=False)
+class AdapterRows:
+    """The rows of a pass in which some have an adapter.
+
+    numbers: [rows] int32 on the device, the number of each row's adapter; 0: none. present: those that occur, but 0;
+    None: whichever are there when a recorded step is run.
+    wanted: [wanted] int64, the rows of which the head computes logits; None: of all, or of each sequence's last.
+    """
+
+    numbers: Tensor
+    present: frozenset[int] | None
+    wanted: Tensor | None = None
+    _by_count: dict[int, Tensor] = field(default_factory=dict)
+    _orders: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_sequences(cls, numbers: Sequence[int], device: torch.device) -> "AdapterRows | None":
+        """Returns the rows of a padded pass: one for each sequence. None if none of them has an adapter."""
+        present = frozenset(numbers) - {0}
+        return cls(to_device(numbers, torch.int32, device), present) if present else None
+
+    def of(self, count: int) -> Tensor:
+        """Returns the numbers, [count] int32, for a layer that is given so many rows.
+
+        They are those of the pass, or those whose logits are wanted; or, of a padded pass, several of each sequence.
+        """
+        if count == len(self.numbers):
+            return self.numbers
+        if count not in self._by_count:
+            if self.wanted is not None and count == len(self.wanted):
+                self._by_count[count] = self.numbers[self.wanted]
+            else:
+                self._by_count[count] = self.numbers.repeat_interleave(count // len(self.numbers))
+        return self._by_count[count]
+
+    def order(self, count: int) -> Tensor:
+        """Returns the rows of a layer that is given so many, sorted by their adapters' numbers: [count] int64."""
+        if count not in self._orders:
+            self._orders[count] = self.of(count).argsort(stable=True)
+        return self._orders[count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +155,40 @@ class CpuLora(LoraBackend):
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
         changed: Tensor = self.kernel.apply(x, y, rows.of(x.numel() // x.shape[-1]), relu, residual)
         return changed
+
+
+class AdaptedLinear:
+    """The place of LoRA deltas at a linear layer of a running model.
+
+    parts: the layers of the base model whose outputs it has side by side, with their numbers of outputs.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, int]], inputs: int, backend: LoraBackend) -> None:
+        self.parts = parts
+        self.inputs = inputs
+        self.outputs = sum(outputs for _, outputs in parts)
+        self._backend = backend
+        self._changed_by: set[int] = set()
+
+    def put(self, number: int, change: LoraDelta) -> None:
+        """Has the rows of the adapter with that number computed with its change from the next pass on."""
+        self._changed_by.add(number)
+        self._backend.put(number, change)
+
+    def drop(self, number: int) -> None:
+        self._changed_by.discard(number)
+        self._backend.drop(number)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles what passes with adapters need."""
+        self._backend.warm_up(self.inputs, dtype)
+
+    def changes(self, rows: AdapterRows) -> bool:
+        """Returns True if an adapter of these rows changes this layer."""
+        return rows.present is None or not self._changed_by.isdisjoint(rows.present)
+
+    def apply(
+        self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        """Returns the changed outputs, as LoraBackend.apply does. y: the layer's own outputs."""
+        return self._backend.apply(x, y.contiguous(), rows, relu=relu, residual=residual)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.tiny_models import build
-from tgi_server.engine.runners.paged_attention import install_paged_attention
+from tgi_server.engine.backends.generic import install_paged_attention
+from tgi_server.engine.models.families import family_of
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "falcon_7b", "gptj", "llama", "mpt"])
@@ -12,7 +13,7 @@ def test_what_was_installed_can_be_taken_back(architecture) -> None:
     model = build(architecture)
     tokens = torch.arange(5)[None]
     before = model(input_ids=tokens, use_cache=False).logits
-    restore = install_paged_attention(model)
+    restore = install_paged_attention(model, family_of(model.config).attention)
     with pytest.raises(AttributeError, match="paged_cache"):
         model(input_ids=tokens, use_cache=False)
     restore()

@@ -10,7 +10,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.runners.paged_attention.alibi import interleaved_slopes, slopes_of
+from tgi_server.engine.backends.paged_attention.alibi import interleaved_slopes, slopes_of
 
 IMPLEMENTATION = "oatmill_paged_mpt"
 

@@ -7,7 +7,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.runners.paged_attention.alibi import geometric_slopes, slopes_of
+from tgi_server.engine.backends.paged_attention.alibi import geometric_slopes, slopes_of
 
 
 class PagedBloomAttention(BloomAttention):

@@ -20,10 +20,12 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from tests.tiny_models import build, make
+from tests.unit.engine.probed import probed
 from tests.unit.engine.requests import expected_tokens, generate_together, load_engine, prompts
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.backends.attention.gather import GatherAttention
-from tgi_server.engine.runners.probe import logits_error, probe_paged_path
+from tgi_server.engine.backends.probe import logits_error, probe_paged_path
+from tgi_server.engine.models.families import family_of
 
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 
@@ -131,14 +133,13 @@ def test_a_model_that_takes_positions_from_elsewhere_is_noticed() -> None:
 
     model.forward = counts_from_zero  # type: ignore[method-assign]
     with torch.inference_mode():
-        assert probe_paged_path(model) is None
+        assert probe_paged_path(model, family_of(model.config)) is None
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_shape_of_keys_is_that_of_the_model() -> None:
     with torch.inference_mode():
-        probe = probe_paged_path(build("falcon_40b"))
-    assert probe is not None
+        _, probe = probed(build("falcon_40b"))
     assert (probe.shape.heads, probe.shape.head_dim) == ((2, 2), 16)
 
 
@@ -178,7 +179,7 @@ def undecided() -> PreTrainedModel:
 
 def test_a_mixture_whose_experts_the_last_bit_chooses_takes_the_paged_path() -> None:
     with torch.inference_mode():
-        assert probe_paged_path(undecided()) is not None
+        probed(undecided())
 
 
 def test_a_deep_model_may_be_rounded_otherwise_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +194,7 @@ def test_a_deep_model_may_be_rounded_otherwise_in_every_layer(monkeypatch: pytes
     with torch.inference_mode():
         model = build("llama", num_hidden_layers=64).bfloat16()
         monkeypatch.setattr(GatherAttention, "attend", attend_with_another_last_bit)
-        assert probe_paged_path(model) is not None
+        probed(model)
 
 
 def test_noise_does_not_hide_what_is_wrong(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,5 +206,6 @@ def test_noise_does_not_hide_what_is_wrong(caplog: pytest.LogCaptureFixture, mon
 
     monkeypatch.setattr(GatherAttention, "attend", attend_to_the_contrary)
     with torch.inference_mode():
-        assert probe_paged_path(undecided()) is None
+        model = undecided()
+        assert probe_paged_path(model, family_of(model.config)) is None
     assert "its logits differ by" in caplog.text

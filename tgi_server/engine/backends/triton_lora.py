@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from tgi_server.engine.backends.lora import AdapterRows, LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.kernels.triton.lora import FEW_ROWS, add_products
-from tgi_server.engine.lora.backends import LoraBackend, LoraDelta, TorchLora
-from tgi_server.engine.lora.rows import AdapterRows
 
 # Numbers of adapters for which the tables have room.
 _NUMBERS = 1024

@@ -21,22 +21,18 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.backends.attention.base import (
-    AttentionBackend,
     AttentionVariant,
     ChunkSpan,
     ForwardMetadata,
     KVShape,
 )
-from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
-from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.backends.cpu import CpuModel
+from tgi_server.engine.backends.base import PagedModel, PassInput
+from tgi_server.engine.backends.generic import GenericModel, install_paged_attention
 from tgi_server.engine.errors import EngineError, PeerLost
-from tgi_server.engine.models.families import plan_for
+from tgi_server.engine.models.spec import Family
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
-from tgi_server.engine.runners.base import position_limit
-from tgi_server.engine.runners.paged_attention import install_paged_attention
 
 logger = logging.getLogger(__name__)
 
@@ -87,24 +83,28 @@ class _Recorder(GatherAttention):
         return {cache.shape[3] for cache in (*self._keys.values(), *self._values.values())}
 
 
-def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) -> "LogitsProbe | None":
-    """Returns what the model computes on the paged path, or None when it has to take the padded path.
+def probe_paged_path(
+    model: PreTrainedModel, family: Family, group: ShardGroup | None = None
+) -> "tuple[GenericModel, LogitsProbe] | None":
+    """Returns the model on the paged path, and what it computes there; None when it has to take the padded path.
 
-    group: the shards of the model, when this is one of them. Leaves the model with paged attention when it can take the
-    paged path, else with its own.
+    family: of the model. group: the shards of the model, when this is one of them. Leaves the model with paged
+    attention when it can take the paged path, else with its own.
     """
-    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
     if model.config.is_encoder_decoder:
         return None
-    own = group is None or plan_for(model.config).own_attention
+    own = group is None or family.plan is None or family.plan(model.config).own_attention
     expected = _own_logits(model) if own else None
     recorder = _Recorder(model)
-    restore = install_paged_attention(model)
+    restore = install_paged_attention(model, family.attention)
     try:
         if expected is None:
             expected = _paged_logits(model)
-        actual = _run(model, recorder)
+        paged = GenericModel(model, recorder, family.positions(config))
+        actual = _run(paged)
     except PeerLost:
         raise
     except (EngineError, TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
@@ -114,10 +114,10 @@ def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) ->
     reason = fault_of_any(reason, group)
     if reason is None:
         assert expected is not None
-        probe = LogitsProbe(model, group, known=(recorder, actual))
+        probe = LogitsProbe(paged, group, known=(recorder, actual))
         reason = fault_of_any(probe.difference(expected), group)
         if reason is None:
-            return probe
+            return paged, probe
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
     restore()
     return None
@@ -131,7 +131,7 @@ class LogitsProbe:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: GenericModel,
         group: ShardGroup | None = None,
         *,
         long: bool = False,
@@ -141,17 +141,19 @@ class LogitsProbe:
         """group: the shards of the model, when this is one of them. long: of texts of several blocks. kv_format: how
         keys and values are kept; None: as they come. known: a backend with such logits, where it has computed them.
         """
-        self._model = model
+        source = model.source
         self._group = group
-        self._length = min(_LONG_RUN, position_limit(model.config) or _LONG_RUN) if long else None
+        self._length = min(_LONG_RUN, model.positions or _LONG_RUN) if long else None
+        before = model.attention
         if known is None:
-            recorder = _Recorder(model, self._length or 1, kv_format)
-            self._expected = self._logits(recorder)
+            model.attention = recorder = _Recorder(source, self._length or 1, kv_format)
+            self._expected = self._logits(model)
         else:
             recorder, self._expected = known
-        self._tolerance = TOLERANCE[model.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
-        noise = _noise_tolerance(model, self._expected, lambda: self._logits(recorder))
+        self._tolerance = TOLERANCE[source.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
+        noise = _noise_tolerance(source, self._expected, lambda: self._logits(model))
         self._tolerance = max(self._tolerance, noise)
+        model.attention = before
         self.shape = KVShape(heads=tuple(recorder.heads.values()), head_dim=max(recorder.head_dims))
         self.variants = recorder.variants
 
@@ -162,19 +164,16 @@ class LogitsProbe:
             return None
         return f"its logits differ by {error:.2g} from those with its own attention"
 
-    def fault(
-        self, backend: AttentionBackend, name: str, rounding: float = 0.0, whole: CpuModel | None = None
-    ) -> str | None:
-        """Returns why the model must not compute as it does now with the backend, in words; None: it may.
+    def fault(self, model: PagedModel, name: str, rounding: float = 0.0) -> str | None:
+        """Returns why a model must not compute as it does now, in words; None: it may.
 
-        The backend's blocks are allocated anew. name: of what is done differently. rounding: share of their norm by
-        which the logits may change besides. whole: computes them, if not the model's own forward. All shards come to
-        the same answer.
+        Its KV blocks are allocated anew. name: of what is done differently. rounding: share of their norm by which the
+        logits may change besides. All shards come to the same answer.
         """
         fault = ""
         try:
-            backend.allocate(2 * _blocks_of(self._length or 1, backend.block_size) + 1)
-            error = logits_error(self._expected, self._logits(backend, whole))
+            model.allocate(2 * _blocks_of(self._length or 1, model.attention.block_size) + 1)
+            error = logits_error(self._expected, self._logits(model))
         except PeerLost:
             raise
         except Exception as failure:  # of a compiler, of a driver, of a library that is too old
@@ -184,10 +183,8 @@ class LogitsProbe:
                 fault = f"logits change by {error:.2g} with {name}"
         return fault_of_any(fault, self._group)
 
-    def _logits(self, backend: AttentionBackend, whole: CpuModel | None = None) -> Tensor:
-        if self._length is None:
-            return _run(self._model, backend, whole)
-        return _run_long(self._model, backend, self._length, whole)
+    def _logits(self, model: PagedModel) -> Tensor:
+        return _run(model) if self._length is None else _run_long(model, self._length)
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
@@ -217,12 +214,11 @@ def _own_logits(model: PreTrainedModel) -> Tensor:
 
 def _paged_logits(model: PreTrainedModel) -> Tensor:
     """Returns the logits of `_own_logits`, of one text in one pass with the paged attention installed already."""
-    cache = PagedCache(_Recorder(model))
-    cache.attach(model)
+    paged = GenericModel(model, _Recorder(model))
     tokens, device = probe_tokens(model, LONG + 1), model.device
     places = torch.arange(LONG + 1, device=device)
-    cache.metadata = ForwardMetadata(
-        slots=cache.backend.block_size + places,
+    metadata = ForwardMetadata(
+        slots=paged.attention.block_size + places,
         block_tables=torch.tensor([[1]], dtype=torch.int32, device=device),
         kv_lengths=torch.tensor([LONG + 1], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, LONG + 1], dtype=torch.int32, device=device),
@@ -230,59 +226,50 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
         chunks=[ChunkSpan(0, LONG + 1, LONG + 1)],
         max_kv_length=LONG + 1,
     )
-    logits = model(input_ids=tokens[None], position_ids=places[None], past_key_values=cache, use_cache=True).logits
-    return logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
+    logits = paged.forward(PassInput(tokens, places, metadata, None))
+    return logits[[LONG - 1, SHORT - 1, LONG, SHORT]]
 
 
-def _run(model: PreTrainedModel, backend: AttentionBackend, whole: CpuModel | None = None) -> Tensor:
+def _run(model: PagedModel) -> Tensor:
     """Returns the last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
-    tables = torch.tensor([[1], [2]], device=model.device)
+    tables = torch.tensor([[1], [2]], device=model.attention.device)
     passes = [([(0, 0, LONG), (1, 0, SHORT)], 0), ([(0, LONG, 1), (1, SHORT, 1)], 2)]
-    return torch.cat([_pass(model, backend, tables, *each, whole) for each in passes])
+    return torch.cat([_pass(model, tables, *each) for each in passes])
 
 
-def _run_long(model: PreTrainedModel, backend: AttentionBackend, length: int, whole: CpuModel | None = None) -> Tensor:
+def _run_long(model: PagedModel, length: int) -> Tensor:
     """Returns the last logits of every part of a run in which a prompt of several blocks is computed in two chunks.
 
     length: of its longest text. The second chunk is computed while a shorter text decodes. The longer text is then
     attended in several parts where a backend has such.
     """
     half, shorter = length // 2, max(1, length // 3)
-    count = _blocks_of(length, backend.block_size)
-    tables = torch.arange(2 * count, device=model.device).flip(0).view(2, count) + 1
+    count = _blocks_of(length, model.attention.block_size)
+    tables = torch.arange(2 * count, device=model.attention.device).flip(0).view(2, count) + 1
     passes = [
         ([(0, 0, half), (1, 0, shorter)], 0),
         ([(1, shorter, 1), (0, half, length - 1 - half)], 1),
         ([(0, length - 1, 1), (1, shorter + 1, 1)], 2),
     ]
-    return torch.cat([_pass(model, backend, tables, *each, whole) for each in passes])
+    return torch.cat([_pass(model, tables, *each) for each in passes])
 
 
 def _blocks_of(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def _pass(
-    model: PreTrainedModel,
-    backend: AttentionBackend,
-    tables: Tensor,
-    spans: list[tuple[int, int, int]],
-    decoding: int,
-    whole: CpuModel | None,
-) -> Tensor:
+def _pass(model: PagedModel, tables: Tensor, spans: list[tuple[int, int, int]], decoding: int) -> Tensor:
     """Computes parts of two texts. Returns the logits of the last token of each: [spans, vocab_size].
 
     spans: (row of the tables, first position, tokens) of each part. decoding: so many of them decode; the others are
     chunks of prompts.
     """
-    cache = PagedCache(backend)
-    cache.attach(model)
-    device, size = model.device, backend.block_size
+    device, size = model.attention.device, model.attention.block_size
     places = [torch.arange(start, start + count, device=device) for _, start, count in spans]
     first = [0, *accumulate(count for *_, count in spans)]
     ends = torch.tensor(first, device=device)
     lengths = [start + count for _, start, count in spans]
-    cache.metadata = ForwardMetadata(
+    metadata = ForwardMetadata(
         slots=torch.cat(
             [tables[row, place // size] * size + place % size for (row, *_), place in zip(spans, places, strict=True)]
         ),
@@ -295,20 +282,9 @@ def _pass(
         ][decoding:],
         max_kv_length=max(lengths),
     )
-    position_ids = torch.cat(places)
-    tokens = probe_tokens(model, max(lengths))[position_ids]
-    if whole is not None:
-        assert isinstance(backend, CpuAttention)
-        whole.attach_cache(backend)
-        return whole.forward(tokens, position_ids, ends[1:] - 1, cache.metadata)
-    logits: Tensor = model(
-        input_ids=tokens[None],
-        position_ids=position_ids[None],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=ends[1:] - 1,
-    ).logits[0]
-    return logits
+    positions = torch.cat(places)
+    tokens = probe_tokens(model.source, max(lengths))[positions]
+    return model.forward(PassInput(tokens, positions, metadata, ends[1:] - 1))
 
 
 def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.tiny_models import build
-from tgi_server.engine.runners.paged_attention import bloom, falcon, gptj, mpt
-from tgi_server.engine.runners.probe import probe_paged_path
+from tests.unit.engine.probed import probed
+from tgi_server.engine.backends.paged_attention import bloom, falcon, gptj, mpt
 
 SUBSTITUTES: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
     "bloom": bloom.SUBSTITUTES,
@@ -23,7 +23,7 @@ SUBSTITUTES: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
 def test_paged_attention_has_the_logits_of_the_familys_own(architecture: str) -> None:
     """The probe compares them, and returns a shape only when they are the same."""
     model = build(architecture)
-    assert probe_paged_path(model) is not None
+    probed(model)
     kinds = {type(module) for module in model.modules()}
     assert kinds >= set(SUBSTITUTES[architecture].values())
     assert not kinds & set(SUBSTITUTES[architecture])

@@ -1,0 +1,136 @@
+"""The interface of a model that runs steps over the paged KV cache, and of a backend, which makes one for a device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata, GreedyOnly, KVShape
+from tgi_server.engine.backends.attention.kv_format import KVFormat
+from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows, LoraBackend
+from tgi_server.engine.backends.rope import LengthDependentRope
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.models.spec import DecoderSpec, Family
+
+# Takes the head's input, [rows, hidden_size], and the inputs of some layers, [tokens, hidden_size] each.
+Keep = Callable[[Sequence[Tensor]], None]
+# Makes what computes the LoRA deltas of a layer of so many outputs, which is made of so many of the base model.
+MakeLora = Callable[[int, int], LoraBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class PassInput:
+    """The tokens of a step, and whatever it brings.
+
+    tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
+    adapters: of the tokens; None: none has one.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    metadata: ForwardMetadata
+    wanted: Tensor | None
+    adapters: AdapterRows | None = None
+
+
+class PagedModel(ABC):
+    """A model that runs steps over the paged KV cache: a spec on a device, or the forward pass of `transformers`.
+
+    source: the model of `transformers` that it was made from; its configuration, embeddings and head stay there.
+    attention: has the KV blocks, and attends over them. adapted: rows may have adapters.
+    """
+
+    attention: AttentionBackend
+    adapted = False
+
+    def __init__(self, source: nn.Module, attention: AttentionBackend) -> None:
+        self.source = source
+        self.attention = attention
+        self._rope = LengthDependentRope(source)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes room for KV blocks 0 .. num_blocks - 1, forgetting what was there."""
+        self.attention.allocate(num_blocks)
+
+    def attach_rows(self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor) -> None:  # noqa: B027
+        """Takes the tensors of the rows that `decode` reads and writes.
+
+        tokens, positions: [rows] int64. tables: [rows, blocks] int32. adapters: [rows] int32.
+        """
+
+    def decode(
+        self, rows: int, longest: int, greedy: GreedyOnly | None, *, adapted: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Decodes the first of the attached rows in one call, and moves their positions on.
+
+        Returns their logits, [rows, vocab_size], and the likeliest tokens, [rows] int64, or None; None for both where
+        there is no such call. The likeliest tokens are the next inputs of the rows, too.
+
+        longest: at least the most tokens that any row has, this one included. adapted: a row has an adapter.
+        """
+        return None
+
+    @abstractmethod
+    def forward(self, inputs: PassInput) -> Tensor:
+        """Returns the logits of the wanted tokens, [rows, vocab_size]."""
+
+    def tap(self, layers: Sequence[int], keep: Keep) -> None:
+        """Has every pass call `keep`. layers: indices of those whose inputs it gets, in ascending order."""
+        raise NotImplementedError(f"nobody reads the hidden states of a {type(self).__name__}")
+
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        """Returns the places for LoRA deltas, one for each linear layer. Steps look at them from then on."""
+        return []
+
+    def fix_length(self, tokens: int) -> None:
+        """Fixes rotary positions that depend on a text's length to those of a text of so many tokens."""
+        self._rope.fix(tokens)
+
+
+class Backend(ABC):
+    """What one model computes with on a device: linear layers, attention, LoRA deltas, and whole models of specs.
+
+    linear_kernels: what computes linear layers, for people. fallbacks: why parts of the model are computed in a slower
+    way than the device has. where: the device, in a sentence. cheap_tokens: tokens that a step computes while it waits
+    for the weights. fixed_memory: what the largest step takes has to be found out before the cache is sized.
+    """
+
+    linear_kernels = "torch"
+    where: str
+    cheap_tokens: int
+    fixed_memory: bool
+
+    def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
+        """source: the model of `transformers`. Raises UnsupportedModel for kernels that the device has not."""
+        self.source = source
+        self.config = config
+        self.group = config.group
+        self.fallbacks: list[str] = []
+
+    @abstractmethod
+    def create_model(self, family: Family, spec: DecoderSpec | None) -> PagedModel | None:
+        """Returns the model on the paged KV cache; None if it has to run in padded batches.
+
+        family, spec: of the model; a spec is used where it is proved to compute what `transformers` does. Raises
+        UnsupportedModel where neither is right. All shards of a model come to the same decision.
+        """
+
+    @abstractmethod
+    def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
+        """Returns the fastest attention that is right for a model. kv_format: None: keys and values in its dtype."""
+
+    @abstractmethod
+    def lora(self, max_rank: int) -> MakeLora:
+        """Returns what makes LoRA deltas of linear layers. max_rank: of a layer."""
+
+    def pack(self, module: nn.Module) -> None:  # noqa: B027
+        """Packs the linear layers of a module that is computed beside the model, where the device has a layout."""
+
+    def pack_source(self) -> None:  # noqa: B027
+        """Packs the linear layers of a model that runs in padded batches, where the device has a layout."""
+
+    def unpack_source(self) -> bool:
+        """Takes `pack_source` back. Returns False if there is nothing to take back."""
+        return False

@@ -1,0 +1,173 @@
+"""Models of specs on CPUs: one kernel call, from the tokens of any pass to logits."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.cpu import CpuAttention
+from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
+from tgi_server.engine.backends.build import NORMS
+from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm, inner
+from tgi_server.engine.backends.head import ScreenedHead
+from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
+from tgi_server.engine.checkpoint.quantized import Experts
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.linear import PackedLinear
+from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel.group import peers
+from tgi_server.engine.parallel.layers import VocabParallelHead
+
+
+class CpuModel(PagedModel):
+    """A decoder in one kernel call, whatever a pass brings."""
+
+    attention: CpuAttention
+
+    def __init__(
+        self, source: nn.Module, decoder: Decoder, attention: CpuAttention, group: ShardGroup | None = None
+    ) -> None:
+        """group: the shards of the model, when this is one of them. Raises UnsupportedModel for what the kernels do
+        not know.
+        """
+        super().__init__(source, attention)
+        self.decoder = decoder
+        self._kernel = _kernel(decoder)
+        self._like = decoder.embedding_weight
+        self._rows_with_adapters = torch.empty(0, dtype=torch.int32)
+        self._keep: Keep | None = None
+        self._faults = nullcontext if group is None else peers
+        if group is not None:
+            self._kernel.split(group.memory, cast(VocabParallelHead, decoder.head).vocab_size)
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        backend = self.attention
+        self._kernel.attach_cache(backend.keys, backend.values, backend.key_scales, backend.value_scales)
+
+    def attach_rows(self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor) -> None:
+        self._rows_with_adapters = adapters
+        self._kernel.attach_rows(tokens, positions, tables, adapters, self.attention.block_size)
+
+    def tap(self, layers: Sequence[int], keep: Keep) -> None:
+        self._keep = keep
+        self._kernel.tap(list(layers))
+
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        self.adapted = True
+        places = []
+        for linear, parts in self.decoder.linears():
+            backend = cast(CpuLora, lora(linear.out_features, len(parts)))
+            linear.kernel().adapt(backend.kernel)
+            places.append(AdaptedLinear(parts, linear.in_features, backend))
+        return places
+
+    def decode(
+        self, rows: int, longest: int, greedy: GreedyOnly | None, *, adapted: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The likeliest tokens are None where not all rows are greedy, or one has a mask."""
+        mask = greedy.mask if greedy else None
+        tables = self._tables(longest)
+        with self._faults():
+            logits, likeliest, taps = self._kernel.decode(rows, *tables, adapted, greedy is not None, mask is None)
+        adapters = self._rows_with_adapters[:rows] if adapted else None
+        return self._finished(logits, taps, adapters, greedy), likeliest
+
+    def forward(self, inputs: PassInput) -> Tensor:
+        """The wanted tokens are each sequence's last ones, in order; others take longer."""
+        metadata, adapters = inputs.metadata, inputs.adapters.numbers if inputs.adapters else None
+        greedy, tables = metadata.greedy, self._tables(metadata.max_kv_length)
+        places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts
+        head = greedy is None or greedy.mask is None
+        with self._faults():
+            logits, taps = self._kernel.forward(
+                inputs.tokens, inputs.positions, *places, *tables, inputs.wanted, adapters, greedy is not None, head
+            )
+        if adapters is not None and inputs.wanted is not None:
+            adapters = adapters[inputs.wanted]
+        return self._finished(logits, taps, adapters, greedy)
+
+    def _finished(
+        self, output: Tensor, taps: list[Tensor], adapters: Tensor | None, greedy: GreedyOnly | None
+    ) -> Tensor:
+        """Returns logits. output: those, or the head's input where there are masks, which may not be ready yet."""
+        if self._keep is not None:
+            self._keep(taps)
+        if greedy is None or greedy.mask is None:
+            return output
+        mask = greedy.mask.wait()
+        with self._faults():
+            logits: Tensor = self._kernel.logits(output, adapters, True, mask.bits, list(mask.positions))
+        return logits
+
+    def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        tables = [kind.tables(self._like, length) for kind in self.decoder.ropes]
+        return [cosines for cosines, _ in tables], [sines for _, sines in tables]
+
+
+def _kernel(decoder: Decoder) -> Any:
+    """Returns a `torch.classes.oatmill.CausalLM`. Raises UnsupportedModel."""
+    spec, head, weight = decoder.spec, inner(decoder.head), decoder.embedding_weight
+    screen, screened_rows = head.screen if isinstance(head, ScreenedHead) else ([], 0)
+    return torch.classes.oatmill.CausalLM(
+        _layers_kernel(decoder),
+        weight,
+        float(torch.tensor(spec.embedding_scale, dtype=weight.dtype)),
+        decoder.positions,
+        _norm_kernel(decoder.norm),
+        _linear_kernel(head),
+        spec.logits_divisor,
+        spec.logits_softcap,
+        screen,
+        screened_rows,
+    )
+
+
+def _layers_kernel(decoder: Decoder) -> Any:
+    """Returns a `torch.classes.oatmill.Decoder`."""
+    spec, heads = decoder.spec, decoder.layers[0].heads
+    kernel = torch.classes.oatmill.Decoder(
+        heads.heads, heads.kv_heads, heads.size, spec.activation, spec.parallel, spec.residual_scale, spec.interleaved
+    )
+    for layer in decoder.layers:
+        norms = [_norm_kernel(layer.norms.get(name)) for name in NORMS]
+        linears = _linear_kernel(layer.qkv), _linear_kernel(layer.output)
+        variant, rope = layer.variant, layer.spec.rope
+        scores = variant.scaling, variant.window, variant.softcap, variant.sinks
+        kernel.add_layer(norms, *linears, *_feed_forward_kernels(layer), -1 if rope is None else rope, *scores)
+    return kernel
+
+
+def _feed_forward_kernels(layer: DecoderLayer) -> tuple[list[Any], Any]:
+    """Returns the up and the down projection, and the mixture in their place or None."""
+    if layer.mixture is None:
+        return [_linear_kernel(layer.up), _linear_kernel(layer.down)], None
+    assert layer.spec.mixture is not None
+    router, experts = getattr(layer.mixture, layer.spec.mixture[1]), inner(layer.mixture.experts)
+    kernel = experts.kernel() if isinstance(experts, Experts) else None
+    if kernel is None or not FloatLinear.supports(router.weight.dtype):
+        raise UnsupportedModel(
+            f"layer {layer.index} has experts for which there is no kernel; start with --disable-custom-kernels"
+        )
+    normalised = bool(getattr(router, "norm_topk_prob", True))
+    routing = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
+    return [], torch.classes.oatmill.Mixture(routing, kernel, router.top_k, normalised)
+
+
+def _norm_kernel(norm: Norm | None) -> Any:
+    if norm is None:
+        return None
+    return torch.classes.oatmill.Norm(norm.weight, norm.bias, norm.eps, norm.centred)
+
+
+def _linear_kernel(layer: Any) -> Any:
+    """Returns a `torch.classes.oatmill.Linear`, also of a row-parallel layer: the kernel sums what shards compute."""
+    linear = inner(layer)
+    kernel = linear.kernel() if isinstance(linear, PackedLinear) else None
+    if kernel is None:
+        raise UnsupportedModel("a linear layer has no kernel; start with --disable-custom-kernels")
+    return kernel

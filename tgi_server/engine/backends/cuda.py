@@ -1,0 +1,112 @@
+"""The backend of GPUs: products of cuBLAS, the engine's own kernels in Triton, each proved when a model is loaded."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
+from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.kv_format import KVFormat
+from tgi_server.engine.backends.base import MakeLora, PagedModel
+from tgi_server.engine.backends.build import Unfit, build_decoder, pack_quantized
+from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.backends.probe import LogitsProbe
+from tgi_server.engine.backends.reference import ReferenceBackend
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.linear.gpu import gpu_linear_factory
+from tgi_server.engine.linear.grouped_experts import group_experts
+from tgi_server.engine.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+
+class CudaBackend(ReferenceBackend):
+    """Takes plain torch for each part whose kernels fail or compute something else, and says so in `fallbacks`."""
+
+    def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
+        super().__init__(source, config)
+        self._linear, self.fallbacks = gpu_linear_factory(source, source.dtype, config.group)
+        self.fallbacks += group_experts(source, source.dtype, config.group)
+        self.linear_kernels = str(self._linear)
+
+    def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
+        if CudaAttention.supports(shape, self.source.dtype):
+            return CudaAttention(shape, self.source.device, self.source.dtype, kv_format)
+        return super().attention(shape, kv_format)
+
+    def lora(self, max_rank: int) -> MakeLora:
+        try:
+            from tgi_server.engine.backends.triton_lora import TritonLora, fault_of
+        except ImportError as error:
+            fault: str | None = str(error)
+        else:
+            fault = fault_of(self.source.dtype, self.source.device)
+        if fault is not None:
+            logger.warning("adapters are computed in plain torch, which is slow: %s", fault)
+            return super().lora(max_rank)
+        return lambda outputs, parts: TritonLora(outputs, parts * max_rank, self.source.device)
+
+    def _proved(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec | None) -> PagedModel:
+        proved = None
+        if type(model.attention) is GatherAttention:
+            missing = "the attention kernels are not for this device or model, or Triton is missing"
+            self._fall_back(f"attention runs in plain torch, which is slower: {missing}")
+        else:
+            probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
+            if fault := probe.fault(model, type(model.attention).__name__):
+                model.attention = super().attention(probe.shape, model.attention.kv_format)
+                self._fall_back(f"attention runs in plain torch, which is slower: {fault}")
+            elif spec is not None:
+                proved = self._of_spec(model, probe, spec)
+        if proved is None:
+            pack_quantized(self.source, self._linear)
+        return proved or model
+
+    def _of_spec(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec) -> PagedModel | None:
+        """Returns the model in layers of a few kernels; None where its first layer computes something else in them."""
+        from tgi_server.engine.backends.cuda_model import CudaModel
+
+        source, linear = self.source, self._linear
+        of_first = replace(spec, layers=spec.layers[:1])
+        try:
+            with _first_layer(source):
+                first = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
+                decoder = build_decoder(source, of_first, probe.variants, linear, pack_quantized, keep=True)
+                trial = CudaModel(source, decoder, model.attention)
+                fault = first.fault(trial, "fused layers", linear.rounding)
+                del decoder, trial
+            if fault is None:
+                decoder = build_decoder(source, spec, probe.variants, linear, pack_quantized)
+        except Unfit as reason:
+            fault = str(reason)
+        if fault is not None:
+            self._fall_back(f"decoder layers are not fused, which is slow: {fault}")
+            return None
+        whole = CudaModel(source, decoder, model.attention)
+        if fault := probe.fault(whole, "fused layers", linear.rounding):
+            raise UnsupportedModel(f"{source.config.model_type}: {fault}; start with --disable-custom-kernels")
+        return whole
+
+    def _fall_back(self, fallback: str) -> None:
+        logger.warning(fallback)
+        self.fallbacks.append(fallback)
+
+
+@contextmanager
+def _first_layer(model: Any) -> Iterator[None]:
+    """Has a model of `transformers` compute its first layer only."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    layers = getattr(decoder, "layers", None)
+    if layers is None:
+        raise Unfit("it has no list of layers")
+    decoder.layers = layers[:1]
+    try:
+        yield
+    finally:
+        decoder.layers = layers

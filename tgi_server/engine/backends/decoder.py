@@ -1,0 +1,137 @@
+"""A decoder's weights by its spec, arranged for a device: what the models of backends compute with."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.rope import RotaryTable
+from tgi_server.engine.linear import PackedLinear
+from tgi_server.engine.models.spec import DecoderSpec, LayerSpec, NormKind
+from tgi_server.engine.parallel.layers import (
+    RowParallel,
+    ShardedQueryNorm,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm (Zhang and Sennrich 2019), or, if `centred`, a layer norm (Ba et al. 2016).
+
+    weight: [size], of the dtype of what is normalised, or for the former in float32: then the product with it is
+    rounded once, and not before it as well. A layer norm may have weights for each head, [heads, size]. bias: [size] or
+    None, of a layer norm. eps: added under the root. sharded: sums the squares over all shards; None: this one has all.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool
+    sharded: ShardedQueryNorm | None = None
+
+    @classmethod
+    def of(cls, norm: Any, kind: NormKind) -> Self:
+        """Takes the weights of a norm of `transformers` or torch, or of one whose squares are summed over shards."""
+        sharded = norm if isinstance(norm, ShardedQueryNorm) else None
+        norm = norm if sharded is None else norm.inner
+        eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+        weight, bias = norm.weight, getattr(norm, "bias", None)
+        if kind == "rms_once":
+            weight = weight.float()
+        elif kind == "rms_plus_one":
+            weight = 1.0 + weight.float()
+        return cls(weight, bias, eps, kind == "layer", sharded)
+
+    @property
+    def size(self) -> int:
+        """The number of elements that are normalised together."""
+        return int(self.weight.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """The numbers of query heads (`heads`) and of key and value heads (`kv_heads`), and the elements of a head."""
+
+    heads: int
+    kv_heads: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A layer, with the query, key and value projections joined into one, and gate and up projection.
+
+    index: its place among the layers. variant: how it attends. norms: by their names in LayerSpec, those that there
+    are. up, down: None where `mixture`, a module of `transformers` whose experts may be packed, is the feed-forward
+    part.
+    """
+
+    spec: LayerSpec
+    index: int
+    heads: AttentionHeads
+    variant: AttentionVariant
+    norms: dict[str, Norm]
+    qkv: PackedLinear
+    output: PackedLinear | RowParallel
+    up: PackedLinear | None
+    down: PackedLinear | RowParallel | None
+    mixture: Any
+
+    def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
+        """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
+        heads, kv_heads, size = self.heads.heads, self.heads.kv_heads, self.heads.size
+        for part, names in (
+            (self.qkv, self.spec.qkv),
+            (self.output, (self.spec.output,)),
+            (self.up, self.spec.up),
+            (self.down, (self.spec.down,)),
+        ):
+            if part is None:
+                continue
+            linear = inner(part)
+            outputs = [linear.out_features // len(names)] * len(names)
+            if part is self.qkv and len(names) > 1:
+                outputs = [heads * size, kv_heads * size, kv_heads * size]
+            yield linear, list(zip(names, outputs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A whole model. Names of modules in `transformers`: layers_path, of the list of layers; head_path.
+
+    positions: learned ones, [positions, hidden_size]; None: there are none. ropes: as in the spec. norm: behind the
+    layers; None: there is none.
+    """
+
+    spec: DecoderSpec
+    embedding: nn.Embedding | VocabParallelEmbedding
+    positions: Tensor | None
+    ropes: Sequence[RotaryTable]
+    layers: Sequence[DecoderLayer]
+    norm: Norm | None
+    head: PackedLinear | VocabParallelHead
+    layers_path: str
+    head_path: str
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """The embeddings of all tokens, or of a shard's: [tokens, hidden_size]."""
+        weight: Tensor = self.embedding.weight
+        return weight
+
+    def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
+        """Yields each linear layer with the paths of those that it is made of, and their numbers of outputs."""
+        for layer in self.layers:
+            for linear, parts in layer.linears():
+                yield linear, [(f"{self.layers_path}.{layer.index}.{name}", outputs) for name, outputs in parts]
+        head = inner(self.head)
+        yield head, [(self.head_path, head.out_features)]
+
+
+def inner(module: Any) -> Any:
+    """Returns the layer within one that brings the shards' results together, or else the module."""
+    return module.inner if isinstance(module, RowParallel | VocabParallelHead) else module

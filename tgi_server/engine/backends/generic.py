@@ -1,0 +1,164 @@
+"""Models without a spec: the forward pass of `transformers` on the paged KV cache.
+
+What such a model does not do by itself is added from outside, and only here: modules that attend in their own way are
+replaced by others with the same weights, and hooks of torch change what linear layers compute for rows with an adapter,
+and read hidden states.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tgi_server.engine.backends import paged_attention
+from tgi_server.engine.backends.attention.base import AttentionBackend
+from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION, PagedCache
+from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
+from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear
+from tgi_server.engine.linear import PackedLinear
+
+# Layers of which a mixture gives each only some of the rows: which rows those are, nobody knows outside.
+_OF_EXPERTS = ".experts."
+# Layers whose weight the model reads without calling them, of Mamba; and those that choose experts.
+_NOT_FOR_ROWS = (".dt_proj", ".router")
+
+
+class CurrentRows:
+    """The rows of the pass that runs, for the layers that adapters change; None: none has an adapter."""
+
+    def __init__(self) -> None:
+        self.rows: AdapterRows | None = None
+
+
+class GenericModel(PagedModel):
+    """Calls a model of `transformers`, which finds the KV blocks in its modules' `paged_cache`."""
+
+    source: PreTrainedModel
+
+    def __init__(self, source: PreTrainedModel, attention: AttentionBackend, positions: int | None = None) -> None:
+        """positions: that the model has; None: nothing bounds them."""
+        super().__init__(source, attention)
+        self.positions = positions
+        self._current = CurrentRows()
+        self._cache = PagedCache(attention)
+        self._cache.attach(source)
+        self._keep: Keep | None = None
+        self._tapped: list[Tensor] = []
+        self._taps: list[RemovableHandle] = []
+
+    def forward(self, inputs: PassInput) -> Tensor:
+        self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
+        self._current.rows = inputs.adapters
+        output = self.source(
+            input_ids=inputs.tokens.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
+        )
+        self._current.rows = None  # whoever drafts may use layers of the model for other rows
+        if self._keep is not None:
+            *layers, head = self._tapped
+            self._tapped = []
+            self._keep([head, *layers])
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def tap(self, layers: Sequence[int], keep: Keep) -> None:
+        while self._taps:
+            self._taps.pop().remove()
+        modules = [_layer(self.source, index) for index in layers]
+        self._taps = [
+            each.register_forward_pre_hook(self._note, with_kwargs=True)
+            for each in (*modules, self.source.get_output_embeddings())
+        ]
+        self._keep = keep
+
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        self.adapted = True
+        return adapt_modules(self.source, self._current, lora)
+
+    def _note(self, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        if hidden.dim() == 3:  # [1, tokens, hidden_size]; drafters that share the head give it rows alone
+            self._tapped.append(hidden[0])
+
+
+def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> list[AdaptedLinear]:
+    """Has hooks change what the linear layers of a model compute. Returns the places for LoRA deltas.
+
+    current: set before each pass.
+    """
+    places = []
+    for path, module in model.named_modules():
+        if _is_linear(module) and _OF_EXPERTS not in path and not path.endswith(_NOT_FOR_ROWS):
+            inputs, outputs = _sizes(module)
+            place = AdaptedLinear([(path.removesuffix(".inner"), outputs)], inputs, lora(outputs, 1))
+            module.register_forward_hook(partial(_changed, place, current))
+            places.append(place)
+    return places
+
+
+def install_paged_attention(model: PreTrainedModel, family: str | None) -> Callable[[], None]:
+    """Makes the model attend through its modules' `paged_cache`. Returns a function that takes that back.
+
+    family: the module of `paged_attention` with what takes the place of the model's own modules; None: the model goes
+    through `AttentionInterface`. It may ignore that: the caller has to find out if it attends in this way, and rightly.
+    """
+    own = model.config._attn_implementation
+    if family is None:
+        model.set_attn_implementation(IMPLEMENTATION)
+        return lambda: model.set_attn_implementation(own)
+    known = importlib.import_module(f"{paged_attention.__name__}.{family}")
+    replaced = [(path, module) for path, module in model.named_modules() if type(module) in known.SUBSTITUTES]
+    for path, module in replaced:
+        model.set_submodule(path, _with_weights_of(module, known.SUBSTITUTES[type(module)]))
+    model.config._attn_implementation = getattr(known, "IMPLEMENTATION", IMPLEMENTATION)
+
+    def restore() -> None:
+        for path, module in replaced:
+            model.set_submodule(path, module)
+        model.config._attn_implementation = own
+
+    return restore
+
+
+def _with_weights_of(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Returns a module of a subclass of another's, with the same weights and modules within."""
+    substitute = kind.__new__(kind)
+    substitute.__dict__.update(module.__dict__)
+    if prepare := getattr(substitute, "prepare", None):
+        prepare()
+    return substitute
+
+
+def _changed(
+    place: AdaptedLinear, current: CurrentRows, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor | None:
+    """Returns a layer's output with the deltas of the rows of this pass; None if they change nothing."""
+    rows = current.rows
+    return None if rows is None or not place.changes(rows) else place.apply(inputs[0], output, rows)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D | QuantizedLinear | PackedLinear)
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs."""
+    if isinstance(linear, Conv1D):
+        return int(linear.weight.shape[0]), int(linear.nf)
+    return int(linear.in_features), int(linear.out_features)
+
+
+def _layer(model: PreTrainedModel, index: int) -> nn.Module:
+    """Returns the module whose input is that of the decoder layer `index`."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists: Iterator[nn.ModuleList] = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    return next(modules[index] for modules in lists if len(modules) == count)
