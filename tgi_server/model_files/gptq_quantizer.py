@@ -12,7 +12,6 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -20,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.checkpoint.quantized.formats import gptq as gptq_format
-from tgi_server.engine.checkpoint.safetensors_files import INDEX, check_files, fingerprint, open_checkpoint
+from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.weight_files import check_files, fingerprint, write_index
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.model_files.gptq_rounding import GptqSettings, Hessian, round_weight
 
@@ -251,11 +251,7 @@ def _write(file: Path, tensors: Tensors) -> None:
 
 def _finish(source: Path, partial: Path, settings: GptqSettings) -> None:
     """Adds what makes a folder of the weights: their index, config.json, tokenizer and the like."""
-    index: dict[str, str] = {}
-    for file in sorted(partial.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            index |= dict.fromkeys(opened.keys(), file.name)
-    (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2))
+    write_index(partial)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS):
             shutil.copy(file, partial / file.name)

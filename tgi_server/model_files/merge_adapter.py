@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.safetensors_files import INDEX, WEIGHTS, weight_files
+from tgi_server.engine.checkpoint.weight_files import tensor_infos, weight_files, write_index
 from tgi_server.engine.errors import InvalidAdapter
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.base_model import BaseModel
@@ -26,16 +25,14 @@ def merge_adapter(adapter: Mapping[str, AdapterLayer], base: BaseModel, target: 
             "adapter beside it with --lora-adapters, or name the model that it was made of as the base"
         )
     files = weight_files(base.folder)
-    names = {name for file in files for name in _names(file)}
+    names = {name for file in files for name in tensor_infos(file)}
     merger = _Merger(adapter, base, names)
     for number, file in enumerate(files):
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        merged = merger.merged(tensors)
+        merged = merger.merged(load_file(file))
         if number == 0:
             merged |= merger.untied()
         save_file({name: tensor.contiguous() for name, tensor in merged.items()}, target / file.name, {"format": "pt"})
-    _write_index(target, [file.name for file in files])
+    write_index(target)
     if merger.unties:
         config = json.loads((target / "config.json").read_text())
         (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2))
@@ -93,17 +90,3 @@ class _Merger:
     def _stays(self, name: str) -> bool:
         """Returns False for the weight of a tied head, which a file may have beside that of the embeddings."""
         return name.removesuffix(".weight") not in self.unties
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
-
-
-def _write_index(target: Path, names: list[str]) -> None:
-    """Writes the index that several files need."""
-    if names == [WEIGHTS]:
-        return
-    places = {name: file for file in names for name in _names(target / file)}
-    size = sum((target / file).stat().st_size for file in names)
-    (target / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2))

@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
-from tgi_server.engine.checkpoint.safetensors_files import check_experts, check_files, open_checkpoint, stored_dtype
+from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, stored_dtype
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.progress import follow_transformers, progress

@@ -15,14 +15,8 @@ from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.checkpoint.quantized import Experts, Quantization, QuantizedLinear
-from tgi_server.engine.checkpoint.safetensors_files import (
-    EXPERT,
-    Checkpoint,
-    QuantizedTensor,
-    SlicedTensor,
-    fingerprint,
-    open_checkpoint,
-)
+from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
+from tgi_server.engine.checkpoint.weight_files import EXPERT, fingerprint
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel.group import ShardGroup

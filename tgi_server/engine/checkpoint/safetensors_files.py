@@ -1,10 +1,5 @@
 """Reads a model's safetensors files, or a shard's slices of them and nothing else; quantised weights as such."""
 
-import hashlib
-import json
-import math
-import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,26 +8,20 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized import Quantization, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.rounding import STACKED
 from tgi_server.engine.checkpoint.quantized.source import TensorSource
-from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.checkpoint.weight_files import weight_files
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import DeferredFree, mapped
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice
 from tgi_server.engine.parallel.shares import Share
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# One of the files of a model that has several; their numbers say if they are all there.
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 # What safetensors calls the dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The names of tensors of which every expert of a layer has one: layer, expert and the rest.
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,113 +198,3 @@ def _check_left_over(plain: dict[str, Any]) -> None:
             f"tensor {name} is quantised ({dtype}), but the tensors beside it that say what it stands for are missing; "
             "is the download complete?"
         )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that make up the model.
-
-    Raises ModelNotFound when one is missing, and InvalidWeights when the index names one outside the folder, or when
-    there is none to tell the files of two models apart.
-    """
-    index = folder / INDEX
-    if not index.is_file():
-        names = {WEIGHTS} if (folder / WEIGHTS).is_file() else _numbered(folder) or {WEIGHTS}
-    else:
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidWeights(f"{index} is not an index of weights: {error}") from error
-        if foreign := [name for name in names if not isinstance(name, str) or not _is_inside(name)]:
-            raise InvalidWeights(f"{index} names {foreign[0]!r}, which is not a file of its folder; it is not loaded")
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
-        if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-            raise ModelNotFound(
-                f"{folder} has only .bin weights; convert them with `text-generation-server download-weights {folder}`"
-            )
-        raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
-    return [folder / name for name in sorted(names)]
-
-
-def _numbered(folder: Path) -> set[str]:
-    """Returns the names of the files of a model that has several and no index; none if none is there."""
-    found = [match for file in folder.glob("*.safetensors") if (match := _PART.fullmatch(file.name))]
-    named = {(match[1], int(match[3])) for match in found}
-    if len(named) > 1:
-        some = ", ".join(sorted(match[0] for match in found)[:3])
-        raise InvalidWeights(f"{folder} has no {INDEX}, and weights of several models: {some}; leave one of them there")
-    return {f"{stem}-{part:05}-of-{count:05}.safetensors" for stem, count in named for part in range(1, count + 1)}
-
-
-def _is_inside(name: str) -> bool:
-    """Returns False for a path that leads out of the folder that it is relative to."""
-    return not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def check_files(folder: Path) -> None:
-    """Raises InvalidWeights for a file that is damaged, with the first tensor that is not whole; ModelNotFound."""
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
-            damage = _missing_part(path) or f"({str(error).splitlines()[0]})"
-            raise InvalidWeights(f"{path} is corrupt or incomplete {damage}; download it again") from error
-
-
-def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Returns the dtype of floats that most numbers of the model are stored in; None if there are no floats."""
-    numbers: Counter[torch.dtype] = Counter()
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_slice(name)
-                if (dtype := _FLOATS.get(tensor.get_dtype())) is not None:
-                    numbers[dtype] += math.prod(tensor.get_shape())
-    return max(numbers, key=numbers.__getitem__, default=None)
-
-
-def check_experts(folder: Path) -> None:
-    """Raises InvalidWeights for an expert that lacks a tensor that others have, or has it in another shape.
-
-    `transformers` stacks experts as it loads them, and names none of them when they do not fit together.
-    """
-    found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for match in filter(None, map(EXPERT.fullmatch, file.keys())):
-                layer, expert, part = match.groups()
-                found.setdefault((layer, part), {})[int(expert)] = tuple(file.get_slice(match[0]).get_shape())
-    count = 1 + max((max(shapes) for shapes in found.values()), default=-1)
-    for (layer, part), shapes in found.items():
-        usual = Counter(shapes.values()).most_common(1)[0][0]
-        for expert in range(count):
-            name = f"{layer}.{expert}.{part}"
-            if expert not in shapes:
-                raise InvalidWeights(f"{folder}: tensor {name} is missing, which other experts have; download it again")
-            if shapes[expert] != usual and ".quant_state." not in part:  # JSON of any length
-                raise InvalidWeights(
-                    f"{folder}: tensor {name} has the shape {list(shapes[expert])}, that of other experts {list(usual)}"
-                )
-
-
-def _missing_part(path: Path) -> str:
-    """Says where a file ends too early; an empty text if it does not, or has no list of tensors."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            tensors = json.loads(file.read(min(length, path.stat().st_size)))
-        ends = {name: 8 + length + each["data_offsets"][1] for name, each in tensors.items() if name != "__metadata__"}
-        name = min((name for name in ends if ends[name] > path.stat().st_size), key=ends.__getitem__)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return ""
-    return f"from tensor {name} on: it has {path.stat().st_size:,} of {max(ends.values()):,} bytes"
-
-
-def fingerprint(folder: Path) -> str:
-    """Returns the same text for the same tensors in the same files, whatever their values."""
-    digest = hashlib.sha256()
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(length, path.stat().st_size)))
-    return digest.hexdigest()[:16]

@@ -15,7 +15,7 @@ from tests.unit.engine.requests import Requests, generate_together, load_engine,
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import CacheCapacity, Engine, EngineConfig, EngineError, RunningSequence
 from tgi_server.engine.backends.cpu import CpuModel
-from tgi_server.engine.checkpoint.safetensors_files import weight_files
+from tgi_server.engine.checkpoint.weight_files import weight_files
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.offline import generate
