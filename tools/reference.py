@@ -10,6 +10,7 @@ from tgi_server.router.options import Dialect, OptionRow, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[1] / "docs/reference/options.md"
@@ -19,6 +20,7 @@ _BODIES: dict[Dialect, tuple[type[BaseModel], str]] = {
     Dialect.CHAT: (ChatRequest, "`/v1/chat/completions`"),
     Dialect.COMPLETIONS: (CompletionRequest, "`/v1/completions`"),
     Dialect.RESPONSES: (ResponsesRequest, "`/v1/responses`"),
+    Dialect.MESSAGES: (MessagesRequest, "`/v1/messages`"),
 }
 _HEAD = """# Generation options
 

@@ -9,6 +9,11 @@ from shared.logging import one_line
 # Characters: a message may repeat what a client sent.
 _LONGEST_MESSAGE = 1_000
 _OPENAI = "/v1/"
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
+    **{413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"},
+}
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _NAMED_FIELD = re.compile(r"`([\w.-]{1,80})`")
 
@@ -233,7 +238,11 @@ def shown_status(error: RouterError, path: str) -> int:
 
 
 def error_body(error: RouterError, path: str) -> dict[str, Any]:
-    """Returns the JSON object of an error: TGI's, or OpenAI's below /v1/."""
+    """Returns the JSON object of an error: TGI's, OpenAI's below /v1/, or Anthropic's below /v1/messages."""
+    if path.startswith(_ANTHROPIC):
+        message = f"prompt is too long: {error.openai_message}" if isinstance(error, ContextOverflow) else str(error)
+        kind = _ANTHROPIC_TYPES.get(shown_status(error, path), "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     if not path.startswith(_OPENAI):
         prefix = "Input validation error: " if error.error_type == "validation" else ""
         return {"error": f"{prefix}{error}", "error_type": error.error_type}

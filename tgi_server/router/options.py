@@ -33,6 +33,7 @@ class Dialect(Enum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
+    MESSAGES = "messages"
 
     @property
     def prompt(self) -> str:
@@ -45,6 +46,7 @@ _PROMPTS = {
     Dialect.CHAT: "messages",
     Dialect.COMPLETIONS: "prompt",
     Dialect.RESPONSES: "input",
+    Dialect.MESSAGES: "messages",
 }
 
 
@@ -63,6 +65,7 @@ class Spelling:
 
 _EVERYWHERE = tuple(Dialect)
 _OPENAI = (Dialect.CHAT, Dialect.COMPLETIONS, Dialect.RESPONSES)
+_NOT_TGI = (*_OPENAI, Dialect.MESSAGES)
 
 
 def _only(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None = None, note: str = "") -> Any:
@@ -78,13 +81,13 @@ def _except(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | No
 
 _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
     "do_sample": _only(Dialect.TGI),
-    "temperature": _except(*_OPENAI, bounds=Bounds(least=0), note="0: always the most likely token."),
-    "top_k": _except(*_OPENAI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: from all."),
-    "top_p": _except(*_OPENAI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
+    "temperature": _except(*_NOT_TGI, bounds=Bounds(least=0), note="0: always the most likely token."),
+    "top_k": _except(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: from all."),
+    "top_p": _except(*_NOT_TGI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
     "typical_p": _only(Dialect.TGI),
     "frequency_penalty": _only(Dialect.TGI),
-    "count_penalty": _only(*_OPENAI, names=("frequency_penalty",)),
-    "seed": _except(*_OPENAI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: random, too."),
+    "count_penalty": _only(*_NOT_TGI, names=("frequency_penalty",)),
+    "seed": _except(*_NOT_TGI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: random, too."),
     "watermark": _only(Dialect.TGI),
     "max_new_tokens": {
         **_except(Dialect.CHAT, names=("max_completion_tokens", "max_tokens"), bounds=Bounds(least=1, most=2**32 - 1)),
@@ -95,6 +98,7 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
             note="0: none, but for `echo` and `logprobs`.",
         ),
         **_except(Dialect.RESPONSES, names=("max_output_tokens",), bounds=Bounds(least=1, most=2**32 - 1)),
+        **_except(Dialect.MESSAGES, names=("max_tokens",), bounds=Bounds(least=1, most=2**32 - 1), note="Required."),
     },
     "top_n_tokens": {
         **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`."),
@@ -102,13 +106,15 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
             Dialect.COMPLETIONS, names=("logprobs",), note="Unset: not even the log-probabilities of those generated."
         ),
         **_except(Dialect.RESPONSES, names=("top_logprobs",), note="`include` asks for them."),
+        Dialect.MESSAGES: None,
     },
     "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",)),
     "n": _only(Dialect.CHAT, Dialect.COMPLETIONS),
     "best_of": _only(Dialect.TGI, Dialect.COMPLETIONS),
+    "stop": _except(Dialect.MESSAGES, names=("stop_sequences",)),
     "include_stop": _only(*_OPENAI, names=("include_stop_str_in_output",)),
     "truncate": _except(
-        *_OPENAI,
+        *_NOT_TGI,
         names=("truncate_prompt_tokens",),
         bounds=Bounds(least=-1, most=2**31 - 1),
         note="-1: as many as it may have.",

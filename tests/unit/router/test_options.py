@@ -12,6 +12,7 @@ from tgi_server.router.request import Limits
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
 
 LIMITS = Limits(
@@ -36,6 +37,7 @@ BODIES = {
     Dialect.CHAT: (ChatRequest, {"messages": [{"role": "user", "content": "hello"}]}),
     Dialect.COMPLETIONS: (CompletionRequest, {"prompt": "hello"}),
     Dialect.RESPONSES: (ResponsesRequest, {"input": "hello"}),
+    Dialect.MESSAGES: (MessagesRequest, {"messages": [{"role": "user", "content": "hello"}]}),
 }
 OPENAI = [dialect for dialect in Dialect if dialect is not Dialect.TGI]
 

@@ -70,7 +70,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].startswith(_KEPT)):
-            tenant = self._tenants.get(self._hash(_bearer(scope)))
+            tenant = self._tenants.get(self._hash(_api_key(scope)))
             if tenant is None:
                 await _refuse(Unauthorized("the API key is missing or wrong"), scope, receive, send)
                 return
@@ -148,11 +148,12 @@ async def _refuse(error: RouterError, scope: Scope, receive: Receive, send: Send
     await error_response(error, scope["path"], Headers(scope=scope))(scope, receive, send)
 
 
-def _bearer(scope: Scope) -> bytes:
-    """Returns the key that the request carries, empty if there is none."""
-    value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, key = value.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+def _api_key(scope: Scope) -> bytes:
+    """Returns the key that the request carries, empty if there is none. Anthropic's clients send `x-api-key`."""
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    found: bytes = key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    return found.strip()
 
 
 def _foreign_type(headers: Headers) -> RouterError | None:

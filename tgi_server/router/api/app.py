@@ -29,6 +29,7 @@ from tgi_server.router.api.routes.compatibility import compatibility_routes
 from tgi_server.router.api.routes.completions import completion_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
+from tgi_server.router.api.routes.messages import message_routes
 from tgi_server.router.api.routes.page import page_routes
 from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
@@ -44,6 +45,7 @@ _ROUTES = (
     chat_routes,
     completion_routes,
     response_routes,
+    message_routes,
     compatibility_routes,
     tokenize_routes,
     probe_routes,

@@ -15,7 +15,17 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from swagger_ui_bundle import swagger_ui_path
 
 from tgi_server.router.api.responses import EVENTS, JSON
-from tgi_server.router.schemas import adapters, chat, compatibility, completions, generate, info, openai, responses
+from tgi_server.router.schemas import (
+    adapters,
+    chat,
+    compatibility,
+    completions,
+    generate,
+    info,
+    messages,
+    openai,
+    responses,
+)
 from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 
@@ -54,6 +64,9 @@ def _errors(model: type[ResponseModel], media_type: str = JSON) -> Responses:
 
 GENERATION_ERRORS = _errors(ErrorResponse)
 OPENAI_ERRORS = {400 if status == 422 else status: entry for status, entry in _errors(OpenAIErrorResponse).items()}
+ANTHROPIC_ERRORS = {
+    400 if status == 422 else status: entry for status, entry in _errors(messages.AnthropicErrorResponse).items()
+}
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = _errors(ErrorResponse, EVENTS)
 
@@ -72,6 +85,8 @@ _EXAMPLES: dict[str, Any] = {
     "CompatGenerateRequest": {"inputs": "How do I cook rice?", "parameters": {"max_new_tokens": 40}},
     "ChatRequest": {"messages": _CHAT, "max_tokens": 40},
     "CompletionRequest": {"prompt": "How do I cook rice?", "max_tokens": 40},
+    "MessagesRequest": {"messages": _CHAT, "max_tokens": 40},
+    "CountTokensRequest": {"messages": _CHAT},
     "ResponsesRequest": {"input": "How do I cook rice?", "max_output_tokens": 40},
     "TokenizeRequest": {"inputs": "How do I cook rice?"},
     "DetokenizeRequest": {"tokens": [7, 8, 9]},
@@ -90,11 +105,17 @@ _REQUESTS: list[type[BaseModel]] = [
     chat.MessageBody,
     completions.CompletionRequest,
     responses.ResponsesRequest,
+    messages.MessagesRequest,
+    messages.CountTokensRequest,
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
     adapters.LoadAdapterBody,
     adapters.UnloadAdapterBody,
 ]
+_MESSAGE_EVENTS: tuple[type[ResponseModel], ...] = (
+    *(messages.MessageStart, messages.BlockStart, messages.BlockPiece),
+    *(messages.BlockStop, messages.MessageChange, messages.MessageStop),
+)
 _RESPONSES: list[type[ResponseModel]] = [
     *(generate.GenerateResponse, generate.StreamResponse, generate.SimpleToken, generate.DetokenizeResponse),
     *(chat.ChatCompletion, chat.ChatCompletionChunk, chat.TextMessage, chat.ToolCallMessage, chat.ChatTokenizeResponse),
@@ -102,6 +123,9 @@ _RESPONSES: list[type[ResponseModel]] = [
     *(completions.Chunk, completions.CompletionFinal, compatibility.VertexResponse),
     *(responses.ResponseObject, responses.ResponseEvent, responses.DeletedResponse),
     *(responses.OutputMessageItem, responses.OutputReasoning, responses.OutputFunctionCall),
+    *(messages.SentMessage, messages.SentText, messages.SentThinking, messages.SentToolUse, messages.CountedTokens),
+    *_MESSAGE_EVENTS,
+    messages.AnthropicErrorResponse,
     *(info.Info, info.ModelsInfo, info.ModelInfo, info.VersionInfo),
     *(openai.OpenAIErrorResponse, ErrorResponse),
 ]
@@ -117,6 +141,7 @@ _NAMED: dict[str, Any] = {
     "ChatCompletionDelta": _any_of(chat.TextDelta, chat.ToolCallDelta, chat.ReasoningDelta),
     "Completion": _any_of(completions.Chunk, completions.CompletionFinal),
     "GeneratedList": _GENERATED,
+    "MessageEvent": _any_of(*_MESSAGE_EVENTS),
     "OutputMessage": _any_of(chat.TextMessage, chat.ToolCallMessage),
     "SagemakerResponse": {
         "anyOf": [

@@ -7,8 +7,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.connections import BREAK_OFF
-from tgi_server.router.api.responses import EVENTS, event
-from tgi_server.router.errors import ClientGone, RouterError, SlowReader, error_body
+from tgi_server.router.api.responses import EVENTS, error_event
+from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
 # A comment, which clients skip: proxies close connections on which nothing moves.
 _KEEP_ALIVE = b":\n\n"
@@ -109,7 +109,7 @@ class StreamEnd:
 
     def __call__(self, error: RouterError | None) -> None:
         if error is not None:
-            self._outbox.write(event(error_body(error, self._path)) + self._trailer)
+            self._outbox.write(error_event(error, self._path) + self._trailer)
             self._outbox.close(error)
             self._release()
             return

@@ -37,7 +37,7 @@ from tgi_server.router.text.validation import CheckedRequest
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_CHATS = frozenset({"/v1/chat/completions", "/v1/responses"})
+_CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 # Of unknown fields: names of one request that are reported, their characters, and names that are logged.
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
 

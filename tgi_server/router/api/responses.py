@@ -76,6 +76,12 @@ def named_event(name: str, content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _on_one_line(to_json(content)))
 
 
+def error_event(error: RouterError, path: str) -> bytes:
+    """Returns an error as one server-sent event, which has a name where the client looks for it."""
+    body = error_body(error, path)
+    return named_event(body["type"], body) if "type" in body else event(body)
+
+
 def _on_one_line(text: bytes) -> bytes:
     """Returns the same JSON, which is one line however its reader tells lines apart."""
     if not text.isascii():

@@ -90,7 +90,7 @@ def _type(row: OptionRow, dialect: Dialect) -> Any:
     if row.type == tuple[int, ...]:
         return Annotated[list[UnsignedInt], Field(max_length=1024, fail_fast=True)] | None
     if row.type == tuple[str, ...]:
-        if dialect is Dialect.TGI:
+        if dialect in (Dialect.TGI, Dialect.MESSAGES):
             return Items[str] | None
         as_one = BeforeValidator(_one_or_several, json_schema_input_type=str | Items[str] | None)
         return Annotated[Items[str] | None, as_one]

@@ -61,12 +61,14 @@ class StopSequences:
     the beginning of a stop sequence is held back until it is certain that it is not.
     """
 
-    __slots__ = ("_buffer", "_longest", "_sequences", "reveal")
+    __slots__ = ("_buffer", "_longest", "_sequences", "found", "reveal")
 
     def __init__(self, sequences: Sequence[str], *, reveal: bool) -> None:
         self._sequences = tuple(sequences)
         self._longest = max(map(len, sequences))
         self.reveal = reveal
+        # The one that ended the text.
+        self.found: str | None = None
         # With `reveal`, the end of what was passed on; else what is held back.
         self._buffer = ""
 
@@ -84,7 +86,8 @@ class StopSequences:
         seen = self._buffer + text
         found = self._first(seen) if may_end else None
         if found is not None:
-            start, sequence = found
+            start, self.found = found
+            sequence = self.found
             shown = seen[len(self._buffer) : start + len(sequence)] if self.reveal else seen[:start]
             self._buffer = ""
             return shown, True

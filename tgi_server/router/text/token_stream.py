@@ -119,6 +119,11 @@ class TokenStream(Generic[F]):
         """The formatter that writes the sequence."""
         return self._output
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop sequence that ended the text; None if none did."""
+        return self._stops.found if self._stops is not None else None
+
     def started(self, cached_tokens: int) -> None:
         """Notes that the sequence left the queue."""
         self.started_at = perf_counter()

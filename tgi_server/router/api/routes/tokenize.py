@@ -39,10 +39,10 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
-        async with _reading(service, request, TokenizeRequest) as (asked, _):
+        async with reading(service, request, TokenizeRequest) as (asked, _):
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
-            _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
+            _, tokens = await tokens_of(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
             return json_response(tokens)
 
     @router.post(
@@ -53,9 +53,9 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(ChatRequest),
     )
     async def chat_tokenize(request: Request) -> Response:
-        async with _reading(service, request, ChatRequest) as (asked, size):
+        async with reading(service, request, ChatRequest) as (asked, size):
             prompt = await service.threads.run(size, lambda: render(service, conversation_of(asked, tools_of(asked))))
-            text, tokens = await _tokens(service, prompt, add_special_tokens=False)
+            text, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             return json_response(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
 
     @router.post(
@@ -66,7 +66,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
-        async with _reading(service, request, DetokenizeRequest) as (asked, _):
+        async with reading(service, request, DetokenizeRequest) as (asked, _):
             ids, most = asked.tokens, _most_tokens(service)
             if len(ids) > most:
                 raise InvalidRequest(f"`tokens` has {len(ids)} token ids; it may have at most {most}")
@@ -77,7 +77,7 @@ def tokenize_routes(service: Service) -> APIRouter:
 
 
 @asynccontextmanager
-async def _reading(service: Service, request: Request, model: type[M]) -> AsyncIterator[tuple[M, int]]:
+async def reading(service: Service, request: Request, model: type[M]) -> AsyncIterator[tuple[M, int]]:
     """Yields the request's body as `model`, and its bytes; meanwhile it has a place among those in flight.
 
     Raises InvalidRequest; Overloaded when as many are in flight as may be.
@@ -87,7 +87,7 @@ async def _reading(service: Service, request: Request, model: type[M]) -> AsyncI
         yield await read_beside_loop(service.threads, body, partial(parse, model)), len(body)
 
 
-async def _tokens(
+async def tokens_of(
     service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool
 ) -> tuple[str, list[SimpleToken]]:
     """Returns the prompt's text, and its tokens. Raises InvalidRequest when there are too many of them."""

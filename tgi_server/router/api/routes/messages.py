@@ -1,0 +1,213 @@
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients know them."""
+
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from fastapi import APIRouter
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi_server.contract import FinishReason
+from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, answered_by, described_body
+from tgi_server.router.api.event_stream import Outbox
+from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
+from tgi_server.router.api.responses import json_response, named_event
+from tgi_server.router.api.routes.chat import ChatChoices
+from tgi_server.router.api.routes.chat_answer import WholeChoice
+from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render
+from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
+from tgi_server.router.api.routes.tokenize import reading, tokens_of
+from tgi_server.router.schemas.chat import ChatCompletionLogprob
+from tgi_server.router.schemas.messages import (
+    BlockDelta,
+    BlockPiece,
+    BlockStart,
+    BlockStop,
+    CountedTokens,
+    CountTokensRequest,
+    MessageChange,
+    MessageEnd,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    SentMessage,
+    SentText,
+    SentThinking,
+    SentToolUse,
+)
+from tgi_server.router.service import Service
+from tgi_server.router.text.answer_reader import AnswerPart, Piece
+
+_STOP_REASONS = {
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.EOS_TOKEN: "end_turn",
+    FinishReason.STOP_SEQUENCE: "stop_sequence",
+}
+
+
+def message_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+
+    @router.post(
+        "/v1/messages",
+        summary="Answer a conversation, in one piece or as server-sent events, for Anthropic's clients",
+        response_class=Response,
+        responses=ANTHROPIC_ERRORS | answered_by(SentMessage, "MessageEvent"),
+        openapi_extra=described_body(MessagesRequest),
+    )
+    async def messages(request: Request) -> Response:
+        return await respond_to(service, request, MessagesRequest, _answer)
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        summary="The number of tokens that a conversation becomes",
+        response_class=Response,
+        responses=ANTHROPIC_ERRORS | answered_by(CountedTokens),
+        openapi_extra=described_body(CountTokensRequest),
+    )
+    async def count_tokens(request: Request) -> Response:
+        async with reading(service, request, CountTokensRequest) as (body, size):
+            prompt = await service.threads.run(size, lambda: render(service, conversation_of(body)))
+            _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
+            return json_response(CountedTokens(input_tokens=len(tokens)))
+
+    return router
+
+
+async def _answer(exchange: Exchange, request: MessagesRequest) -> Response:
+    service = exchange.service
+    prompt = await prompt_for_chat(service, exchange.size, lambda: plan_message(service, request))
+    return _stream(exchange, prompt) if request.stream else await _whole(exchange, prompt)
+
+
+async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
+    end, written = AllEnded(1), WholeChoice()
+    choices = ChatChoices.begin(exchange, prompt, lambda _: written, end)
+    await exchange.wait_for(end.future)
+    message = _message(exchange, prompt, choices)
+    message.content = _blocks(written)
+    ending = _ending(choices, called=written.finish_reason == "tool_calls")
+    message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
+    return exchange.respond(message, characters=len(prompt.text), streams=choices.streams)
+
+
+def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]:
+    blocks: list[SentThinking | SentText | SentToolUse] = []
+    if written.thoughts:
+        blocks.append(SentThinking(thinking=written.thoughts))
+    if written.text:
+        blocks.append(SentText(text=written.text))
+    for name, arguments in written.calls:
+        # Those of a call that was cut off are as much of an object as there is.
+        made = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
+        blocks.append(SentToolUse(id=_tool_use_id(), name=name, input=made))
+    return blocks
+
+
+def _stream(exchange: Exchange, prompt: ChatPrompt) -> Response:
+    outbox = Outbox()
+
+    def start() -> SentMessage:
+        return _message(exchange, prompt, choices)
+
+    def last_words() -> bytes:
+        ending = _ending(choices, called=events.reason == "tool_calls")
+        events.end(MessageChange(delta=ending, usage=_usage(choices)))
+        return b""
+
+    events = _MessageEvents(outbox, start)
+    end = exchange.stream_end(outbox, last_words=last_words)
+    choices = ChatChoices.begin(exchange, prompt, lambda _: events, end)
+    return exchange.stream(outbox, characters=len(prompt.text))
+
+
+class _MessageEvents:
+    """Writes the events of one message: its start, its blocks one after the other, and its end.
+
+    reason: why the answer ended, once it has.
+    """
+
+    def __init__(self, outbox: Outbox, start: Callable[[], SentMessage]) -> None:
+        """start: returns the message without content, once it has begun."""
+        self._outbox = outbox
+        self._start = start
+        self._index = -1
+        self._open: tuple[AnswerPart, int] | None = None
+        self.reason: str | None = None
+
+    def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
+        if self._index < 0 and self._open is None:
+            self._begin_message()
+        if piece.part is AnswerPart.CALL:
+            self._begin(piece, SentToolUse(id=_tool_use_id(), name=piece.text, input={}))
+        elif piece.text:
+            self._write(piece)
+        if reason is not None:
+            self.reason = reason
+
+    def _begin_message(self) -> None:
+        self._send(MessageStart(message=self._start()))
+        self._index = 0
+
+    def _begin(self, piece: Piece, block: SentText | SentThinking | SentToolUse) -> None:
+        self._close()
+        part = AnswerPart.ARGUMENTS if piece.part is AnswerPart.CALL else piece.part
+        self._open = (part, piece.call)
+        self._send(BlockStart(index=self._index, content_block=block))
+
+    def _write(self, piece: Piece) -> None:
+        begun: SentText | SentThinking | None
+        match piece.part:
+            case AnswerPart.TEXT:
+                begun, delta = SentText(text=""), BlockDelta(type="text_delta", text=piece.text)
+            case AnswerPart.THOUGHT:
+                begun, delta = SentThinking(thinking=""), BlockDelta(type="thinking_delta", thinking=piece.text)
+            case _:
+                begun, delta = None, BlockDelta(type="input_json_delta", partial_json=piece.text)
+        if begun is not None and (self._open is None or self._open[0] is not piece.part):
+            self._begin(piece, begun)
+        self._send(BlockPiece(index=self._index, delta=delta))
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._send(BlockStop(index=self._index))
+            self._index += 1
+            self._open = None
+
+    def end(self, change: MessageChange) -> None:
+        """Writes the end of the message."""
+        self._close()
+        self._send(change)
+        self._send(MessageStop())
+
+    def _send(self, event: MessageStart | BlockStart | BlockPiece | BlockStop | MessageChange | MessageStop) -> None:
+        self._outbox.write(named_event(event.type, event))
+
+
+def _message(exchange: Exchange, prompt: ChatPrompt, choices: ChatChoices) -> SentMessage:
+    """Returns the message without content."""
+    model = prompt.checked.options.adapter_id or exchange.service.model.names[0]
+    return SentMessage(id=f"msg_{uuid4().hex}", model=model, usage=_usage(choices))
+
+
+def _usage(choices: ChatChoices) -> MessagesUsage:
+    (stream,) = choices.streams
+    return MessagesUsage(
+        input_tokens=stream.input_length - stream.cached_tokens,
+        cache_read_input_tokens=stream.cached_tokens,
+        output_tokens=stream.generated_tokens,
+    )
+
+
+def _ending(choices: ChatChoices, *, called: bool) -> MessageEnd:
+    """called: the answer ends with calls of tools."""
+    (stream,) = choices.streams
+    assert stream.finish_reason is not None
+    stopped = stream.stop_sequence if stream.finish_reason is FinishReason.STOP_SEQUENCE else None
+    return MessageEnd(stop_reason="tool_use" if called else _STOP_REASONS[stream.finish_reason], stop_sequence=stopped)
+
+
+def _tool_use_id() -> str:
+    return f"toolu_{uuid4().hex[:24]}"
