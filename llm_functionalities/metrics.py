@@ -46,6 +46,17 @@ class ServiceMetrics:
         self.empties = Counter(
             "llm_functionalities_empty_answers", "Empty answers.", ["reason"], registry=self.registry
         )
+        self.hedges = Counter(
+            "llm_functionalities_hedges",
+            "Second attempts at late requests, by outcome: won, lost, failed, or no_budget for those left out.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.fallbacks = Counter(
+            "llm_functionalities_fallbacks",
+            "Requests that no endpoint accepted, sent to the fallback endpoint.",
+            registry=self.registry,
+        )
         self._up = Gauge(
             "llm_functionalities_endpoint_up",
             "1 if the endpoint is available, 0 if its circuit breaker is open.",
@@ -68,6 +79,9 @@ class ServiceMetrics:
 
     def count_empty(self, reason: str) -> None:
         self.empties.labels(reason).inc()
+
+    def count_hedge(self, outcome: str) -> None:
+        self.hedges.labels(outcome).inc()
 
     def watch_endpoint(self, endpoint: Endpoint) -> None:
         """Shows the endpoint's state and load from now on."""

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from llm_functionalities.endpoint.address import Address, parse_name_server
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.endpoint.hedging import Hedging
 from llm_functionalities.endpoint.resolver import Resolver
 from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
 from llm_functionalities.errors import CannotStart
@@ -77,6 +78,9 @@ class Server:
         self._balancer = Balancer(
             [self._endpoint(url) for url in settings.inference_endpoint_url],
             uncertain_seconds=settings.retry_after + UNCERTAIN_SECONDS,
+            hedging=self._hedging(),
+            fallback=self._endpoint(settings.fallback_endpoint) if settings.fallback_endpoint else None,
+            count_fallback=self._metrics.fallbacks.inc,
         )
         self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
         self._metrics.watch_pool(self._pool)
@@ -110,7 +114,7 @@ class Server:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._loop = asyncio.get_running_loop()
         await self._tell_readiness()
-        if not settings.inference_endpoint_url:
+        if not settings.inference_endpoint_url and not settings.fallback_endpoint:
             logger.warning(
                 "no endpoint is set, so every answer will be empty; set INFERENCE_ENDPOINT_URL or --endpoint"
             )
@@ -150,6 +154,17 @@ class Server:
         )
         self._metrics.watch_endpoint(endpoint)
         return endpoint
+
+    def _hedging(self) -> Hedging | None:
+        after = self._settings.hedge_after_ms
+        if after is None:
+            return None
+        return Hedging(
+            None if after == "p95" else float(after) / 1000,
+            budget=self._settings.hedge_budget,
+            threads=self._settings.threads,
+            count=self._metrics.count_hedge,
+        )
 
     def _grpc_server(self) -> Any:
         settings = self._settings

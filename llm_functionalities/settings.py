@@ -20,6 +20,17 @@ def _name_server(text: str) -> str:
     return text
 
 
+def _hedge_after(text: str) -> str:
+    try:
+        valid = text == "p95" or 0 < float(text) <= MOST_MILLISECONDS
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"give milliseconds, at most {MOST_MILLISECONDS}, or p95")
+    return text
+
+
+MOST_MILLISECONDS = 1_000_000_000
 # gRPC keeps milliseconds, and the sum of two of these, in 32 bits.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 # gRPC keeps these in 32 bits, and those of calls with some added.
@@ -55,6 +66,18 @@ class Settings(ServiceSettings):
         None, description="bearer token for the model servers"
     )
     endpoint_ca: Path | None = Field(None, description="CA certificates (PEM) that verify https:// model servers")
+
+    fallback_endpoint: EndpointUrl | None = Field(
+        None, description="model server, with a smaller model perhaps, for requests that no other one accepts"
+    )
+    hedge_after_ms: Annotated[str, AfterValidator(_hedge_after)] | None = Field(
+        None,
+        description="milliseconds after which a request without an answer is sent to a second model server, too, or "
+        "p95: as long as 95 % of the last requests took; the sooner answer counts. Default: never",
+    )
+    hedge_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="most requests that are sent a second time, as a share of all"
+    )
 
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
     max_timeout: Seconds = Field(
@@ -115,6 +138,8 @@ class Settings(ServiceSettings):
         for path in (self.tls_cert, self.tls_key, self.tls_client_ca, self.endpoint_ca):
             if path is not None and not path.is_file():
                 raise ValueError(f"there is no file {path}")
+        if self.fallback_endpoint in self.inference_endpoint_url:
+            raise ValueError(f"--fallback-endpoint is one of the model servers: {self.fallback_endpoint}")
         if self.default_timeout > self.max_timeout:
             raise ValueError("--default-timeout cannot be more than --max-timeout")
         if self.batch_threads is None:

@@ -14,6 +14,8 @@ from pydantic_settings.sources.types import _CliPositionalArg
 
 WIDTH = 100
 _INDENT = " " * 6
+# Characters of a list of values that stand behind a flag; longer ones stand in the text.
+_LONGEST_VALUES = 80
 _REFUSED = "Not supported, unlike in TGI"
 _TYPES = {bool: "", int: "NUMBER", float: "NUMBER", ByteSize: "SIZE", Path: "PATH"}
 
@@ -60,6 +62,8 @@ def _entry(name: str, field: FieldInfo, shortcut: Any, refusal: str | None) -> l
     elif shortcut:
         flags = [*(f"-{each}" if len(each) == 1 else f"--{each}" for each in _listed(shortcut)), *flags]
     text = refusal or field.description or ""
+    if "|" in value and len(value) > _LONGEST_VALUES:
+        text, value = f"{text.rstrip('.')}. One of {value.replace('|', ', ')}.", "NAME"
     text = f"{text[:1].upper()}{text[1:].rstrip('.')}."
     default = _default(field.default)
     if default and refusal is None and "default:" not in text.lower():

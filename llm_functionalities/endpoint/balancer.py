@@ -9,18 +9,25 @@ endpoint gets much more than its share, however popular a prefix is.
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
+from typing import TypeAlias
 
 from llm_functionalities.endpoint.call import Call
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
+from llm_functionalities.endpoint.hedging import Attempt, Hedging
 from llm_functionalities.errors import CircuitOpen, EndpointDown, EndpointRefused, ModelError, NoEndpoint
 
 PREFIX_CHARACTERS = 512
 
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
+
+Pieces: TypeAlias = Generator[GeneratedText, None, None]
+# How an endpoint is asked.
+Ask: TypeAlias = Callable[[Endpoint, Call], Pieces]
 
 # After one of these errors nothing was generated, so the request may be sent to another endpoint.
 _NOT_BEGUN = (EndpointDown, EndpointRefused)
@@ -33,34 +40,68 @@ class Balancer:
     `uncertain_seconds` calls also try the unavailable endpoints.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], uncertain_seconds: float = 3.0) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        uncertain_seconds: float = 3.0,
+        *,
+        hedging: Hedging | None = None,
+        fallback: Endpoint | None = None,
+        count_fallback: Callable[[], None] = lambda: None,
+    ) -> None:
+        """fallback: gets what no other endpoint accepts. count_fallback: called for each such request."""
         self._endpoints = tuple(endpoints)
+        self._hedging = hedging
+        self._fallback = fallback
+        self._count_fallback = count_fallback
         self._uncertain_seconds = uncertain_seconds
         self._well_at = -math.inf
 
     @property
     def ready(self) -> bool:
         """True if the circuit of at least one endpoint is closed."""
-        return any(endpoint.breaker.closed for endpoint in self._endpoints)
+        return any(endpoint.breaker.closed for endpoint in self._all)
+
+    @property
+    def _all(self) -> tuple[Endpoint, ...]:
+        return self._endpoints if self._fallback is None else (*self._endpoints, self._fallback)
 
     def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         """Returns the answer of the first endpoint that accepts the request. Raises ModelError."""
-        problems: dict[Endpoint, ModelError] = {}
-        for endpoint in self._attempts(prompt, problems, call):
-            try:
-                return endpoint.generate(prompt, generation, call)
-            except _NOT_BEGUN as error:
-                problems[endpoint] = error
-                call.allow_another()
-        raise _worst(list(problems.values()))
 
-    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[GeneratedText]:
+        def ask(endpoint: Endpoint, call: Call) -> Pieces:
+            yield endpoint.generate(prompt, generation, call)
+
+        with closing(self._pieces("generate", prompt, ask, call)) as pieces:
+            return next(pieces)
+
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Pieces:
         """Yields the pieces of the answer of the first endpoint that accepts the request. Raises ModelError."""
+
+        def ask(endpoint: Endpoint, call: Call) -> Pieces:
+            return endpoint.stream(prompt, generation, call)
+
+        return self._pieces("stream", prompt, ask, call)
+
+    def _pieces(self, kind: str, prompt: str, ask: Ask, call: Call) -> Pieces:
+        if self._hedging is None:
+            yield from self._tries(prompt, ask, call)
+            return
+
+        def second(first: Call) -> Attempt[GeneratedText] | None:
+            endpoint = self._second_choice(prompt, first)
+            return None if endpoint is None else partial(ask, endpoint)
+
+        yield from self._hedging.race(kind, call, partial(self._tries, prompt, ask), second)
+
+    def _tries(self, prompt: str, ask: Ask, call: Call) -> Pieces:
+        """Yields the pieces of the first endpoint that accepts the request, or else of the fallback."""
         problems: dict[Endpoint, ModelError] = {}
         for endpoint in self._attempts(prompt, problems, call):
             begun = False
+            call.tried.add(endpoint.name)
             try:
-                with closing(endpoint.stream(prompt, generation, call)) as pieces:
+                with closing(ask(endpoint, call)) as pieces:
                     for piece in pieces:
                         begun = True
                         yield piece
@@ -73,6 +114,13 @@ class Balancer:
                 return
         raise _worst(list(problems.values()))
 
+    def _second_choice(self, prompt: str, first: Call) -> Endpoint | None:
+        """Returns the healthy endpoint that the prompt would go to without those that were tried; None without one."""
+        others = [each for each in self.choices(prompt) if each.name not in first.tried]
+        if self._fallback is not None and self._fallback.name not in first.tried:
+            others.append(self._fallback)
+        return next((each for each in others if each.breaker.closed and not each.is_avoided), None)
+
     def choices(self, prompt: str) -> list[Endpoint]:
         """Returns all endpoints, the one to try first at the front.
 
@@ -81,7 +129,7 @@ class Balancer:
         """
         if len(self._endpoints) <= 1:
             return list(self._endpoints)
-        if self.ready:
+        if any(endpoint.breaker.closed for endpoint in self._endpoints):
             self._well_at = time.monotonic()
         prefix = prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass")
         avoided = {endpoint for endpoint in self._endpoints if endpoint.is_avoided}
@@ -102,13 +150,18 @@ class Balancer:
         """
         choices = self.choices(prompt)
         yield from choices
+        if self._fallback is not None:
+            self._count_fallback()
+            yield self._fallback
         if len(choices) > 1 and time.monotonic() - self._well_at < self._uncertain_seconds:
             call.insists = True
             yield from [endpoint for endpoint in choices if isinstance(problems[endpoint], CircuitOpen)]
 
     def stop(self, timeout: float) -> None:
         """Ends the threads that watch endpoints, within about `timeout` seconds for each."""
-        for endpoint in self._endpoints:
+        if self._hedging is not None:
+            self._hedging.stop()
+        for endpoint in self._all:
             endpoint.breaker.stop(timeout)
 
 

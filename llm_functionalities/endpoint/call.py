@@ -77,6 +77,18 @@ class Call:
         self.response_headers: Mapping[str, str] | None = None
         # True if an endpoint is to be tried although it was away a moment ago.
         self.insists = False
+        # Names of the endpoints that were tried.
+        self.tried: set[str] = set()
+        self._attempts: list[Call] = []
+
+    def attempt(self) -> "Call":
+        """Returns a call of its own that ends with this one at the latest."""
+        attempt = Call(self.deadline, self.headers)
+        with self._lock:
+            self._attempts.append(attempt)
+            if self._ended.is_set():
+                attempt._end_by(self._end)
+        return attempt
 
     def remaining(self) -> float:
         """Returns the seconds that are left: more than zero.
@@ -134,6 +146,8 @@ class Call:
                 self._ended.set()
             if self._socket is not None:
                 _shut_down(self._socket)
+            for attempt in self._attempts:
+                attempt._end_by(error)
 
 
 def _shut_down(connection: socket.socket) -> None:

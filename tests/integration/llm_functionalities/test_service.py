@@ -311,6 +311,33 @@ def test_metrics(server: ModelServer, free_port: Callable[[], int]) -> None:
     assert "llm_functionalities_event_loop_lag_seconds_count " in metrics
 
 
+def test_late_requests_go_to_the_fallback_too_and_refused_ones_go_there_alone(
+    server: ModelServer, free_port: Callable[[], int]
+) -> None:
+    port = free_port()
+    server.sick = False
+    with (
+        ModelServer() as fallback,
+        running_service(
+            *("--endpoint", server.url, "--fallback-endpoint", fallback.url),
+            *("--hedge-after-ms", "50", "--hedge-budget", "0.5", "--metrics-port", str(port)),
+        ) as service,
+        service.runner() as runner,
+    ):
+        fallback.answer = "from the fallback"
+        assert ask(runner) == "a fine answer"
+        server.fault = "hang"
+        assert ask(runner) == "from the fallback"
+        assert server.requests[-1].abandoned.wait(5)
+        server.fault = 429
+        assert ask(runner) == "from the fallback"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            metrics = response.read().decode().splitlines()
+    assert 'llm_functionalities_hedges_total{outcome="won"} 1.0' in metrics
+    assert "llm_functionalities_fallbacks_total 1.0" in metrics
+    assert f'llm_functionalities_endpoint_up{{endpoint="{fallback.url}"}} 1.0' in metrics
+
+
 @pytest.mark.slow
 def test_logs_for_machines() -> None:
     with running_service("--json-output") as service:

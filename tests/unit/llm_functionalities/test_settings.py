@@ -60,6 +60,12 @@ def test_a_secret_is_not_described() -> None:
         (["--max-message-bytes", "4294967296"], "--max-message-bytes"),
         (["--max-concurrent-calls", "4294967296"], "--max-concurrent-calls"),
         (["--max-connections", "4294967296"], "--max-connections"),
+        (
+            ("--hedge-after-ms", "0"),
+            "give milliseconds, at most 1000000000, or p95",
+        ),
+        (("--hedge-after-ms", "p99"), "--hedge-after-ms (or HEDGE_AFTER_MS): give milliseconds"),
+        (("--endpoint", "a:80,b", "--fallback-endpoint", "a"), "--fallback-endpoint is one of the model servers"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(

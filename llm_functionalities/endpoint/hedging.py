@@ -1,0 +1,251 @@
+"""Hedged requests: a prompt whose first answer is late is sent to another endpoint, too, and the sooner answer counts.
+
+Dean and Barroso, "The Tail at Scale", 2013. A budget keeps hedges from adding to an overload.
+"""
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from llm_functionalities.endpoint.call import Call
+from llm_functionalities.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Hedges that may be sent at once after a time without any.
+MOST_SAVED = 10.0
+
+# The 95th percentile is that of so many last requests, computed once there are enough, and after every few.
+LATENCIES, ENOUGH_LATENCIES, EVERY = 512, 20, 16
+
+# How hedges ended: the second answer came first, came later, or was none; or the budget had no hedge left.
+WON, LOST, FAILED, NO_BUDGET = "won", "lost", "failed", "no_budget"
+
+Attempt = Callable[[Call], Generator[T, None, None]]
+
+
+class Hedging:
+    """Sends late requests a second time, at most `budget` for each call. Used from many threads."""
+
+    def __init__(
+        self, after: float | None, *, budget: float = 0.1, threads: int = 16, count: Callable[[str], None]
+    ) -> None:
+        """after: seconds until a request is late; None: the 95th percentile of the last calls.
+
+        threads: most hedges at a time. count: called with the outcome of each.
+        """
+        self._after = after
+        self._budget = budget
+        self._count = count
+        self._saved = MOST_SAVED
+        self._latencies: dict[str, _Latencies] = {}
+        self._lock = threading.Lock()
+        self._timers = _Timers()
+        self._threads = ThreadPoolExecutor(threads, "hedge")
+
+    def race(
+        self, kind: str, call: Call, first: Attempt[T], second: Callable[[Call], Attempt[T] | None]
+    ) -> Iterator[T]:
+        """Yields the pieces of the attempt whose first piece comes first; the other one is cancelled.
+
+        kind: of requests that take about as long. first: runs in this thread. second: returns the second attempt, given
+        the call of the first; None: there is no endpoint for it. Raises ModelError.
+        """
+        race = _Race[T](call)
+        begun = time.monotonic()
+        with self._lock:
+            self._saved = min(MOST_SAVED, self._saved + self._budget)
+            latencies = self._latencies.setdefault(kind, _Latencies())
+            after = self._after if self._after is not None else latencies.percentile
+        if after is not None:
+            self._timers.add(begun + after, lambda: self._hedge(race, second))
+        try:
+            with closing(race.run(first)) as pieces:
+                for number, piece in enumerate(pieces):
+                    if not number:
+                        with self._lock:
+                            latencies.add(time.monotonic() - begun)
+                    yield piece
+        finally:
+            race.end()
+
+    def _hedge(self, race: "_Race[T]", second: Callable[[Call], Attempt[T] | None]) -> None:
+        attempt = None if race.decided else second(race.calls[0])
+        if attempt is None:
+            return
+        if self._saved < 1:
+            self._count(NO_BUDGET)
+        elif race.begin_second():
+            with self._lock:
+                self._saved -= 1
+            try:
+                self._threads.submit(lambda: self._count(race.run_second(attempt)))
+            except RuntimeError as error:  # the system refuses a thread, or the service stops
+                logger.warning("no thread for a hedge: %s", error)
+                race.end_second()
+
+    def stop(self) -> None:
+        """Ends all threads."""
+        self._timers.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Latencies:
+    """Seconds that the last requests of a kind took. percentile: the 95th; None as long as there are few."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=LATENCIES)
+        self._count = 0
+        self.percentile: float | None = None
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self._count += 1
+        if len(self._seconds) >= ENOUGH_LATENCIES and self._count % EVERY == 0:
+            self.percentile = sorted(self._seconds)[int(0.95 * len(self._seconds))]
+
+
+class _Race(Generic[T]):
+    """Two attempts at one prompt: one in the thread of its call, and perhaps one in a thread of its own."""
+
+    def __init__(self, call: Call) -> None:
+        self.calls = call.attempt(), call.attempt()
+        self._call = call
+        self._lock = threading.Lock()
+        self._winner: int | None = None
+        self._second_begun = False
+        # What the second attempt yields, then None.
+        self._pieces: SimpleQueue[T | ModelError | None] = SimpleQueue()
+
+    @property
+    def decided(self) -> bool:
+        return self._winner is not None
+
+    def run(self, first: Attempt[T]) -> Generator[T, None, None]:
+        """Yields the winner's pieces. Raises ModelError, that of the first attempt if both fail."""
+        try:
+            with closing(first(self.calls[0])) as pieces:
+                for number, piece in enumerate(pieces):
+                    if not number and not self._claim(0):
+                        break
+                    yield piece
+                else:
+                    self._claim(0)
+        except ModelError as error:
+            if self._winner == 0 or not self._is_second_running():
+                raise
+            yield from self._of_second(error)
+        else:
+            if self._winner == 1:
+                yield from self._of_second(None)
+
+    def begin_second(self) -> bool:
+        """Returns False if the race is decided already."""
+        with self._lock:
+            self._second_begun = self._winner is None
+            return self._second_begun
+
+    def run_second(self, attempt: Attempt[T]) -> str:
+        """Runs the second attempt. Returns how it ended."""
+        outcome = FAILED
+        try:
+            with closing(attempt(self.calls[1])) as pieces:
+                for piece in pieces:
+                    if not self._claim(1):
+                        break
+                    outcome = WON
+                    self._pieces.put(piece)
+        except ModelError as error:
+            self._pieces.put(error)
+        except Exception:
+            logger.exception("a hedge failed; this is a fault of the service, please report it")
+        finally:
+            self.end_second()
+        return LOST if self._winner == 0 else outcome
+
+    def end_second(self) -> None:
+        """Says that nothing more comes of the second attempt."""
+        self._pieces.put(None)
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        self._claim(0)
+        for call in self.calls:
+            call.cancel()
+
+    def _claim(self, number: int) -> bool:
+        """Returns True for the attempt that is the first to have a piece, and cancels the other one."""
+        with self._lock:
+            if self._winner is None:
+                self._winner = number
+                self.calls[1 - number].cancel()
+            return self._winner == number
+
+    def _is_second_running(self) -> bool:
+        """Returns True if the second attempt has begun. It begins no more otherwise."""
+        with self._lock:
+            if not self._second_begun:
+                self._winner = 0
+            return self._second_begun
+
+    def _of_second(self, error: ModelError | None) -> Iterator[T]:
+        begun = False
+        while True:
+            try:
+                piece = self._pieces.get(timeout=self._call.remaining())
+            except Empty:
+                self._call.remaining()  # raises
+                continue
+            if piece is None:
+                if error is not None and not begun:
+                    raise error
+                return
+            if isinstance(piece, ModelError):
+                raise piece if begun or error is None else error
+            begun = True
+            yield piece
+
+
+class _Timers:
+    """Calls functions at their times, in one thread that is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def add(self, at: float, action: Callable[[], None]) -> None:
+        with self._changed:
+            heapq.heappush(self._due, (at, next(self._numbers), action))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hedge timers", daemon=True)
+                self._thread.start()
+            if self._due[0][0] == at:
+                self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._stopping and (not self._due or self._due[0][0] > time.monotonic()):
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                if self._stopping:
+                    return
+                _, _, action = heapq.heappop(self._due)
+            action()
