@@ -21,6 +21,7 @@ from tgi_server.engine.kernels.triton import (
     paged_attention,
     rope_and_cache,
     sampling,
+    split_kv,
     w4a16_gemm,
 )
 from tgi_server.engine.kernels.triton.grouped_gemm import GroupTile
@@ -32,7 +33,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 # GPUs that take no kernel with matrix products, only the one that samples.
 OLDER = {75: 64 << 10}
 # Bytes of a thread's stack: a few registers that are stored once cost nothing.
-MOST_STACK = 16
+MOST_STACK = 48
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTS = "*i32"
@@ -56,7 +57,10 @@ def compiled(
         and not kernel.params[i].do_not_specialize
     ]
     source = ASTSource(
-        kernel, signature, constexprs=dict(constants), attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
+        kernel,
+        signature,
+        constexprs={name: value for name, value in constants.items() if name in kernel.arg_names},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -89,18 +93,21 @@ def attention(
     data = f"*{NAMES[dtype]}"
     pointers = dict.fromkeys(("query", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
     pointers |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else data)
-    tables = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
-    numbers = dict.fromkeys(("tiles", "query_stride", "head_stride", "table_stride", "window"), "i32")
-    factors = dict.fromkeys(("scaling", "softcap", "score_scaling", "value_scale"), "fp32")
+    plan = ("tile_of", "starts", "places", "share", "joined")
+    tables = ("tables", "firsts", "counts", "kv_lengths", "sequences", *plan)
+    numbers = dict.fromkeys(("tiles", "query_stride", "head_stride", "table_stride", "window", "most_joined"), "i32")
+    factors = dict.fromkeys(("alibi_scaling", "softcap", "score_scaling", "value_scale"), "fp32")
     types = pointers | dict.fromkeys(tables, INTS) | numbers | factors
     types["slopes"] = "*fp32" if kinds["alibi"] else data
     types["sinks"] = "*fp32" if kinds["sunk"] else data
     sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "rows": shape.rows, "width": shape.width}
-    constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile, "mantissa": mantissa}
-    attend, join = paged_attention._attend_part, paged_attention._join_parts
+    constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile, "mantissa": mantissa, "apart": prompts}
+    together = max(1, shape.rows // 16)
+    at_once = split_kv._JOINED_AT_ONCE // (together * shape.width)
+    joined = sizes | {"together": together, "most_parts": split_kv.MOST_PARTS, "at_once": at_once}
     return [
-        compiled(attend, types, constants, capability, shape.warps, shape.stages),
-        compiled(join, types, sizes, capability, shape.warps),
+        compiled(paged_attention._attend_part, types, constants, capability, shape.warps, shape.stages),
+        compiled(split_kv._join_parts, types, joined, capability, 4),
     ]
 
 
@@ -155,10 +162,11 @@ def test_one_key_head_of_71_queries_fits(capability: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
-    pointers = dict.fromkeys(("counts", "kv_lengths", "tile_of", "starts", "places", "share"), INTS)
-    types = pointers | dict.fromkeys(("tiles", "target", "window"), "i32")
-    constants = {"key_tile": 64, "windowed": True, "at_once": paged_attention._PLANNED_AT_ONCE}
-    check(compiled(paged_attention._plan, types, constants, capability, 8), capability, tmp_path)
+    pointers = dict.fromkeys(("counts", "kv_lengths", "tile_of", "starts", "places", "share", "joined"), INTS)
+    types = pointers | dict.fromkeys(("tiles", "target", "window", "most_joined"), "i32")
+    constants = {"key_tile": 64, "windowed": True, "at_once": split_kv._PLANNED_AT_ONCE}
+    constants |= {"most_parts": split_kv.MOST_PARTS, "fewest_key_tiles": split_kv._FEWEST_KEY_TILES}
+    check(compiled(split_kv._plan, types, constants, capability, 8), capability, tmp_path)
     data = ("query", "turned", "key", "value", "cosine", "sine")
     strides = [f"{name}_{part}" for name in ("query", "key", "value") for part in ("token", "head")]
     types = dict.fromkeys(data, "*bf16") | {"slots": "*i64"} | dict.fromkeys(strides, "i32")
@@ -204,23 +212,30 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize("kind", ["int4", "codebook", "int8", "fp8"])
-@pytest.mark.parametrize(
-    ("dtype", "rows"), [(torch.bfloat16, 1), (torch.bfloat16, 64), (torch.bfloat16, 512), (torch.float32, 1)]
-)
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 1), (torch.bfloat16, 64), (torch.float32, 1)])
 def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
     """In blocks of both sizes, with all that there may be, and with as little as most layers have."""
     shape = w4a16_gemm.ProductTile.of(rows, dtype.itemsize)
-    types = dict.fromkeys(("x", "residual", "y"), f"*{NAMES[dtype]}") | dict.fromkeys(("scales", "zeros"), "*fp16")
-    types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "x_stride"), "i32")
-    types |= {"codes": "*i8" if kind == "int8" else "*u8", "codebook": "*fp32", "bias": "*fp32", "groups": INTS}
+    types = dict.fromkeys(("x", "residual", "y", "weight"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("scales", "zeros"), "*fp16")
+    types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "share", "x_stride", "places"), "i32")
+    types |= {"codebook": "*fp32", "bias": "*fp32", "groups": INTS}
     types["order"] = "*i64"
-    for block, absent in ((64, ["zeros", "order", "bias", "residual"]), (64, []), (32, [])):
+    bits, sizes = w4a16_gemm.bits_of(kind), ("inputs", "outputs", "places")
+    for block, absent in ((128 if bits == 4 else 64, ["zeros", "order", "bias", "residual"]), (64, []), (32, [])):
         constants: dict[str, Any] = dict.fromkeys([*absent, *(() if kind == "codebook" else ["codebook"])])
-        width = block // 2 if kind in ("int4", "codebook") else block
-        constants |= {"kind": kind, "block": block, "width": width, "relu": not absent}
-        constants |= {"own_rows": shape.rows, "own_outputs": shape.outputs}
-        program = compiled(w4a16_gemm._multiply_codes, types, constants, capability, shape.warps, shape.stages)
-        check(program, capability, tmp_path)
+        constants |= {"kind": kind, "bits": bits, "block": block, "words": w4a16_gemm.WORDS, "relu": not absent}
+        types["codes"] = {8: "*u8", 16: "*i16", 32: "*i32"}[bits * block // w4a16_gemm.WORDS]
+        expanded = constants | {"own_outputs": w4a16_gemm._EXPANDED_OUTPUTS}
+        check(compiled(w4a16_gemm._expand, types, expanded, capability, 4, sizes=sizes), capability, tmp_path)
+        constants |= {"own_rows": shape.rows, "own_outputs": shape.outputs, "whole": bool(absent)}
+        for split in (False, True):
+            own, constants = types | ({"y": "*fp32"} if split else {}), constants | {"split": split}
+            program = compiled(w4a16_gemm._multiply_codes, own, constants, capability, shape.warps, shape.stages, sizes)
+            check(program, capability, tmp_path)
+    types |= {"sums": "*fp32", "splits": "i32"}
+    constants = {"relu": True, "at_once": w4a16_gemm._SUMMED_AT_ONCE}
+    check(compiled(w4a16_gemm._add_splits, types, constants, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -250,7 +265,8 @@ def test_rounding_to_fp8_fits(capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capability", SHARED_BYTES | OLDER)
 def test_sampling_fits(capability: int, tmp_path: Path) -> None:
-    types = dict.fromkeys(("scores", "warped"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
+    types = dict.fromkeys(("scores", "warped", "candidates"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
+    types |= {"columns": INTS}
     types |= dict.fromkeys(("top_ks", "seeds", "steps", "chosen"), "*i64")
     for writes in (False, True):
         constants = {"writes": writes, "at_once": sampling._AT_ONCE}

@@ -17,7 +17,7 @@ from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.reference import ReferenceBackend
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.kernels.triton import paged_attention
+from tgi_server.engine.kernels.triton import split_kv
 from tgi_server.engine.runners import paged, prompt_graphs
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
@@ -55,7 +55,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (8, 32))
-    monkeypatch.setattr(paged_attention, "_processors", lambda device: 4)
+    monkeypatch.setattr(split_kv, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(paged, "recorder_for", lambda backend: recorder if isinstance(backend, CudaAttention) else None)
     return recorder
 

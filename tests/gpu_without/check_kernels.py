@@ -13,8 +13,8 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, Attentio
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
-from tgi_server.engine.kernels.triton import QueryTiles, paged_attention, rope_and_cache
-from tgi_server.engine.kernels.triton.paged_attention import plan_parts
+from tgi_server.engine.kernels.triton import QueryTiles, rope_and_cache, split_kv
+from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 SLOPES = torch.linspace(0.02, 0.6, 6)
@@ -50,7 +50,7 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 @pytest.fixture(params=[1, 64], ids=lambda count: f"{count} processors")
 def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Keys are cut into as many parts as keep these busy: 1 to 64 for each tile."""
-    monkeypatch.setattr(paged_attention, "_processors", lambda device: request.param)
+    monkeypatch.setattr(split_kv, "multiprocessors", lambda device: request.param)
     return request.param
 
 
@@ -125,8 +125,8 @@ def tiles(lengths: list[int], counts: list[int] | None = None) -> QueryTiles:
 @pytest.mark.parametrize("at_once", [4, 64])
 @pytest.mark.parametrize("window", [0, 200])
 def test_a_plan_gives_every_key_to_one_part(at_once: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_processors", lambda device: 66)
-    monkeypatch.setattr(paged_attention, "_PLANNED_AT_ONCE", at_once)
+    monkeypatch.setattr(split_kv, "multiprocessors", lambda device: 66)
+    monkeypatch.setattr(split_kv, "_PLANNED_AT_ONCE", at_once)
     lengths = [1, 64, 65, 40_000, 500, 0, 3, 900, 128]
     planned = tiles(lengths, [0 if length == 0 else 1 for length in lengths])
     plan = plan_parts(planned, kv_heads=4, key_tile=64, window=window)
@@ -146,7 +146,7 @@ def test_a_plan_gives_every_key_to_one_part(at_once: int, window: int, monkeypat
 
 
 def test_a_long_sequence_among_short_ones_is_cut_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_processors", lambda device: 132)
+    monkeypatch.setattr(split_kv, "multiprocessors", lambda device: 132)
     alone = plan_parts(tiles([100_000]), kv_heads=8, key_tile=64, window=0)
     among = plan_parts(tiles([100, *[100] * 32, 100_000, *[100] * 31]), kv_heads=8, key_tile=64, window=0)
     assert int(alone.starts[-1]) == 33

@@ -21,7 +21,7 @@ from tgi_server.engine.backends.cuda_model import CudaModel
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.lora import AdapterRows, TorchLora
 from tgi_server.engine.backends.probe import LogitsProbe
-from tgi_server.engine.kernels.triton import norm_and_gate, paged_attention
+from tgi_server.engine.kernels.triton import norm_and_gate, split_kv
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.loaded import _delta
@@ -37,7 +37,7 @@ SILENT = ("empty", "new_empty", "view", "split", "slice", "select", "unsqueeze",
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(paged_attention, "_processors", lambda device: 4)
+    monkeypatch.setattr(split_kv, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(probe, "_LONG_RUN", 12)
     with torch.inference_mode():
         yield

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.kernels.triton import sampling
 from tgi_server.engine.kernels.triton.sampling import choose
 from tgi_server.engine.sampling import TorchSampler, row_kernel_fault
 from tgi_server.engine.sampling.random import as_int64, draw, uniform
@@ -15,6 +16,7 @@ from tgi_server.engine.sampling.warpers import min_p, temperature, top_k, top_p
 SETTINGS = [
     *product((1.0,), (0, 7), (1.0, 0.9), (0.0,)),
     *[(0.7, 0, 0.3, 0.0), (0.7, 5000, 0.9, 0.05), (2.0, 1, 1.0, 0.0), (1.0, 0, 1.0, 0.05)],
+    *[(1.0, 100, 0.9, 0.0), (9.0, 0, 0.99, 0.0)],
 ]
 
 
@@ -30,14 +32,18 @@ def expected(scores: torch.Tensor, t: float, k: int, p: float, m: float) -> torc
     return min_p(scores, column * m) if m else scores
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 1500])
-@pytest.mark.parametrize("kind", ["smooth", "ties", "impossible"])
-def test_the_same_as_torch(tokens: int, kind: str) -> None:
+@pytest.mark.parametrize(("tokens", "at_once"), [(1, 2048), (5, 2048), (300, 64)])
+@pytest.mark.parametrize("kind", ["smooth", "ties", "impossible", "few"])
+def test_the_same_as_torch(tokens: int, at_once: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one look, and in several: from the candidates, and where these are too few or too many from the whole row."""
+    monkeypatch.setattr(sampling, "_AT_ONCE", at_once)
     torch.manual_seed(tokens)
     rows = len(SETTINGS)
     scores = torch.randn(rows, tokens) * 3
     if kind == "ties":
         scores = scores.round()
+    if kind == "few":
+        scores[:, 5:-3] = -torch.inf
     if kind == "impossible":
         scores[:, ::3] = -torch.inf
         scores[0] = -torch.inf

@@ -28,7 +28,7 @@ from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.backends import probe, triton_lora
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.kernels.triton import paged_attention
+from tgi_server.engine.kernels.triton import split_kv, w4a16_gemm
 from tgi_server.engine.linear import gpu, grouped_experts, triton_quantized
 from tgi_server.engine.runners import graphs
 from tgi_server.engine.sampling import torch_sampler
@@ -156,7 +156,8 @@ class FakeGpu(TorchDispatchMode):
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
         monkeypatch.setattr(Sampled, "start_copy", lambda sampled: None)
         monkeypatch.setattr(graphs, "_CudaRecorder", lambda device: _Recorder(self))
-        monkeypatch.setattr(paged_attention, "_processors", lambda device: _PROCESSORS)
+        for module in (split_kv, w4a16_gemm):
+            monkeypatch.setattr(module, "multiprocessors", lambda device: _PROCESSORS)
         monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
         monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
         monkeypatch.setattr(torch_sampler, "share_equal", lambda left, right: 1.0)

@@ -24,7 +24,10 @@ class ScaledLinear(PackedQuantized):
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         codes, scales = rounded(x.reshape(-1, self.in_features).contiguous())
-        y = torch._scaled_mm(codes, self._codes.t(), scales, self._scales, self._bias, out_dtype=x.dtype)
+        # Sums stay in the tensor cores, of whose bits they have fewer than float32; inputs have fewer still.
+        y = torch._scaled_mm(
+            codes, self._codes.t(), scales, self._scales, self._bias, out_dtype=x.dtype, use_fast_accum=True
+        )
         y = y.view(*x.shape[:-1], self.out_features)
         return torch.relu_(y) if activation == "relu" else y
 

@@ -1,18 +1,23 @@
 """Linear layers with weights of 4 or 8 bits on a GPU."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
-from tgi_server.engine.kernels.triton.w4a16_gemm import multiply
+from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, multiply
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import kind_of, narrowed
 
-# Inputs of a block; of more, registers run out. Groups are filled up to whole blocks; the larger ones are taken if that
-# adds but a sixteenth.
-_BLOCKS = (64, 32)
+# Inputs of a block, whose words have the type beside, by the bits of a code. Groups are filled up to whole blocks; the
+# larger ones are taken if that adds but a sixteenth.
+_BLOCKS = {
+    4: {128: torch.int32, 64: torch.int16, 32: torch.uint8},
+    8: {64: torch.int32, 32: torch.int16},
+}
 
 
 class TritonLinear(PackedQuantized):
@@ -20,19 +25,14 @@ class TritonLinear(PackedQuantized):
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._kind = kind_of(weight)
-        self.block, self._order, self._groups = arrangement(weight.groups)
+        bits = bits_of(self._kind)
+        self.block, self._order, self._groups = arrangement(weight.groups, tuple(_BLOCKS[bits]))
         places, codes = self.block * len(self._groups), weight.single_codes
         if self._order is None:
             codes = pad(codes, (0, places - self.in_features))
         else:
             codes = pad(codes, (0, 1))[:, self._order]
-        blocks = codes.unflatten(1, (-1, self.block)).transpose(0, 1)
-        if weight.codebook is not None:  # the first half of a block is in the low bits
-            low, high = blocks.chunk(2, dim=2)
-            blocks = low | high << 4
-        self._codes = blocks.contiguous()  # [blocks, outputs, bytes of a block]
-        if self._kind == "int8":
-            self._codes = self._codes.view(torch.int8)
+        self._codes = _words(codes.unflatten(1, (-1, self.block)).transpose(0, 1), bits)
         self._scales = narrowed(weight.scales.T.contiguous())  # [groups, outputs], as the zeros
         self._zeros = None if weight.zeros is None else narrowed(weight.zeros.T.contiguous())
         self._codebook = weight.codebook if self._kind == "codebook" else None
@@ -57,15 +57,25 @@ class TritonLinear(PackedQuantized):
         )  # fmt: skip
 
 
-def arrangement(groups: Tensor) -> tuple[int, Tensor | None, Tensor]:
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Returns codes, [blocks, outputs, inputs of a block], in words, [blocks, outputs, WORDS]."""
+    words = torch.zeros(*codes.shape[:2], WORDS, dtype=_BLOCKS[bits][codes.shape[2]], device=codes.device)
+    unsigned = codes.view(torch.uint8).unflatten(2, (-1, WORDS))
+    for number, part in enumerate(unsigned.unbind(2)):
+        words |= part.to(words.dtype) << (number * bits)
+    return words
+
+
+def arrangement(groups: Tensor, sizes: Sequence[int]) -> tuple[int, Tensor | None, Tensor]:
     """Arranges inputs in blocks, each with inputs of one group.
 
-    groups: [inputs], of each input. Returns the number of inputs in a block; the input that stands at each place,
-    `inputs` for none, or None where all stand where they were; and the group of each block, int32.
+    groups: [inputs], of each input. sizes: of a block, the largest first. Returns the number of inputs in a block; the
+    input that stands at each place, `inputs` for none, or None where all stand where they were; and the group of each
+    block, int32.
     """
     inputs, counts = len(groups), groups.bincount()
-    blocks = {size: -(-counts // size) for size in _BLOCKS}
-    most = int(blocks[_BLOCKS[-1]].sum()) * _BLOCKS[-1] * 17 // 16
+    blocks = {size: -(-counts // size) for size in sizes}
+    most = int(blocks[sizes[-1]].sum()) * sizes[-1] * 17 // 16
     size = next(size for size, of_group in blocks.items() if int(of_group.sum()) * size <= most)
     of_group = blocks[size]
     group_of_block = torch.arange(len(counts), device=groups.device).repeat_interleave(of_group).int()

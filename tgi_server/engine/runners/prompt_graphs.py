@@ -99,7 +99,7 @@ class PromptGraphs:
             block_tables=self._tables,
             kv_lengths=self._kv_lengths,
             query_starts=self._starts,
-            decoding=0,
+            decoding=self._rows,  # at most
             chunks=[ChunkSpan(0, count, self._longest)],  # there are prompts; where, only the tensors know
             max_kv_length=self._longest,
         )

@@ -1,5 +1,7 @@
 """Attention on CUDA, for prompts and for sequences that decode, by the engine's own kernels in Triton."""
 
+from enum import Enum, auto
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -52,60 +54,84 @@ class CudaAttention(GatherAttention):
         return rotate_and_write(query, key, value, (cosine[0], sine[0]), *caches, metadata.slots, *self._kept(layer))
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        from tgi_server.engine.kernels.triton.paged_attention import (
-            LaunchShape,
-            paged_attention,
-            plan_parts,
-            tokens_of_a_tile,
-        )
+        from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, paged_attention, tokens_of_a_tile
+        from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
         keys, values = self._keys[layer], self._values[layer]
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
         group, itemsize = heads // kv_heads, query.element_size()
-        most = tokens_of_a_tile(group, head_dim, itemsize)
-        tokens = most if metadata.chunks else min(most, metadata.row_tokens)
-        shape = LaunchShape.of(group, head_dim, itemsize, tokens)
-        tiles = metadata.made(("tiles", tokens), lambda: _tiles(metadata, tokens))
-        plan = metadata.made(
-            ("plan", tokens, kv_heads, shape.key_tile, variant.window),
-            lambda: plan_parts(tiles, kv_heads, shape.key_tile, variant.window),
-        )
-        return paged_attention(
-            query,
-            keys,
-            values,
-            metadata.block_tables,
-            tiles,
-            plan,
-            shape,
-            *self._kept(layer),
-            scaling=variant.scaling,
-            softcap=variant.softcap,
-            window=variant.window,
-            alibi_slopes=variant.alibi_slopes,
-            rounded_alibi=variant.rounded_alibi,
-            sinks=variant.sinks,
-        )
+        output = query.new_empty(query.shape)
+        for tokens, lengths in _tile_kinds(metadata, tokens_of_a_tile(group, head_dim, itemsize)):
+            shape = LaunchShape.of(group, head_dim, itemsize, tokens)
+            tiles = metadata.made(("tiles", tokens), partial(_tiles, metadata, tokens, lengths))
+            plan = metadata.made(
+                ("plan", tokens, kv_heads, shape.key_tile, variant.window),
+                partial(plan_parts, tiles, kv_heads, shape.key_tile, variant.window),
+            )
+            paged_attention(
+                query,
+                keys,
+                values,
+                metadata.block_tables,
+                tiles,
+                plan,
+                shape,
+                *self._kept(layer),
+                output,
+                tokens=tokens,
+                scaling=variant.scaling,
+                softcap=variant.softcap,
+                window=variant.window,
+                alibi_slopes=variant.alibi_slopes,
+                rounded_alibi=variant.rounded_alibi,
+                sinks=variant.sinks,
+            )
+        return output
 
     def _kept(self, layer: int) -> tuple[KVScales, int]:
         return self.kv_format.of(layer), self.kv_format.mantissa
 
 
-def _tiles(metadata: ForwardMetadata, tokens: int) -> QueryTiles:
-    """Returns the tiles of a pass, `tokens` tokens of a sequence each, the last of each sequence's may have fewer.
+class _Lengths(Enum):
+    """The sequences of a pass that tiles are for, by the number of their tokens in it."""
+
+    ANY = auto()
+    ONE = auto()
+    SEVERAL = auto()
+
+
+def _tile_kinds(metadata: ForwardMetadata, most: int) -> list[tuple[int, _Lengths]]:
+    """Returns the tiles to cut a pass into: most tokens of each, and of which sequences.
+
+    Beside prompts, rows that decode have tiles of their own, which hold no place for more tokens.
+    """
+    if not metadata.chunks:
+        return [(min(most, metadata.row_tokens), _Lengths.ANY)]
+    if metadata.decoding and most > 1:
+        return [(1, _Lengths.ONE), (most, _Lengths.SEVERAL)]
+    return [(most, _Lengths.ANY)]
+
+
+def _tiles(metadata: ForwardMetadata, tokens: int, kind: _Lengths) -> QueryTiles:
+    """Returns tiles of `tokens` tokens of a sequence each, the last of each sequence's may have fewer.
 
     They are made on the device, from its tensors alone: a recorded step makes them anew. As their number is not known
     on the host, there are as many as there may be at most; those that are left over have no tokens.
     """
     starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
     lengths = starts.diff()
-    if metadata.row_tokens == 1 and not metadata.chunks:
-        return QueryTiles(starts[:-1], lengths, kv_lengths, starts[:-1])
+    if kind is _Lengths.ONE or (metadata.row_tokens == 1 and not metadata.chunks):
+        rows = torch.arange(len(lengths), dtype=torch.int32, device=starts.device)
+        return QueryTiles(starts[:-1], torch.where(lengths == 1, 1, 0).int(), kv_lengths, rows)
     numbers = (lengths + tokens - 1) // tokens
+    if kind is _Lengths.SEVERAL:
+        numbers = torch.where(lengths > 1, numbers, 0)
     ends = numbers.cumsum(0, dtype=torch.int32)
     tile = torch.arange(len(lengths) + len(metadata.slots) // tokens, dtype=torch.int32, device=starts.device)
     sequences = torch.searchsorted(ends, tile, right=True, out_int32=True).clamp_max(len(lengths) - 1)
     offsets = (tile - (ends - numbers)[sequences]) * tokens
     counts = (lengths[sequences] - offsets).clamp(0, tokens)
+    if kind is _Lengths.SEVERAL:
+        counts = torch.where(tile < ends[-1], counts, 0)
     before = kv_lengths[sequences] - lengths[sequences]
     return QueryTiles(starts[sequences] + offsets, counts, before + offsets + counts, sequences)

@@ -1,6 +1,7 @@
 """The engine's GPU kernels. The modules of this folder import Triton; this one, which their callers need, does not."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,3 +30,9 @@ def device_fault(device: torch.device) -> str | None:
     if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= OLDEST_DEVICE:
         return None
     return "the kernels need a GPU of compute capability {}.{}; this one has {}.{}".format(*OLDEST_DEVICE, *capability)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Returns how many multiprocessors a GPU has; of a CPU, in tests, 4."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

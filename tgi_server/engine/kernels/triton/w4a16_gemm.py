@@ -1,7 +1,9 @@
-"""Products with weights of 4 or 8 bits on a GPU: one Triton kernel for all kinds of codes, for few rows and many.
+"""Products with quantized weights on a GPU: one Triton kernel for all kinds of them, and few rows.
 
-A program takes some rows and some outputs, and goes over the inputs block by block. The inputs of a block belong to one
-group; its codes become numbers of the input's dtype on their way from memory, and tensor cores multiply these.
+A program takes some rows and some outputs, and goes over a part of the inputs (split-K), block by block. The inputs of
+a block belong to one group; its codes lie in words, of which 16 make a block: the first code of each belongs to the
+first 16 inputs, the second to the next 16. They become numbers of the input's dtype in registers, tensor cores multiply
+these, and the sums of a block are scaled. For many rows the weight is dequantized first, and cuBLAS multiplies.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -10,13 +12,25 @@ group; its codes become numbers of the input's dtype on their way from memory, a
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
+from tgi_server.engine.kernels.triton import multiprocessors
 from tgi_server.engine.kernels.triton.fp8 import E4M3_UNIT, decoded
 
+# Words of a block: inputs of the smallest product that tensor cores compute.
+WORDS = 16
 _FEW_ROWS = 16
+# From so many rows on it pays to write a dense weight and read it again.
+_DENSE_ROWS = 65
+# Programs that a multiprocessor needs to load without a pause, and the fewest blocks of a part that repay its start.
+_PROGRAMS_PER_PROCESSOR = 8
+_FEWEST_BLOCKS = 8
+_SUMMED_AT_ONCE = 512
+_EXPANDED_OUTPUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +48,8 @@ class ProductTile:
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(16, 32, warps=8, stages=1)
         if rows <= _FEW_ROWS:
-            return cls(16, 32, warps=4, stages=4)
-        return cls(64, 64, warps=4, stages=3) if rows <= 64 else cls(128, 64, warps=8, stages=3)
+            return cls(16, 32, warps=2, stages=4)
+        return cls(64, 64, warps=4, stages=4)
 
 
 def multiply(
@@ -55,82 +69,210 @@ def multiply(
 ) -> Tensor:
     """Returns [..., outputs] of x, [..., inputs], in its dtype; sums are in float32.
 
-    codes: [blocks, outputs, bytes of a block]. scales, zeros: [groups, outputs]. groups: [blocks] int32, of each block.
+    codes: [blocks, outputs, WORDS], integers. scales, zeros: [groups, outputs]. groups: [blocks] int32, of each block.
     order: [blocks * block], the input at each place; None: all are where they were. residual: contiguous, of the
     result's shape. block: inputs of one.
     """
-    inputs, outputs, width = x.shape[-1], codes.shape[1], codes.shape[2]
-    y = x.new_empty(*x.shape[:-1], outputs)
-    rows = x.reshape(-1, inputs)
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) >= _DENSE_ROWS:
+        weight = dequantize(codes, scales, zeros, codebook, groups, kind=kind, block=block, dtype=x.dtype)
+        y = _multiply_dense(rows, weight, order, bias, residual, relu=relu)
+        return y.view(*x.shape[:-1], len(weight))
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    shape = ProductTile.of(len(rows), x.element_size())
-    grid = triton.cdiv(outputs, shape.outputs), triton.cdiv(len(rows), shape.rows)
-    _multiply_codes[grid](
-        rows, codes, scales, zeros, codebook, groups, order, bias, residual, y,
-        len(rows), outputs, inputs, len(groups), rows.stride(0),
-        kind=kind, block=block, width=width, relu=relu,
+    (count, inputs), (blocks, outputs, _) = rows.shape, codes.shape
+    y = x.new_empty(*x.shape[:-1], outputs)
+    shape = ProductTile.of(count, x.element_size())
+    tiles = triton.cdiv(outputs, shape.outputs), triton.cdiv(count, shape.rows)
+    wanted = _PROGRAMS_PER_PROCESSOR * multiprocessors(x.device) // (tiles[0] * tiles[1])
+    share = triton.cdiv(blocks, max(1, min(wanted, blocks // _FEWEST_BLOCKS)))
+    splits = triton.cdiv(blocks, share)
+    sums = y if splits == 1 else x.new_empty(splits, count, outputs, dtype=torch.float32)
+    _multiply_codes[(*tiles, splits)](
+        rows, codes, scales, zeros, codebook, groups, order, bias, residual, sums,
+        count, outputs, inputs, blocks, share, rows.stride(0),
+        kind=kind, bits=bits_of(kind), block=block, words=WORDS, whole=order is None and inputs == blocks * block,
+        relu=relu, split=splits > 1,
         own_rows=shape.rows, own_outputs=shape.outputs, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
+    if splits > 1:
+        _add_splits[count, triton.cdiv(outputs, _SUMMED_AT_ONCE)](
+            sums, bias, residual, y, outputs, splits, relu=relu, at_once=_SUMMED_AT_ONCE, num_warps=4
+        )
     return y
 
 
-@triton.jit(do_not_specialize=["rows"])  # or some numbers of rows would be compiled for while requests wait
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    codebook: Tensor | None,
+    groups: Tensor,
+    *,
+    kind: str,
+    block: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the dense weight, [outputs, places]; the arguments are those of `multiply`."""
+    blocks, outputs, _ = codes.shape
+    weight = torch.empty(outputs, blocks * block, dtype=dtype, device=codes.device)
+    _expand[blocks, triton.cdiv(outputs, _EXPANDED_OUTPUTS)](
+        codes, scales, zeros, codebook, groups, weight, outputs, blocks * block,
+        kind=kind, bits=bits_of(kind), block=block, words=WORDS, own_outputs=_EXPANDED_OUTPUTS, num_warps=4,
+    )  # fmt: skip
+    return weight
+
+
+def bits_of(kind: str) -> int:
+    """Returns the bits of a code."""
+    return 4 if kind in ("int4", "codebook") else 8
+
+
+def _multiply_dense(
+    rows: Tensor, weight: Tensor, order: Tensor | None, bias: Tensor | None, residual: Tensor | None, *, relu: bool
+) -> Tensor:
+    """weight: [outputs, places], in the order that `order` says."""
+    if order is not None or rows.shape[1] != weight.shape[1]:
+        rows = pad(rows, (0, max(weight.shape[1] - rows.shape[1], 1)))
+        rows = rows[:, : weight.shape[1]] if order is None else rows.index_select(1, order)
+    if bias is None and not relu and residual is not None:
+        return torch.addmm(residual.reshape(len(rows), -1), rows, weight.t())
+    y = linear(rows, weight, None if bias is None else bias.to(rows.dtype))
+    if relu:
+        y = y.relu_()
+    return y if residual is None else y.add_(residual.reshape(y.shape))
+
+
+# Some numbers would be compiled for while requests wait, were they specialised.
+@triton.jit(do_not_specialize=["rows", "blocks", "share"])
 def _multiply_codes(
-    x, codes, scales, zeros, codebook, groups, order, bias, residual, y, rows, outputs, inputs, blocks, x_stride,
-    kind: tl.constexpr, block: tl.constexpr, width: tl.constexpr, own_rows: tl.constexpr, own_outputs: tl.constexpr,
-    relu: tl.constexpr,
+    x, codes, scales, zeros, codebook, groups, order, bias, residual, y,
+    rows, outputs, inputs, blocks, share, x_stride,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr,
+    own_rows: tl.constexpr, own_outputs: tl.constexpr, whole: tl.constexpr, relu: tl.constexpr, split: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T + bias of some rows and some outputs. width: bytes of a block's codes of one output."""
+    """y = x W^T + bias of some rows and some outputs.
+
+    whole: there are as many inputs as places, in this order. split: y is float32, [splits, rows, outputs], and gets the
+    bare sums over `share` blocks.
+    """
     row = tl.program_id(1) * own_rows + tl.arange(0, own_rows)
     output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
-    place = tl.arange(0, width)
+    place = tl.arange(0, words)
     real_rows, real_outputs = row < rows, output < outputs
     x_rows = x + row.to(tl.int64)[:, None] * x_stride
-    sums = tl.zeros([own_rows, own_outputs], tl.float32)
-    for index in range(0, blocks):
-        at = tl.load(groups + index) * outputs + output
-        scale = tl.load(scales + at, mask=real_outputs, other=0.0).to(tl.float32)[:, None]
-        zero = scale * 0.0
-        if zeros is not None:
-            zero = tl.load(zeros + at, mask=real_outputs, other=0.0).to(tl.float32)[:, None]
-        own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * width
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, blocks)
+    # Scales are loaded one block ahead, and the group that they are of two blocks ahead.
+    scale, zero = _scale(scales, zeros, tl.load(groups + begin) * outputs + output, real_outputs, kind)
+    group = tl.load(groups + tl.minimum(begin + 1, blocks - 1))
+    # The weight comes first in a product, for there its numbers stay in the registers that they were computed in.
+    sums = tl.zeros([own_outputs, own_rows], tl.float32)
+    for index in range(begin, end):
+        next_scale, next_zero = _scale(scales, zeros, group * outputs + output, real_outputs, kind)
+        group = tl.load(groups + tl.minimum(index + 2, blocks - 1))
+        own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
         read = tl.load(own_codes + place[None, :], mask=real_outputs[:, None], other=0)
-        part = read & 15 if width < block else read
-        column = index * block + place
-        own = _inputs(x_rows, order, column, inputs, real_rows)
-        weights = ((_numbers(part, codebook, kind) - zero) * scale).to(own.dtype)
-        sums = tl.dot(own, tl.trans(weights), sums, input_precision="ieee")
-        if width < block:
-            own = _inputs(x_rows, order, column + width, inputs, real_rows)
-            weights = ((_numbers(read >> 4, codebook, kind) - zero) * scale).to(own.dtype)
-            sums = tl.dot(own, tl.trans(weights), sums, input_precision="ieee")
-    if bias is not None:
-        sums += tl.load(bias + output, mask=real_outputs, other=0.0)[None, :]
-    if relu:
-        sums = tl.maximum(sums, 0.0)
+        products = tl.zeros([own_outputs, own_rows], tl.float32)
+        inputs_sum = tl.zeros([own_outputs, own_rows], tl.float32)
+        for number in tl.static_range(0, block // words):
+            own = _inputs(x_rows, order, index * block + number * words + place, inputs, real_rows, whole)
+            weights = _numbers(read, number, codebook, kind, bits).to(own.dtype)
+            products = tl.dot(weights, tl.trans(own), products, input_precision="ieee")
+            if zeros is not None:
+                ones = tl.full([own_outputs, words], 1.0, tl.float32).to(own.dtype)
+                inputs_sum = tl.dot(ones, tl.trans(own), inputs_sum, input_precision="ieee")
+        if zeros is not None:
+            products -= inputs_sum * zero[:, None]
+        sums += products * scale[:, None]
+        scale, zero = next_scale, next_zero
+    sums = tl.trans(sums)
     target = row.to(tl.int64)[:, None] * outputs + output[None, :]
     real = real_rows[:, None] & real_outputs[None, :]
+    if split:
+        tl.store(y + tl.program_id(2).to(tl.int64) * rows * outputs + target, sums, mask=real)
+    else:
+        _finish(sums, bias, residual, y, output[None, :], target, real, relu)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _add_splits(sums, bias, residual, y, outputs, splits, relu: tl.constexpr, at_once: tl.constexpr):
+    """Writes what the parts of a row's inputs add up to. sums: [splits, rows, outputs]."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    output = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    total = tl.zeros([at_once], tl.float32)
+    for index in range(0, splits):
+        total += tl.load(sums + (index * rows + row) * outputs + output, mask=output < outputs, other=0.0)
+    _finish(total, bias, residual, y, output, row * outputs + output, output < outputs, relu)
+
+
+@triton.jit
+def _finish(sums, bias, residual, y, output, target, real, relu: tl.constexpr):
+    if bias is not None:
+        sums += tl.load(bias + output, mask=real, other=0.0)
+    if relu:
+        sums = tl.maximum(sums, 0.0)
     if residual is not None:
         sums += tl.load(residual + target, mask=real, other=0.0).to(tl.float32)
     tl.store(y + target, sums.to(y.dtype.element_ty), mask=real)
 
 
 @triton.jit
-def _inputs(x_rows, order, place, inputs, real_rows):
+def _expand(
+    codes, scales, zeros, codebook, groups, weight, outputs, places,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr, own_outputs: tl.constexpr,
+):  # fmt: skip
+    """Writes the dense numbers of a block's inputs and some outputs. places: inputs of all blocks."""
+    index = tl.program_id(0)
+    output = tl.program_id(1) * own_outputs + tl.arange(0, own_outputs)
+    place, real = tl.arange(0, words), output < outputs
+    scale, zero = _scale(scales, zeros, tl.load(groups + index) * outputs + output, real, kind)
+    own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
+    read = tl.load(own_codes + place[None, :], mask=real[:, None], other=0)
+    target = weight + output.to(tl.int64)[:, None] * places + index * block + place[None, :]
+    for number in tl.static_range(0, block // words):
+        numbers = (_numbers(read, number, codebook, kind, bits) - zero[:, None]) * scale[:, None]
+        tl.store(target + number * words, numbers.to(weight.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _scale(scales, zeros, at, real, kind: tl.constexpr):
+    """Returns what the numbers of some outputs are multiplied by, and before that their zeros, float32."""
+    scale = tl.load(scales + at, mask=real, other=0.0).to(tl.float32)
+    if kind == "fp8":
+        scale = scale * E4M3_UNIT
+    zero = scale * 0.0
+    if zeros is not None:
+        zero = tl.load(zeros + at, mask=real, other=0.0).to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def _inputs(x_rows, order, place, inputs, real_rows, whole: tl.constexpr):
     """Returns what stands at some places of some rows, with zeros where there is nothing."""
     column = place
     if order is not None:
         column = tl.load(order + place)
-    return tl.load(x_rows + column[None, :], mask=real_rows[:, None] & (column < inputs)[None, :], other=0.0)
+    real = real_rows[:, None] if whole else real_rows[:, None] & (column < inputs)[None, :]
+    return tl.load(x_rows + column[None, :], mask=real, other=0.0)
 
 
 @triton.jit
-def _numbers(codes, codebook, kind: tl.constexpr):
-    """Returns the float32 numbers that codes of a kind stand for."""
+def _numbers(read, number: tl.constexpr, codebook, kind: tl.constexpr, bits: tl.constexpr):
+    """Returns what some codes of a kind stand for, in FP8 a part of it: of each word the one with this number."""
+    word = read.to(tl.int32)
     if kind == "codebook":
-        numbers = tl.load(codebook + codes.to(tl.int32))
+        numbers = tl.load(codebook + ((word >> (number * bits)) & 15))
     elif kind == "fp8":
-        numbers = decoded(codes, 3).to(tl.float32) * E4M3_UNIT
+        numbers = decoded((word >> (number * bits)) & 255, 3)
     else:
-        numbers = codes.to(tl.float32)
+        # Devices convert integers slowly. So a code becomes the last bits of a number's 23, which is a power of 2 so
+        # large that they stand for integers, or where they are further left, of one that is as much smaller.
+        first: tl.constexpr = number * bits % (20 if bits == 4 else 16)
+        unit: tl.constexpr = 2.0 ** (23 - first)
+        mask: tl.constexpr = (2**bits - 1) << first
+        if kind == "int8":
+            word = word ^ -2139062144  # adds 128 to each code, modulo 256
+        shifted = word >> (number * bits - first)
+        raised = (shifted & mask) | ((150 - first) << 23)
+        numbers = raised.to(tl.float32, bitcast=True) - (unit + 128.0 if kind == "int8" else unit)
     return numbers
