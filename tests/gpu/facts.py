@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from torch import Tensor  # noqa: E402
 
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape  # noqa: E402
 from tgi_server.engine.backends.attention.cuda import CudaAttention  # noqa: E402
-from tgi_server.engine.checkpoint.quantized import QuantizedLinear  # noqa: E402
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight  # noqa: E402
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS  # noqa: E402
-from tgi_server.engine.kernels.triton import paged_attention  # noqa: E402
+from tgi_server.engine.kernels.triton import split_kv  # noqa: E402
 from tgi_server.engine.kernels.triton.sampling import choose  # noqa: E402
 from tgi_server.engine.linear.gpu import quantized_layer  # noqa: E402
 from tgi_server.engine.linear.kernel_table import KernelTable  # noqa: E402
@@ -39,6 +40,9 @@ BLOCK = 32
 # Lengths are divided by this in a dry run.
 SHORTER = 64 if DRY else 1
 HEAD_DIM = 128
+# Outputs and inputs of weights, and by how many rows they are multiplied.
+WEIGHTS = ((64, 128),) if DRY else ((4096, 14336), (28672, 4096))
+ROWS = (1, 16) if DRY else (1, 16, 64, 256, 1024, 4096)
 STARTED = time.monotonic()
 
 
@@ -49,10 +53,10 @@ def tell(what: str, **facts: Any) -> None:
         print(line, file=file)
 
 
-def part(job: Callable[[], None]) -> None:
+def part(job: Callable[..., None], *arguments: Any) -> None:
     """Runs one part; an error becomes a line."""
     try:
-        job()
+        job(*arguments)
     except Exception as error:
         tell(job.__name__, error=f"{type(error).__name__}: {str(error)[:600]}")
     if not DRY:
@@ -105,32 +109,32 @@ def cublas() -> None:
 def decode() -> None:
     for batch, context in ((1, 1024), (1, 32768), (32, 8192), (256, 1024)):
         rows = [context // SHORTER] * (2 if DRY else batch)
-        _attention(f"decode 8B, batch {batch}, context {context}", 32, 8, rows)
+        attention(f"decode 8B, batch {batch}, context {context}", 32, 8, rows)
     for context in (1024, 8192, 32768):
-        _attention(f"decode 70B by eight (one KV head), context {context}", 8, 1, [context // SHORTER])
+        attention(f"decode 70B by eight (one KV head), context {context}", 8, 1, [context // SHORTER])
 
 
 def prefill() -> None:
     for length, context in ((1024, 1024), (4096, 4096), (4096, 32768)):
-        _attention(f"prompt 8B, {length} of {context}", 32, 8, [context // SHORTER], length // SHORTER)
+        attention(f"prompt 8B, {length} of {context}", 32, 8, [context // SHORTER], length // SHORTER)
 
 
-def sampling() -> None:
+def sampling(variant: str = "", numbers: tuple[int, ...] = (1, 2) if DRY else (1, 32, 256)) -> None:
     tokens = 3000 if DRY else 128256
     ways = {"temperature": (1.0, 0), "top_p": (0.9, 0), "top_k": (1.0, 50), "top_k and top_p": (0.9, 50)}
-    for rows, (way, (top_p, top_k)) in itertools.product((1, 2) if DRY else (1, 32, 256), ways.items()):
+    for rows, (way, (top_p, top_k)) in itertools.product(numbers, ways.items()):
         scores = torch.randn(rows, tokens, device=DEVICE) * 3
         settings = torch.tensor([[0.7, top_p, 0.0]] * rows, dtype=torch.float64, device=DEVICE)
         ks, seeds = (torch.full((rows,), n, dtype=torch.int64, device=DEVICE) for n in (top_k, 7))
         took = seconds(lambda scores=scores, args=(settings, ks, seeds, seeds): choose(scores, *args))
-        tell(f"sampling, {way}", rows=rows, us=took * 1e6)
+        tell(f"sampling, {way}{variant}", rows=rows, us=took * 1e6)
 
 
 def quantized() -> None:
     for kind, kernel in (("int4", "triton"), ("fp8", "triton"), ("fp8", "scaled_mm")):
-        for outputs, inputs in ((64, 128),) if DRY else ((4096, 14336), (28672, 4096)):
+        for outputs, inputs in WEIGHTS:
             try:
-                _quantized(kind, kernel, outputs, inputs)
+                product(kind, kernel, outputs, inputs)
             except Exception as error:
                 tell(f"{kind} by {kernel}", error=f"{type(error).__name__}: {str(error)[:600]}")
 
@@ -146,16 +150,25 @@ def grouped_mm() -> None:
     tell("grouped_mm in a graph", us=took * 1e6, gb_s=weight.nbytes / took / 1e9)
 
 
-def _quantized(kind: str, kernel: str, outputs: int, inputs: int) -> None:
-    layer = QuantizedLinear(torch.nn.Linear(inputs, outputs, bias=False, device="meta"))
-    layer.fill(ROUNDINGS[kind][1](torch.randn(outputs, inputs) * 0.02))
-    weight = layer.to(DEVICE).quantized()
+def product(
+    kind: str, kernel: str, outputs: int, inputs: int, numbers: tuple[int, ...] = ROWS, variant: str = ""
+) -> None:
+    weight = _weight(kind, outputs, inputs)
     made, dense = quantized_layer(weight, None, KernelTable.of(kernel), DTYPE), weight.dense(DTYPE)
-    for rows in (1, 16, 64, 256, 1024, 4096)[: 2 if DRY else None]:
+    for rows in numbers:
         x = torch.randn(rows, inputs, device=DEVICE, dtype=DTYPE)
         wanted = (x @ dense.t()).float()
         error = float((made(x).float() - wanted).norm() / wanted.norm())
-        _tell_product(f"{kind} by {kernel}", weight.codes.nbytes, dense.shape, x, lambda x=x: made(x), error=error)
+        _tell_product(
+            f"{kind} by {kernel}{variant}", weight.codes.nbytes, dense.shape, x, lambda x=x: made(x), error=error
+        )
+
+
+@cache
+def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
+    layer = QuantizedLinear(torch.nn.Linear(inputs, outputs, bias=False, device="meta"))
+    layer.fill(ROUNDINGS[kind][1](torch.randn(outputs, inputs) * 0.02))
+    return layer.to(DEVICE).quantized()
 
 
 def _tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Callable[[], Tensor], **more: float) -> None:
@@ -165,12 +178,12 @@ def _tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Calla
     tell(f"{what}, {shape[0]}x{shape[1]}", rows=len(x), **speed, **more)
 
 
-def _attention(what: str, heads: int, kv_heads: int, lengths: list[int], chunk: int = 0) -> None:
+def attention(what: str, heads: int, kv_heads: int, lengths: list[int], chunk: int = 0) -> None:
     """Attends over sequences of these lengths in keys: all decode, or `chunk` tokens of the one's prompt."""
     backend = CudaAttention(KVShape((kv_heads,), HEAD_DIM), DEVICE, DTYPE)
     backend.allocate(sum(-(-length // BLOCK) for length in lengths) + 1)
-    for cache in (*backend._keys, *backend._values):
-        cache.normal_()
+    for each in (*backend._keys, *backend._values):
+        each.normal_()
     given, scaling = _metadata(lengths, chunk), HEAD_DIM**-0.5
     query = torch.randn(chunk or len(lengths), heads, HEAD_DIM, device=DEVICE, dtype=DTYPE)
     variant = AttentionVariant(scaling)
@@ -222,7 +235,7 @@ def main() -> None:
     if not DRY and not torch.cuda.is_available():
         sys.exit("no GPU that this torch can use: is the driver older than its CUDA?")
     if DRY:
-        paged_attention._processors = lambda device: 4  # type: ignore[assignment]
+        split_kv.multiprocessors = lambda device: 4  # type: ignore[assignment]
     with torch.inference_mode():
         for each in (card, cublas, decode, prefill, sampling, quantized, grouped_mm):
             part(each)

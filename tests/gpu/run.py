@@ -98,6 +98,7 @@ FIRST = [
     _measurement("llama-8b", 150, "benchmarks.engine", "llama-8b", *_SHAPE, "--profile"),
     _tests("the whole server over HTTP", 120, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
     *BENCHMARKS[1:],
+    Job("variants of the kernels", ("-m", "tests.gpu.variants"), ENGINE, 240),
 ]
 
 

@@ -1,0 +1,132 @@
+"""Measures each kernel with other launch shapes than it has, one beside the other: which are the best on this card?
+
+python -m tests.gpu.variants        prints a JSON line for each, as `facts.py` does
+python -m tests.gpu.variants --dry  tiny sizes in Triton's interpreter
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from tests.gpu import facts  # first: in a dry run it makes Triton an interpreter
+
+# isort: split
+import torch
+
+from tgi_server.engine.kernels.triton import paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
+from tgi_server.engine.kernels.triton.w4a16_gemm import ProductTile
+
+# Rows, keys together, warps, stages.
+PROMPT_SHAPES = [
+    (128, 64, 8, 5),
+    (128, 64, 8, 3),
+    (128, 64, 8, 7),
+    (128, 128, 8, 5),
+    (128, 128, 8, 3),
+    (128, 64, 4, 5),
+    (64, 64, 4, 5),
+    (64, 128, 4, 5),
+    (256, 64, 8, 5),
+]
+DECODE_SHAPES = [(16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 128, 4, 5), (16, 128, 8, 5)]
+# Programs of a multiprocessor, fewest key tiles of a part.
+SPLITS = [(1, 4), (2, 2), (2, 8), (4, 4), (4, 2)]
+# Tokens that the sampler looks at together, warps.
+SAMPLERS = [(2048, 8), (2048, 4), (2048, 16), (1024, 8), (4096, 16), (4096, 8)]
+# Rows of a product, outputs, warps, stages, programs of a multiprocessor.
+PRODUCTS = [
+    (16, 32, 2, 4, 8),
+    (16, 32, 2, 4, 4),
+    (16, 32, 2, 6, 8),
+    (16, 64, 2, 4, 8),
+    (16, 64, 4, 4, 8),
+    (16, 16, 1, 4, 16),
+    (64, 64, 4, 4, 8),
+    (64, 64, 4, 4, 2),
+    (64, 32, 4, 4, 4),
+    (64, 128, 8, 4, 4),
+]
+
+
+def main() -> None:
+    parts: list[tuple[Callable[..., None], list[Any]]] = [
+        (_prompts, PROMPT_SHAPES),
+        (_sampler, SAMPLERS),
+        (_product, PRODUCTS),
+        (_decode, DECODE_SHAPES),
+        (_splits, SPLITS),
+        (_dense, [(16,), (32,), (64,), (128,), (256,)]),
+    ]
+    with torch.inference_mode():
+        for job, variants in parts:
+            for variant in variants:
+                facts.part(job, *variant)
+
+
+def _shaped(shape: tuple[int, ...]) -> Any:
+    rows, key_tile, warps, stages = shape
+    made = LaunchShape(rows, facts.HEAD_DIM, key_tile, warps, stages)
+    return mock.patch.object(LaunchShape, "of", classmethod(lambda *_: made))
+
+
+def _prompts(*shape: int) -> None:
+    if facts.DRY:
+        shape = (32, 16, 8, 1)
+    with _shaped(shape), mock.patch.object(paged_attention, "tokens_of_a_tile", lambda group, *_: shape[0] // group):
+        for length, context in ((1024, 1024), (4096, 4096), (1024, 32768)):
+            facts.attention(
+                f"prompt 8B, {length} of {context}, rows, keys, warps, stages {shape}",
+                32,
+                8,
+                [context // facts.SHORTER],
+                length // facts.SHORTER,
+            )
+
+
+def _decode(*shape: int) -> None:
+    with _shaped(shape if not facts.DRY else (16, 16, 8, 1)):
+        _decodes(f"rows, keys, warps, stages {shape}")
+
+
+def _splits(programs: int, fewest: int) -> None:
+    with (
+        mock.patch.object(split_kv, "_PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(split_kv, "_FEWEST_KEY_TILES", fewest),
+    ):
+        _decodes(f"programs of a multiprocessor {programs}, fewest key tiles {fewest}")
+
+
+def _decodes(what: str) -> None:
+    for batch, context in ((1, 1024), (1, 32768), (32, 8192), (256, 1024)):
+        rows = [context // facts.SHORTER] * (2 if facts.DRY else batch)
+        facts.attention(f"decode 8B, batch {batch}, context {context}, {what}", 32, 8, rows)
+    facts.attention(f"decode 70B by eight, context 8192, {what}", 8, 1, [8192 // facts.SHORTER])
+
+
+def _sampler(at_once: int, warps: int) -> None:
+    with mock.patch.object(sampling, "_AT_ONCE", at_once), mock.patch.object(sampling, "_WARPS", warps):
+        facts.sampling(f", at once {at_once}, warps {warps}", (1,) if facts.DRY else (1, 256))
+
+
+def _product(rows: int, outputs: int, warps: int, stages: int, programs: int) -> None:
+    tile = ProductTile(rows, outputs, warps, stages)
+    with (
+        mock.patch.object(ProductTile, "of", classmethod(lambda *_: tile)),
+        mock.patch.object(w4a16_gemm, "_PROGRAMS_PER_PROCESSOR", programs),
+    ):
+        what = f", outputs {outputs}, warps {warps}, stages {stages}, programs of a multiprocessor {programs}"
+        for sizes in facts.WEIGHTS:
+            facts.product("int4", "triton", *sizes, (1, rows), what)
+
+
+def _dense(rows: int) -> None:
+    """The same rows by the kernel and by cuBLAS, once the weight is dequantized."""
+    for first, name in ((rows + 1, "kernel"), (rows, "dequantized first")):
+        with mock.patch.object(w4a16_gemm, "_DENSE_ROWS", first):
+            for sizes in facts.WEIGHTS:
+                facts.product("int4", "triton", *sizes, (rows,), f", {name}")
+
+
+if __name__ == "__main__":
+    main()
