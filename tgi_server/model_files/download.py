@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
@@ -90,15 +89,16 @@ def download_model(
     of its base model with the adapter merged. Of Medusa heads the model that they were made for is fetched as well, and
     its folder returned. Raises ModelUnavailable.
     """
-    options: dict[str, Any] = {
-        "extension": extension,
-        "auto_convert": auto_convert,
-        "trust_remote_code": trust_remote_code,
-        "merge_lora": merge_lora,
-    }
-    folder = _download(model_id, revision, **options)
+    fetch = partial(
+        _download,
+        extension=extension,
+        auto_convert=auto_convert,
+        trust_remote_code=trust_remote_code,
+        merge_lora=merge_lora,
+    )
+    folder = fetch(model_id, revision)
     base = _base_of_heads(folder)
-    return folder if base is None else _download(base, None, **options)
+    return folder if base is None else fetch(base, None)
 
 
 def _base_of_heads(folder: Path) -> str | None:

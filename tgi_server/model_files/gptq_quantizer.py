@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -55,8 +54,7 @@ def quantize_folder(
         layer = model.load([path]).get_submodule(path)
         prefix = f"{model.name_in_files(path)}."
         if file.is_file():
-            written = load_file(file)
-            _dequantize(layer, {name.removeprefix(prefix): tensor for name, tensor in written.items()}, settings)
+            _dequantize(layer, file, prefix, settings)
         else:
             tensors = _quantized_layer(layer, hidden, further, settings)
             _write(file, {prefix + name: tensor for name, tensor in tensors.items()})
@@ -178,26 +176,14 @@ def _quantized_layer(
     return tensors
 
 
-def _dequantize(layer: nn.Module, tensors: Tensors, settings: GptqSettings) -> None:
-    """Gives a layer the weights that an earlier run has written for it."""
+def _dequantize(layer: nn.Module, file: Path, prefix: str, settings: GptqSettings) -> None:
+    """Gives a layer the weights that an earlier run has written for it. prefix: of their names."""
     read = gptq_format.GptqFormat(settings.bits, settings.group_size if settings.group_size > 0 else None, 1)
-    files = {name: _InMemory(tensor) for name, tensor in tensors.items()}
-    for source in gptq_format.sources(files, read):
-        module: Any = layer.get_submodule(source.name.removesuffix(".weight"))
-        module.weight = nn.Parameter(source.dense().to(module.weight.dtype), requires_grad=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    """A tensor with the interface of a slice of a safetensors file."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def __getitem__(self, _: EllipsisType) -> Tensor:
-        return self.tensor
+    with safe_open(file, framework="pt") as opened:
+        files = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        for source in gptq_format.sources(files, read):
+            module: Any = layer.get_submodule(source.name.removeprefix(prefix).removesuffix(".weight"))
+            module.weight = nn.Parameter(source.dense().to(module.weight.dtype), requires_grad=False)
 
 
 def _output(result: Any) -> Tensor:
