@@ -12,7 +12,7 @@ from tests.quantized_models import make_quantized
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import EngineConfig
-from tgi_server.engine.backends import limit_threads
+from tgi_server.engine.backends.build import limit_threads
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
