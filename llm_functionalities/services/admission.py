@@ -22,7 +22,7 @@ from llm_functionalities.endpoint.call import REQUEST_ID
 from llm_functionalities.errors import CallerGone, CallRefused, InvalidArgument, ServiceFailed, TooBusy, TooSlow
 from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.services.context import CallContext
-from llm_functionalities.services.wire import check_fields
+from llm_functionalities.services.message_bounds import check_fields
 from shared.stubs import llm_pb2
 from shared.tracing import extract_context, trace_headers
 

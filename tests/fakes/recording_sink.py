@@ -6,7 +6,7 @@ from typing import Any
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.errors import RouterError
-from tgi_server.router.request import ValidRequest
+from tgi_server.router.submission import ValidRequest
 
 
 class RecordingSink:

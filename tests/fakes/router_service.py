@@ -20,15 +20,15 @@ from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
-from tgi_server.router.request import Limits, ValidRequest
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, Service
+from tgi_server.router.submission import Limits, ValidRequest
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
 from tgi_server.router.text.tool_formats import tool_format
 from tgi_server.router.text.tools import AnswerForm
-from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.wire import finish_reason_to_message
 
@@ -133,7 +133,7 @@ class RouterService:
             "tokenizer": self.tokenizer,
             "threads": self.threads,
             "template": ChatTemplate(_CONFIG),
-            "validator": Validator(LIMITS, self.threads, VOCAB_SIZE, None, no_fault, adapters),
+            "preparer": Preparer(LIMITS, self.threads, VOCAB_SIZE, None, no_fault, adapters),
             "submitter": self.scheduler,
             "capacity": Capacity(LIMITS.max_concurrent_requests),
             "metrics": Metrics(),

@@ -23,7 +23,7 @@ from shared.stubs.generate_pb2_grpc import (
     add_GrammarServiceServicer_to_server,
     add_TextGenerationServiceServicer_to_server,
 )
-from tgi_server.router.request import ValidRequest
+from tgi_server.router.submission import ValidRequest
 
 EOS = 0
 VOCABULARY = 24

@@ -10,13 +10,13 @@ from tests.fakes.recording_sink import RecordingSink, recorded_request
 from tests.fakes.simulated_shard import SimulatedShard, expected_tokens
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.metrics import Metrics
-from tgi_server.router.request import Limits, ValidRequest
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
+from tgi_server.router.submission import Limits, ValidRequest
 
 # Methods of memory, batch and queue that a simulation can break for one request.
 BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")

@@ -9,7 +9,7 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.benchmark.prompt import prompt_tokens
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.router.errors import GenerationFailed, RouterError, StartupError
-from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
 from tgi_server.wire import sampling_to_message
 
@@ -149,7 +149,7 @@ class ShardBench:
 
     async def _run(self, result: Result) -> None:
         """Runs a case once. Raises GenerationFailed."""
-        await self._shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
+        await self._shards.send(calls.clear_call(), _CLEAR_SECONDS).response()
         requests = list(self._requests(result.case))
         running = {request.id for request in requests}
         begun = perf_counter()
@@ -158,7 +158,7 @@ class ShardBench:
             _take(await step.response(), running)
         result.prefill.append(perf_counter() - begun)
         await self._decode(running, result)
-        await self._shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
+        await self._shards.send(calls.clear_call(), _CLEAR_SECONDS).response()
 
     async def _decode(self, running: set[int], result: Result) -> None:
         """Decodes until every sequence has ended. One call is sent ahead, as by the router."""
@@ -167,7 +167,7 @@ class ShardBench:
         before = perf_counter()
         while running or sent:
             while running and unsent and len(sent) < 2:
-                sent.append(self._shards.send(wire.decode_call(_BATCH, ())))
+                sent.append(self._shards.send(calls.decode_call(_BATCH, ())))
                 unsent -= 1
             if not sent:
                 raise GenerationFailed(f"{len(running)} sequences have not ended with their last token")
@@ -214,7 +214,7 @@ class ShardBench:
     def _send_prefill(self, chunks: Sequence[PromptPart]) -> PendingResponse:
         joining = [(request, None) for request, _, _ in chunks if request is not None]
         parts = [(request_id, tokens) for _, request_id, tokens in chunks]
-        return self._shards.send(wire.prefill_call(_BATCH, joining, parts, (), decode=False))
+        return self._shards.send(calls.prefill_call(_BATCH, joining, parts, (), decode=False))
 
 
 def _take(answer: pb.Answer, running: set[int]) -> int:

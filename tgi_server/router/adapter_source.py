@@ -52,8 +52,14 @@ class AdapterSource:
         return f"{self.id}={self.place}" + (f"@{self.revision}" if self.revision else "")
 
 
+# The label value of adapters in metrics that are counted together; no adapter has this id.
+OTHER_ADAPTERS = "_other"
+
+
 def check_id(adapter_id: str) -> None:
-    """Raises ValueError for an id that cannot be told in logs, metrics and paths."""
+    """Raises ValueError for an id that logs, metrics and paths cannot have."""
+    if adapter_id == OTHER_ADAPTERS:
+        raise ValueError(f"{OTHER_ADAPTERS!r} cannot be an adapter's id: metrics count further adapters by that name")
     if (
         not adapter_id
         or len(adapter_id) > LONGEST_ID

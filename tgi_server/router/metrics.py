@@ -18,6 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tgi_server.router.adapter_source import OTHER_ADAPTERS
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # 0.1 ms to about 164 s, each bound half as large again as the one before.
@@ -25,9 +27,8 @@ _SECONDS = tuple(accumulate(repeat(1.5, 35), lambda bound, factor: round(bound *
 _TOKENS = tuple(float(2**power) for power in range(21))
 _SIZES = tuple(float(2**power) for power in range(12))
 
-# Label values of adapters, and the one of all further adapters. An id has no white space at its end.
+# Label values of adapters; all further adapters are counted together.
 _ADAPTER_NAMES = 256
-_OTHERS = "others "
 
 # The end of a launcher's command line, and the module that a shard runs.
 _LAUNCHERS, _SHARD = ("tgi_server.launcher.cli", "text-generation-launcher"), "tgi_server.shard.cli"
@@ -113,11 +114,11 @@ class RequestMetrics:
         """A request names this adapter. Those that come when there are many names already are counted together."""
         name = adapter_id or ""
         if name not in self._adapters and len(self._adapters) >= _ADAPTER_NAMES:
-            name = _OTHERS
+            name = OTHER_ADAPTERS
         self._adapters.add(name)
         self._by_adapter.labels(name).inc()
 
-    def skipped(self, tokens: int) -> None:
+    def accepted_drafts(self, tokens: int) -> None:
         """Told by the scheduler, where shards speculate, for each request in each step."""
         self._skipped_tokens.observe(tokens)
 

@@ -23,7 +23,7 @@ from tgi_server.contract import (
     StoppingParameters,
 )
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.request import Limits
+from tgi_server.router.submission import Limits
 
 
 class Dialect(Enum):

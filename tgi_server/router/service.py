@@ -10,13 +10,13 @@ from pathlib import Path
 from tgi_server.router.errors import Overloaded
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
-from tgi_server.router.request import Limits, Submitter
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling.adapter_registry import Adapters
+from tgi_server.router.submission import Limits, Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tools import AnswerForm
-from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
 
 
@@ -122,7 +122,7 @@ class Service:
     tokenizer: TextTokenizer
     threads: TokenizerThreads
     template: ChatTemplate
-    validator: Validator
+    preparer: Preparer
     submitter: Submitter
     capacity: Capacity
     metrics: Metrics

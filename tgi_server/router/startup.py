@@ -21,23 +21,23 @@ from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
-from tgi_server.router.request import Limits
-from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling import calls
+from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
+from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.generation_config import read_sampling_defaults
+from tgi_server.router.text.preparation import Preparer, grammar_refusal
 from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
 from tgi_server.router.text.tool_formats import tool_format
 from tgi_server.router.text.tools import AnswerForm
-from tgi_server.router.text.validation import Validator, grammar_refusal
 from tgi_server.router.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(
+                preparer=Preparer(
                     limits,
                     threads,
                     info.vocab_size,
@@ -237,7 +237,7 @@ async def _warm_up(
         info = await shards.info()
         _check_context(settings, info)
         # An earlier router may have left requests behind.
-        await shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
+        await shards.send(calls.clear_call(), _CLEAR_SECONDS).response()
         capacity = await shards.warmup(
             pb.WarmupRequest(
                 max_prefill_tokens=settings.max_batch_prefill_tokens,

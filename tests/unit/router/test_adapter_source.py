@@ -39,6 +39,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
         ("maker/chef@", "is not ID, ID=FOLDER or ID=OWNER/NAME"),
         ("chef=/data/chef@v2", "a folder has no revision"),
         ("ch\tef=/data/chef", "printable"),
+        ("_other=/data/chef", "'_other' cannot be an adapter's id"),
         ("a=/data/a, b=/data/b, a=/data/c", "the id 'a' is given twice"),
     ],
 )

@@ -52,7 +52,7 @@ def everything() -> Metrics:
     metrics = Metrics()
     metrics.requests.received()
     metrics.requests.validated(input_length=7, max_new_tokens=20)
-    metrics.requests.skipped(3)
+    metrics.requests.accepted_drafts(3)
     metrics.requests.succeeded(RequestTimes(1.0, 0.1, 0.2, 0.7, 0.07, 0.4), generated_tokens=10)
     metrics.requests.failed("validation")
     metrics.batches.queue_size(2)

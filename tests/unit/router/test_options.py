@@ -8,12 +8,12 @@ from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.body import validate
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, OptionReader, check_streaming, rows
-from tgi_server.router.request import Limits
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
+from tgi_server.router.submission import Limits
 
 LIMITS = Limits(
     max_concurrent_requests=8,

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tgi_server.router.api.responses import error_response
+from tgi_server.router.api.encoding import error_response
 from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
 
 _TENANT = "tenant"

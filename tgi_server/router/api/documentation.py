@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from swagger_ui_bundle import swagger_ui_path
 
-from tgi_server.router.api.responses import EVENTS, JSON
+from tgi_server.router.api.encoding import EVENTS, JSON
 from tgi_server.router.schemas import (
     adapters,
     chat,

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.connections import BREAK_OFF
-from tgi_server.router.api.responses import EVENTS, error_event
+from tgi_server.router.api.encoding import EVENTS, error_event
 from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
 # A comment, which clients skip: proxies close connections on which nothing moves.

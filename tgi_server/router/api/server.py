@@ -15,8 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgi_server.router.api.connections import BREAK_OFF, ClientConnection, Connections, network_of
+from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.api.responses import to_json
 from tgi_server.router.errors import Overloaded, StartupError, error_body
 
 logger = logging.getLogger(__name__)

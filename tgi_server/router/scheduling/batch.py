@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from tgi_server.contract import MOST_DRAFTED
-from tgi_server.router.scheduling.adapters import Adapter
+from tgi_server.router.scheduling.adapter_registry import Adapter
 from tgi_server.router.scheduling.memory import Memory, Verdict
 from tgi_server.router.scheduling.sequence import Sequence
 

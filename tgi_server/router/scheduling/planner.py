@@ -7,13 +7,13 @@ from enum import Enum
 from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.request import Limits
-from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling import calls
+from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.router.submission import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class FilterPlan:
     preempted: int = 0
 
     def call(self) -> pb.Call:
-        return wire.filter_call(self.batch_id, self.keep)
+        return calls.filter_call(self.batch_id, self.keep)
 
 
 @dataclass(slots=True)
@@ -103,9 +103,9 @@ class StepPlan:
 
     def call(self) -> pb.Call:
         if not self.is_prefill:
-            return wire.decode_call(self.batch_id, self.grants)
+            return calls.decode_call(self.batch_id, self.grants)
         joining = [(sequence.message, sequence.request.options.grammar) for sequence in self.joined]
-        return wire.prefill_call(self.batch_id, joining, self.chunks, self.grants, decode=self.decode)
+        return calls.prefill_call(self.batch_id, joining, self.chunks, self.grants, decode=self.decode)
 
 
 class StepPlanner:

@@ -11,15 +11,15 @@ from time import perf_counter
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.errors import GenerationFailed, InvalidRequest, NoSuchAdapter, RouterError
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
-from tgi_server.router.request import Limits, ValidRequest
-from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.adapters import Adapter, Adapters
+from tgi_server.router.scheduling import calls
+from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
 from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
+from tgi_server.router.submission import Limits, ValidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class Scheduler:
     def _show_speculation(self, step: pb.StepResponse) -> None:
         self._metrics.batches.speculated(step.drafted_tokens, step.accepted_tokens)
         for generations in Counter(generation.request_id for generation in step.generations).values():
-            self._metrics.requests.skipped(generations - 1)
+            self._metrics.requests.accepted_drafts(generations - 1)
 
     def _deliver(self, step: pb.StepResponse) -> None:
         """Hands out the tokens of a step, and ends the requests that end with them."""
@@ -299,7 +299,7 @@ class Scheduler:
         self.fail_running(error if isinstance(error, GenerationFailed) else GenerationFailed(str(error)))
         while True:
             try:
-                await self._shards.send(wire.clear_call(), self._recovery_timeout_s).response()
+                await self._shards.send(calls.clear_call(), self._recovery_timeout_s).response()
                 await self._shards.health(self._recovery_timeout_s)
             except RouterError as still:
                 if self._unhealthy is None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy, FinishReason
 from tgi_server.router.errors import GrammarFailed, InvalidRequest, RouterError
-from tgi_server.router.request import ValidRequest
-from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.adapters import Adapter
+from tgi_server.router.scheduling import calls
+from tgi_server.router.scheduling.adapter_registry import Adapter
+from tgi_server.router.submission import ValidRequest
 from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Sequence:
     def __post_init__(self) -> None:
         """Raises InvalidRequest for a request that no message to the shards can hold."""
         try:
-            self.message = wire.request_message(self.request, self.adapter.key if self.adapter else "")
+            self.message = calls.request_message(self.request, self.adapter.key if self.adapter else "")
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
@@ -141,7 +141,7 @@ class Sequence:
         self.blocks = list(blocks)
         self.cached = self.computed = cached
         self.without_place_since = None
-        wire.complete_request(
+        calls.complete_request(
             self.message,
             generated_ids=self.tokens[self.prompt_tokens :],
             block_ids=self.blocks,

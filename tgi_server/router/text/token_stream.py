@@ -7,7 +7,8 @@ from typing import Generic, Protocol, TypeVar
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
 from tgi_server.router.errors import IncompleteGeneration, RouterError
-from tgi_server.router.text.detokenizer import Detokenizer, StopSequences
+from tgi_server.router.text.detokenizer import Detokenizer
+from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TextTokenizer
 from tgi_server.wire import finish_reason_from_message
 

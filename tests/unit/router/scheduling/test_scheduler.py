@@ -17,9 +17,9 @@ from tests.fakes.simulation import FixedPace, batch_limits
 from tgi_server.contract import FinishReason, SamplingParameters
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.metrics import Metrics
-from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
+from tgi_server.router.submission import ValidRequest
 
 
 @dataclass(slots=True)

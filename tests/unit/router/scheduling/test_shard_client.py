@@ -11,7 +11,7 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
 from tests.fakes.simulated_shard import RunningShards, SimulatedShard, running_shards
 from tgi_server.router.errors import GenerationFailed, Unhealthy
-from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.shard_client import ShardClient, ShardedClient
 
 
@@ -33,7 +33,7 @@ def prefill(prompt: list[int], max_new_tokens: int = 4) -> pb.Call:
     return pb.Call(prefill=pb.PrefillRequest(batch_id=1, requests=[request], chunks=[chunk]))
 
 
-DECODE = wire.decode_call(1, ())
+DECODE = calls.decode_call(1, ())
 
 
 async def test_finds_all_shards_and_says_what_fits_on_each() -> None:
@@ -68,7 +68,7 @@ async def test_every_call_goes_to_every_shard_in_the_order_in_which_it_was_sent(
         for batch in range(30):
             pending.append(client.send(prefill([1 + batch % 3] * 40, max_new_tokens=9)))
             pending += [client.send(DECODE) for _ in range(2)]
-            pending.append(client.send(wire.filter_call(1, ())))
+            pending.append(client.send(calls.filter_call(1, ())))
         for call in pending:
             await call.response()
         for service in running.services:
@@ -130,7 +130,7 @@ async def test_clearing_goes_before_calls_that_hang() -> None:
         stuck.cancel()
         waiting.cancel()
         running.services[0].hanging = False
-        await client.send(wire.clear_call(), timeout_s=5).response()
+        await client.send(calls.clear_call(), timeout_s=5).response()
         response = await client.send(prefill([1, 2])).response()
         assert len(response.step.generations) == 1
 

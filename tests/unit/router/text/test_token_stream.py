@@ -6,7 +6,7 @@ from shared.stubs import generate_pb2 as pb
 from tests.fakes.vocabularies import byte_level
 from tgi_server.contract import FinishReason
 from tgi_server.router.errors import GenerationFailed, IncompleteGeneration, RouterError
-from tgi_server.router.text.detokenizer import StopSequences
+from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.token_stream import CollectedTokens, TokenStream
 
 TOKENIZER = byte_level()

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from tgi_server.router.api.body import parse, read_body
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described, described_body
-from tgi_server.router.api.requests import DirectRoute
+from tgi_server.router.api.exchange import DirectRoute
 from tgi_server.router.errors import Forbidden, InvalidRequest
 from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from tgi_server.router.schemas.openai import OpenAIErrorResponse

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.encoding import event
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import event
+from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat_answer import ChatAnswer, Delta, PieceWriter, WholeChoice, delta_of
 from tgi_server.router.api.routes.chat_prompt import ChatPrompt, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.openai import DONE, envelope, usage_of

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.responses import known_logprob
+from tgi_server.router.api.encoding import known_logprob
 from tgi_server.router.api.routes.openai import finish_reason
 from tgi_server.router.schemas.chat import (
     CalledFunction,

@@ -19,9 +19,9 @@ from tgi_server.router.schemas.chat import (
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerReader
 from tgi_server.router.text.conversation import Conversation, PastCall, Turn, render_conversation, template_variables
+from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
-from tgi_server.router.text.validation import CheckedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ChatPrompt:
     """
 
     text: str
-    checked: CheckedRequest
+    checked: PreparedRequest
     reader: Callable[[], AnswerReader] | None
     show_thoughts: bool = True
 
@@ -79,7 +79,7 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
         return made, prompt, replace(made.options, grammar=form.grammar(made.use, answer, thinking=thinking)), readers
 
     made, prompt, options, readers = await service.threads.run(size, prepare)
-    checked = await service.validator.check(
+    checked = await service.preparer.prepare(
         prompt, options, made.dialect, add_special_tokens=False, spans_of=made.conversation.said, size=size
     )
     return ChatPrompt(prompt.text, checked, readers, made.show_thoughts)

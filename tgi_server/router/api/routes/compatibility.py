@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tgi_server.router.api.body import read_json
 from tgi_server.router.api.documentation import GENERATION_ERRORS, answered_by, described_body
-from tgi_server.router.api.requests import DirectRoute, Exchange, respond, respond_to
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
@@ -31,8 +31,8 @@ from tgi_server.router.schemas.generate import (
     StreamResponse,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
-from tgi_server.router.text.validation import CheckedRequest
 
 
 def compatibility_routes(service: Service) -> APIRouter:
@@ -108,7 +108,7 @@ def _any_kind(exchange: Exchange, body: bytes) -> BaseModel | None:
 async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
     instances = request.instances
     exchange.reserve(len(instances) - 1)
-    sequences: list[CheckedRequest] = []
+    sequences: list[PreparedRequest] = []
     characters = 0
     for instance in instances:
         text, checked = await _checked(exchange, instance.root)
@@ -120,7 +120,7 @@ async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
     return exchange.respond(response, characters=characters, streams=streams)
 
 
-async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
+async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, PreparedRequest]:
     service = exchange.service
     if isinstance(instance, ChatRequest):
 
@@ -134,4 +134,4 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
         return prompt.text, prompt.checked
     options = tgi_options(service, instance.parameters or GenerateParameters())
     prompt_text = RenderedPrompt(instance.inputs)
-    return instance.inputs, await service.validator.check(prompt_text, options, Dialect.TGI, size=exchange.size)
+    return instance.inputs, await service.preparer.prepare(prompt_text, options, Dialect.TGI, size=exchange.size)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.api.responses import known_logprob
+from tgi_server.router.api.encoding import known_logprob
 from tgi_server.router.schemas.completions import CompletionLogprobs
 from tgi_server.router.text.detokenizer import Detokenizer
 from tgi_server.router.text.tokenizer import TextTokenizer

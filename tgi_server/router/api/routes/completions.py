@@ -11,9 +11,9 @@ from starlette.responses import Response
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.encoding import event, to_json
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import event, to_json
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
@@ -35,9 +35,9 @@ from tgi_server.router.schemas.completions import (
 )
 from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
+from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
-from tgi_server.router.text.validation import CheckedRequest
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -72,7 +72,7 @@ class _Plan:
 
     request: CompletionRequest
     prompts: Sequence[str]
-    sequences: Sequence[CheckedRequest]
+    sequences: Sequence[PreparedRequest]
     choices: int
     attempts: int
     logprobs: int | None
@@ -147,9 +147,9 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
         return replace(options, grammar=requested_form(request)), _rendered(service, prompts, options.truncate)
 
     options, rendered = await service.threads.handle_text(size, prepare)
-    check, add_special_tokens = service.validator.check, request.add_special_tokens
+    prepare_one, add_special_tokens = service.preparer.prepare, request.add_special_tokens
     checked = [
-        await check(each, options, Dialect.COMPLETIONS, add_special_tokens=add_special_tokens, size=size)
+        await prepare_one(each, options, Dialect.COMPLETIONS, add_special_tokens=add_special_tokens, size=size)
         for each in rendered
     ]
     sequences = [each for prompt in checked for each in prompt.times(attempts)]

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, answered_by, described, described_body
+from tgi_server.router.api.encoding import EVENTS, event, known_logprob, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import EVENTS, event, known_logprob, to_json, top_tokens
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.options import Dialect, check_streaming
 from tgi_server.router.schemas.generate import (
     BestOfSequence,
@@ -29,10 +29,10 @@ from tgi_server.router.schemas.generate import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.grammar import requested_grammar
+from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
-from tgi_server.router.text.validation import CheckedRequest
 
 
 def generate_routes(service: Service) -> APIRouter:
@@ -74,7 +74,7 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
     details = request.parameters.details or options.report.prefill_logprobs
     best_of = options.best_of or 1
     options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
-    checked = await exchange.service.validator.check(
+    checked = await exchange.service.preparer.prepare(
         RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size
     )
     if best_of > 1:
@@ -96,7 +96,7 @@ def _reported_tokens(stream: AnyStream) -> int:
 def _body(
     tokenizer: TextTokenizer,
     request: GenerateRequest,
-    requests: Sequence[CheckedRequest],
+    requests: Sequence[PreparedRequest],
     streams: Sequence[TokenStream[CollectedTokens]],
     *,
     details: bool,
@@ -167,8 +167,8 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Res
     options = tgi_options(exchange.service, parameters, request.cache_salt)
     check_streaming(options)
     options = replace(options, report=replace(options.report, logprobs=True))
-    check = exchange.service.validator.check
-    checked = await check(RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size)
+    prepare = exchange.service.preparer.prepare
+    checked = await prepare(RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size)
     outbox = Outbox()
     prompt = request.inputs if parameters.return_full_text else ""
     events = _TokenEvents(

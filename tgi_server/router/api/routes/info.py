@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.documentation import Responses, answered_by, described
-from tgi_server.router.api.responses import json_response
+from tgi_server.router.api.encoding import json_response
 from tgi_server.router.api.routes.page import page, wants_page
 from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE

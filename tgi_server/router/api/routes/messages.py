@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, answered_by, described_body
+from tgi_server.router.api.encoding import json_response, named_event
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import json_response, named_event
+from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
 from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render

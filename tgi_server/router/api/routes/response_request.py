@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from tgi_server.contract import Grammar
-from tgi_server.router.api.responses import to_json
+from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.routes.chat_prompt import ChatPlan
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem

@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 from tgi_server.router.api.access import tenant_of
 from tgi_server.router.api.body import SMALL
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described, described_body
+from tgi_server.router.api.encoding import JSON, json_response, named_event, to_json
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, owner_of, respond_to
-from tgi_server.router.api.responses import JSON, json_response, named_event, to_json
+from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, owner_of, respond_to
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, prompt_for_chat
 from tgi_server.router.api.routes.response_items import ResponseItems

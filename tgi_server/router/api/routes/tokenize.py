@@ -13,8 +13,8 @@ from tokenizers import Encoding
 
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by, described_body
-from tgi_server.router.api.requests import DirectRoute, owner_of
-from tgi_server.router.api.responses import json_response
+from tgi_server.router.api.encoding import json_response
+from tgi_server.router.api.exchange import DirectRoute, owner_of
 from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse

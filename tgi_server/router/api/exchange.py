@@ -18,21 +18,21 @@ from shared.logging import one_line
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
-from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
-from tgi_server.router.api.memory import lease_of
-from tgi_server.router.api.responses import (
+from tgi_server.router.api.encoding import (
     compute_headers,
     json_response,
     shortened,
     timing_headers,
 )
+from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
+from tgi_server.router.api.memory import lease_of
 from tgi_server.router.errors import ClientGone, GenerationFailed, InvalidRequest, RouterError, shown_status
 from tgi_server.router.metrics import RequestTimes
-from tgi_server.router.request import ValidRequest
 from tgi_server.router.schemas.base import unknown_fields
 from tgi_server.router.service import Service
+from tgi_server.router.submission import ValidRequest
+from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
-from tgi_server.router.text.validation import CheckedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Exchange:
 
     def generate(
         self,
-        checked: CheckedRequest,
+        checked: PreparedRequest,
         output: F,
         on_end: OnEnd,
         *,
@@ -195,7 +195,7 @@ class Exchange:
             self._unenforced += new
             logger.info("%s: constraints are left to the model: %s", self.path, shortened(new))
 
-    async def collect(self, requests: Sequence[CheckedRequest]) -> list[TokenStream[CollectedTokens]]:
+    async def collect(self, requests: Sequence[PreparedRequest]) -> list[TokenStream[CollectedTokens]]:
         """Generates one sequence for each request, all at once, and returns them once all have ended.
 
         Raises GenerationFailed, or ClientGone.

@@ -9,7 +9,7 @@ from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.simulation import AdapterShards, Simulation
 from tests.timing import eventually
 from tgi_server.router.errors import InvalidRequest, NoSuchAdapter
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.shard_client import ShardedClient
 
 

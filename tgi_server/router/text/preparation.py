@@ -1,4 +1,4 @@
-"""Checks what a client asks for against every limit, and makes the prompt tokens."""
+"""Makes of a prompt and its options what the scheduler takes: tokens, a length that fits, a compiled grammar."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from tgi_server.contract import GenerationOptions, Grammar
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.options import Dialect, with_seeds
-from tgi_server.router.request import Limits
-from tgi_server.router.scheduling.adapters import Adapters
-from tgi_server.router.text.detokenizer import StopSequences
+from tgi_server.router.scheduling.adapter_registry import Adapters
+from tgi_server.router.submission import Limits
 from tgi_server.router.text.grammar import with_text
 from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.truncation import end_characters
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRequest:
+class PreparedRequest:
     """A prompt as tokens, and options that keep every rule.
 
     input_ids: the prompt, cut to `truncate`. unenforced: constraints of the grammar that are left to the model, each as
@@ -38,12 +38,12 @@ class CheckedRequest:
         options = self.options
         return StopSequences(options.stop, reveal=options.include_stop) if options.stop else None
 
-    def times(self, sequences: int) -> "list[CheckedRequest]":
+    def times(self, sequences: int) -> "list[PreparedRequest]":
         """Returns the request so many times over, each with a seed of its own: the request's, and those after it."""
         return [replace(self, options=options) for options in with_seeds(self.options, sequences)]
 
 
-class Validator:
+class Preparer:
     """Checks requests against the server's limits.
 
     vocab_size: tokens that the model knows.
@@ -69,7 +69,7 @@ class Validator:
         self._compile_grammar = compile_grammar
         self._adapters = adapters
 
-    async def check(
+    async def prepare(
         self,
         prompt: RenderedPrompt,
         options: GenerationOptions,
@@ -78,7 +78,7 @@ class Validator:
         add_special_tokens: bool = True,
         spans_of: str | None = None,
         size: int = 0,
-    ) -> CheckedRequest:
+    ) -> PreparedRequest:
         """Returns what the scheduler takes. Work on a large request leaves the event loop.
 
         spans_of: the text that `x-span` takes spans of; None: the prompt. size: bytes of the whole request.
@@ -91,7 +91,7 @@ class Validator:
             raise InvalidRequest(f"`{dialect.prompt}` must not be empty")
         truncate = options.truncate
 
-        def prepare() -> tuple[Grammar | None, list[int]]:
+        def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
             if options.sampling.min_tokens and grammar:
                 raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
@@ -101,13 +101,13 @@ class Validator:
                     raise InvalidRequest(f"the grammar cannot be used: {fault}")
             return grammar, self._input_ids(prompt, truncate, add_special_tokens=add_special_tokens)
 
-        grammar, input_ids = await self._threads.handle_text(_work(prompt.text, size, truncate), prepare)
+        grammar, input_ids = await self._threads.handle_text(_characters(prompt.text, size, truncate), work)
         if not input_ids:
             raise InvalidRequest(f"`{dialect.prompt}` has no tokens")
         max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens)
         unenforced = await self._compile(grammar)
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
-        return CheckedRequest(input_ids, replace(options, stopping=stopping, grammar=grammar), unenforced)
+        return PreparedRequest(input_ids, replace(options, stopping=stopping, grammar=grammar), unenforced)
 
     def _check_adapter(self, adapter_id: str, dialect: Dialect) -> None:
         try:
@@ -158,7 +158,7 @@ class Validator:
         return await self._compile_grammar(grammar)
 
 
-def _work(text: str, size: int, truncate: int) -> int:
+def _characters(text: str, size: int, truncate: int) -> int:
     """Returns how many characters of a request are worked on. size: bytes of the whole request."""
     tokenised = min(len(text), 2 * end_characters(truncate)) if truncate else len(text)
     return max(size - len(text), 0) + tokenised

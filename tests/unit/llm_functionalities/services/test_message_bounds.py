@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_functionalities.errors import InvalidArgument
-from llm_functionalities.services.wire import check_fields
+from llm_functionalities.services.message_bounds import check_fields
 from shared.stubs import llm_pb2
 from tests.timing import on_a_busy_machine
 

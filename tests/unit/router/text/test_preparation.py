@@ -10,11 +10,11 @@ from tests.unit.router.test_options import LIMITS
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, OptionReader
-from tgi_server.router.scheduling.adapters import Adapters
+from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.text.preparation import PreparedRequest, Preparer, grammar_refusal
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
-from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
 
 ADAPTERS = Adapters(cast(Any, AdapterShards()), max_loras=1)
 
@@ -28,12 +28,12 @@ async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
 
 async def check(
     inputs: str, *, refusal: str | None = None, grammar: Grammar | None = None, **fields: Any
-) -> CheckedRequest:
+) -> PreparedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, threads.tokenizer.vocab_size, refusal, compile_grammar, ADAPTERS)
+        preparer = Preparer(LIMITS, threads, threads.tokenizer.vocab_size, refusal, compile_grammar, ADAPTERS)
         options = OptionReader(LIMITS, threads.tokenizer.vocab_size).read(GenerateParameters(**fields), Dialect.TGI)
-        return await validator.check(RenderedPrompt(inputs), replace(options, grammar=grammar), Dialect.TGI)
+        return await preparer.prepare(RenderedPrompt(inputs), replace(options, grammar=grammar), Dialect.TGI)
     finally:
         threads.close()
 

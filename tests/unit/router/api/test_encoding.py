@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from shared.stubs.generate_pb2 import TopTokens
 from tests.fakes.vocabularies import EOS, byte_level
-from tgi_server.router.api.responses import (
+from tgi_server.router.api.encoding import (
     error_response,
     event,
     known_logprob,
@@ -17,7 +17,7 @@ from tgi_server.router.api.responses import (
     to_json,
     top_tokens,
 )
-from tgi_server.router.api.responses import timing_headers as headers_of
+from tgi_server.router.api.encoding import timing_headers as headers_of
 from tgi_server.router.errors import (
     ContextOverflow,
     GenerationFailed,

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
+from tgi_server.router.api.exchange import AllEnded, Exchange, respond
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.api.requests import AllEnded, Exchange, respond
 from tgi_server.router.api.routes.generate import tgi_options
 from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
 from tgi_server.router.options import Dialect
@@ -42,7 +42,7 @@ async def collect(exchange: Exchange) -> Response:
     """Responds with the text that is generated for the request's prompt."""
     asked = await exchange.read(GenerateRequest)
     options = tgi_options(exchange.service, asked.parameters)
-    checked = await exchange.service.validator.check(RenderedPrompt(asked.inputs), options, Dialect.TGI)
+    checked = await exchange.service.preparer.prepare(RenderedPrompt(asked.inputs), options, Dialect.TGI)
     (stream,) = await exchange.collect([checked])
     return exchange.respond(stream.output.text, characters=len(asked.inputs), streams=[stream])
 
