@@ -131,7 +131,7 @@ def sampling(variant: str = "", numbers: tuple[int, ...] = (1, 2) if DRY else (1
 
 
 def quantized() -> None:
-    for kind, kernel in (("int4", "triton"), ("fp8", "triton"), ("fp8", "scaled_mm")):
+    for kind, kernel in (("int4", "triton"), ("int4", "humming"), ("fp8", "triton"), ("fp8", "scaled_mm")):
         for outputs, inputs in WEIGHTS:
             try:
                 product(kind, kernel, outputs, inputs)

@@ -12,6 +12,7 @@ from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
+from tgi_server.engine.linear.humming import HUMMING, HummingLinear, takes
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.quantized import kind_of
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
@@ -67,6 +68,8 @@ def quantized_layer(
         from tgi_server.engine.linear.scaled import ScaledLinear
 
         return ScaledLinear(weight, bias, kernels, dtype)
+    if kernels.kernels == (HUMMING,):
+        return HummingLinear(weight, bias, kernels, dtype)
     from tgi_server.engine.linear.triton_quantized import TritonLinear
 
     return TritonLinear(weight, bias, kernels, dtype)
@@ -94,12 +97,14 @@ def _candidates(
     kind: str, modules: list[QuantizedLinear], dtype: torch.dtype, group: ShardGroup | None
 ) -> tuple[str, ...]:
     """Returns the names of kernels for quantized weights of a kind, the fastest first."""
-    if kind != "fp8":
+    faster = {"fp8": (SCALED_MM, _has_scaled_mm), "int4": (HUMMING, takes)}
+    if kind not in faster:
         return (TRITON,)
-    scaled = all(_has_scaled_mm(module, dtype) for module in modules)
+    name, fits = faster[kind]
+    all_fit = all(fits(module, dtype) for module in modules)
     if group is not None:
-        scaled = bool(group.minimum(int(scaled)))
-    return (SCALED_MM, TRITON) if scaled else (TRITON,)
+        all_fit = bool(group.minimum(int(all_fit)))
+    return (name, TRITON) if all_fit else (TRITON,)
 
 
 def _has_scaled_mm(module: QuantizedLinear, dtype: torch.dtype) -> bool:
