@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shared.control_groups import available_ram
 from tgi_server.engine.backends.lora import AdaptedLinear, LoraDelta
+from tgi_server.engine.checkpoint.quantized.weight import taken
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.base_model import BaseModel
@@ -36,19 +36,19 @@ _SHARE_OF_RAM = 0.1
 class ReadAdapter:
     """An adapter that was read, arranged for the running model.
 
-    rank: the largest of its layers. changes: by the number of the linear layer.
+    rank: the largest of its layers. deltas: by the number of the linear layer.
     """
 
     rank: int
-    changes: Mapping[int, LoraDelta]
+    deltas: Mapping[int, LoraDelta]
 
     @property
     def nbytes(self) -> int:
-        return sum(change.nbytes for change in self.changes.values())
+        return sum(delta.nbytes for delta in self.deltas.values())
 
     def to(self, device: torch.device) -> Self:
         """Returns the same adapter on another device."""
-        return type(self)(self.rank, {number: change.to(device) for number, change in self.changes.items()})
+        return type(self)(self.rank, {number: delta.to(device) for number, delta in self.deltas.items()})
 
 
 class RecentAdapters:
@@ -129,9 +129,9 @@ class LoadedAdapters:
                 "adapter with peft, and serve the merged model"
             )
         dtype = self._model.dtype
-        changes = ((number, _delta(linear, layers, dtype)) for number, linear in enumerate(linears))
+        deltas = ((number, _delta(linear, layers, dtype)) for number, linear in enumerate(linears))
         rank = max(len(layer.a) for layer in adapter.values())
-        return ReadAdapter(rank, {number: change for number, change in changes if change is not None})
+        return ReadAdapter(rank, {number: delta for number, delta in deltas if delta is not None})
 
     @property
     def attached(self) -> bool:
@@ -150,8 +150,8 @@ class LoadedAdapters:
             taken = set(self._numbers.values())
             number = next(each for each in range(1, len(taken) + 2) if each not in taken)
         self._drop(number)
-        for place, change in adapter.changes.items():
-            self._linears[place].put(number, change)
+        for place, delta in adapter.deltas.items():
+            self._linears[place].put(number, delta)
         self._numbers[adapter_id] = number
 
     def drop(self, adapter_id: str) -> None:
@@ -191,7 +191,7 @@ class LoadedAdapters:
 
 
 def _delta(linear: AdaptedLinear, layers: Mapping[str, AdapterLayer], dtype: torch.dtype) -> LoraDelta | None:
-    """Returns an adapter's change of a linear layer; None if it has none. layers: by path, as this shard has them."""
+    """Returns an adapter's delta of a linear layer; None if it has none. layers: by path, as this shard has them."""
     a, b, firsts, first = [], [], [], 0
     dora_scale = bias_delta = None
     for path, outputs in linear.parts:
@@ -218,18 +218,10 @@ def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, 
     if slice_.axis == (1 if transposed else 0):
         outputs = slice_.ranges(share, len(layer.b))
         dora_scale, bias_delta = (
-            None if each is None else _taken(each, outputs) for each in (layer.dora_scale, layer.bias_delta)
+            None if each is None else taken(each, outputs, 0) for each in (layer.dora_scale, layer.bias_delta)
         )
-        return AdapterLayer(layer.a, _taken(layer.b, outputs), dora_scale, bias_delta)
-    inputs = _taken(layer.a.t(), slice_.ranges(share, layer.a.shape[1]))
+        return AdapterLayer(layer.a, taken(layer.b, outputs, 0), dora_scale, bias_delta)
+    inputs = taken(layer.a, slice_.ranges(share, layer.a.shape[1]), 1)
     # every shard has a part of the sum, and the first one the bias
     bias_delta = None if layer.bias_delta is None or share.rank > 0 else layer.bias_delta
-    return AdapterLayer(inputs.t(), layer.b, layer.dora_scale, bias_delta)
-
-
-def _taken(tensor: Tensor, ranges: list[range]) -> Tensor:
-    """Returns rows of a tensor, with zeros behind its end."""
-    rows = torch.cat([torch.arange(each.start, each.stop) for each in ranges])
-    inside = rows < len(tensor)
-    taken = tensor[rows.clamp(max=len(tensor) - 1)]
-    return taken * inside.view(-1, *(1,) * (tensor.dim() - 1))
+    return AdapterLayer(inputs, layer.b, layer.dora_scale, bias_delta)

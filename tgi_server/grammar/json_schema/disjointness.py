@@ -144,7 +144,7 @@ class Disjointness:
                 return _apart(one, other, "minItems", "maxItems")
             case "object":
                 return _apart(one, other, "minProperties", "maxProperties") or any(
-                    self._apart_by_member(name, one, other, depth) for name in _required(one) | _required(other)
+                    self._apart_by_member(name, one, other, depth) for name in required_names([*one, *other])
                 )
         return False
 
@@ -188,18 +188,14 @@ def _member(parts: Sequence[dict[str, Any]], name: str) -> list[Schema]:
     return [_members(part)[name] for part in parts if name in _members(part)]
 
 
-def _required(parts: Sequence[dict[str, Any]]) -> set[str]:
-    return {
-        name
-        for part in parts
-        if isinstance(part.get("required"), list)
-        for name in part["required"]
-        if isinstance(name, str)
-    }
+def required_names(parts: Sequence[dict[str, Any]]) -> dict[str, None]:
+    """Returns the names of members that must be there, in order."""
+    listed = (part["required"] for part in parts if isinstance(part.get("required"), list))
+    return dict.fromkeys(name for names in listed for name in names if isinstance(name, str))
 
 
 def _requires(parts: Sequence[dict[str, Any]], name: str) -> bool:
-    return name in _required(parts)
+    return name in required_names(parts)
 
 
 def _forbids(parts: Sequence[dict[str, Any]], name: str) -> bool:

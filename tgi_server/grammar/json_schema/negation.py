@@ -9,7 +9,6 @@ from tgi_server.grammar.json_schema.keywords import (
     TYPES,
     Unenforceable,
     check_value,
-    count,
     is_number,
     type_of,
 )
@@ -20,15 +19,14 @@ _MAX_SCHEMAS = 1_000
 _MAX_OPEN = 30
 _MAX_VALUES = 200
 _MAX_TEXT = 100
-_LENGTHS = {
-    "minLength": ("string", "maxLength"),
-    "minItems": ("array", "maxItems"),
-    "minProperties": ("object", "maxProperties"),
-}
-_LIMITS = {
-    "maxLength": ("string", "minLength"),
-    "maxItems": ("array", "minItems"),
-    "maxProperties": ("object", "minProperties"),
+# The type of the values that a bound is for, the keyword of its opposite, and how far away that begins.
+_COUNTS = {
+    "minLength": ("string", "maxLength", -1),
+    "minItems": ("array", "maxItems", -1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxLength": ("string", "minLength", 1),
+    "maxItems": ("array", "minItems", 1),
+    "maxProperties": ("object", "minProperties", 1),
 }
 _NUMBERS = {
     "minimum": "exclusiveMaximum",
@@ -38,7 +36,7 @@ _NUMBERS = {
 }
 _OPPOSABLE = {
     *("type", "const", "enum", "allOf", "anyOf", "not", "if", "$ref", "properties", "required", "contains", "pattern"),
-    *(*_LENGTHS, *_LIMITS, *_NUMBERS),
+    *(*_COUNTS, *_NUMBERS),
 }
 _REFUSED = {
     *("oneOf", "format", "multipleOf", "items", "prefixItems", "additionalItems", "uniqueItems", "minContains"),
@@ -211,13 +209,9 @@ def _other_number(keyword: str, value: Any, schema: dict[str, Any]) -> Schema:
         if isinstance(value, bool) or isinstance(schema.get(_EXCLUSIVE.get(keyword, "")), bool):
             raise Unenforceable("has a bound of draft 4 in it, which cannot be negated")
         return {"type": "number", _NUMBERS[keyword]: value}
-    amount = count(value)
-    assert amount is not None
-    if keyword in _LENGTHS:
-        kind, opposite = _LENGTHS[keyword]
-        return {"type": kind, opposite: amount - 1} if amount else False
-    kind, opposite = _LIMITS[keyword]
-    return {"type": kind, opposite: amount + 1}
+    kind, opposite, step = _COUNTS[keyword]
+    amount = int(value) + step
+    return {"type": kind, opposite: amount} if amount >= 0 else False
 
 
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}

@@ -9,7 +9,7 @@ from itertools import combinations, permutations
 from math import comb, perm
 from typing import Any, Protocol
 
-from tgi_server.grammar.json_schema.disjointness import Disjointness
+from tgi_server.grammar.json_schema.disjointness import Disjointness, required_names
 from tgi_server.grammar.json_schema.document import Document
 from tgi_server.grammar.json_schema.formats import FORMATS
 from tgi_server.grammar.json_schema.keywords import TYPES, Unenforceable, count, escaped, same
@@ -118,8 +118,7 @@ def _if(part: Part) -> Schema:
 
 def _dependencies(part: Part) -> Schema:
     """Takes names that further names are required by, and schemas that hold where a name is there."""
-    required = part.source.get("required")
-    always = set(required) if isinstance(required, list) else set()
+    always = required_names([part.source])
     said: list[Schema] = []
     for name, wanted in part.value.items():
         if isinstance(wanted, str):
@@ -271,8 +270,7 @@ def _members(part: Part) -> tuple[list[str], list[str], bool]:
     source = part.source
     properties = source.get("properties")
     named = [name for name, each in properties.items() if each is not False] if isinstance(properties, dict) else []
-    listed = source.get("required")
-    required = list(dict.fromkeys(name for name in listed if isinstance(name, str))) if isinstance(listed, list) else []
+    required = list(required_names([source]))
     closed = source.get("additionalProperties") is False and not source.get("patternProperties")
     return required, [name for name in named if name not in required], closed
 

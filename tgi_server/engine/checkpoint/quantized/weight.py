@@ -101,16 +101,16 @@ class QuantizedWeight:
         """Returns the weight of some outputs."""
         if _is_all(ranges, self.shape[0]):
             return self
-        zeros = None if self.zeros is None else _taken(self.zeros, ranges, 0)
-        return replace(self, codes=_taken(self.codes, ranges, 0), scales=_taken(self.scales, ranges, 0), zeros=zeros)
+        zeros = None if self.zeros is None else taken(self.zeros, ranges, 0)
+        return replace(self, codes=taken(self.codes, ranges, 0), scales=taken(self.scales, ranges, 0), zeros=zeros)
 
     def inputs(self, ranges: Sequence[range]) -> Self:
         """Returns the weight of some inputs. It has the groups of all inputs, also those that lost all of theirs."""
         if _is_all(ranges, self.shape[1]):
             return self
-        codes = _taken(self.codes if self.codebook is None else self.single_codes, ranges, 1)
+        codes = taken(self.codes if self.codebook is None else self.single_codes, ranges, 1)
         codes = codes if self.codebook is None else paired(codes)
-        return replace(self, codes=codes, groups=_taken(self.groups, ranges, 0))
+        return replace(self, codes=codes, groups=taken(self.groups, ranges, 0))
 
     def compact(self) -> Self:
         """Returns the same weight without groups that have no inputs."""
@@ -150,7 +150,7 @@ def _is_all(ranges: Sequence[range], size: int) -> bool:
     return len(ranges) == 1 and ranges[0] == range(size)
 
 
-def _taken(tensor: Tensor, ranges: Sequence[range], axis: int) -> Tensor:
+def taken(tensor: Tensor, ranges: Sequence[range], axis: int) -> Tensor:
     """Returns parts of a tensor along an axis, with zeros behind its end."""
     raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
     size = raw.shape[axis]
