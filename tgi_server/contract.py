@@ -195,6 +195,7 @@ class GenerationOptions:
     )
     stop: tuple[str, ...] = _option((), "Texts that end the generation.", example=["\n\n"])
     stop_token_ids: tuple[int, ...] = _option((), "Tokens that end the text.")
+    allowed_token_ids: tuple[int, ...] = _option((), "Generate only these tokens; not with a grammar.")
     include_stop: bool = _option(False, "Show the stop sequence.")
     skip_special_tokens: bool = _option(True, "Leave special tokens out of the text.")
     truncate: int = _option(0, "Use only so many last tokens of the prompt.", least=1, most=_UINT32)

@@ -164,6 +164,7 @@ def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
     )
 
 
+_TOKEN_LISTS = tuple(row.option for row in rows(Dialect.TGI) if row.type == tuple[int, ...])
 # A text of more characters than this is no stop sequence.
 _LONGEST_STOP = 1_000
 _SEED_BITS = 64
@@ -243,15 +244,14 @@ class OptionReader:
     def _derived(self, chosen: Mapping[str, Any], given: Given) -> dict[str, Any]:
         """Returns the options that have other values in the contract than in a request."""
         tgi = given.dialect is Dialect.TGI
-        stop_ids = tuple(chosen.get("stop_token_ids", ()))
+        lists = {name: tuple(value) for name, value in chosen.items() if isinstance(value, list)}
         seed = chosen.get("seed")
         derived: dict[str, Any] = {
             # Negative seeds are the same bits without a sign.
             "seed": random.getrandbits(_SEED_BITS) if seed is None or (seed == -1 and not tgi) else seed % 2**64,
             "logit_bias": {int(token): bias for token, bias in chosen.get("logit_bias", {}).items()},
-            "stop": tuple(chosen.get("stop", ())),
-            "stop_token_ids": stop_ids,
-            "late_tokens": (*self.end_tokens, *stop_ids) if chosen.get("min_tokens") else (),
+            "late_tokens": (*self.end_tokens, *lists.get("stop_token_ids", ())) if chosen.get("min_tokens") else (),
+            **lists,
         }
         if tgi:
             derived["do_sample"] = chosen.get("do_sample", False) or any(name in chosen for name in _SHAPING)
@@ -300,9 +300,10 @@ class OptionReader:
 
     def _check_tokens(self, given: Given) -> None:
         last = self.vocab_size - 1
-        for token in given.values.get("stop_token_ids", ()):
-            if token > last:
-                raise _invalid(given.name("stop_token_ids"), f"has {token}; token ids are 0 to {last}")
+        for option in _TOKEN_LISTS:
+            for token in given.values.get(option, ()):
+                if token > last:
+                    raise _invalid(given.name(option), f"has {token}; token ids are 0 to {last}")
         for token in given.values.get("logit_bias", ()):
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) <= last):
                 raise _invalid(given.name("logit_bias"), f"has the name {token[:20]!r}; token ids are 0 to {last}")

@@ -152,6 +152,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     refusal,
                     PinnedGrammars(shards).compile,
                     adapters,
+                    info.eos_token_ids,
                 ),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),

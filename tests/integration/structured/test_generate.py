@@ -105,6 +105,18 @@ def test_best_of(demo_server: TextGenerationServer, name: str) -> None:
     assert all(check(text) for text in texts), texts
 
 
+def test_only_the_allowed_tokens_are_generated(demo_server: TextGenerationServer) -> None:
+    found = post(demo_server, "/tokenize", {"inputs": " yes no maybe"}).json()
+    allowed = [token["id"] for token in found]
+    for sampling in ({}, {"temperature": 2.0, "seed": 5}):
+        details = generate(demo_server, allowed_token_ids=allowed, max_new_tokens=12, **sampling)["details"]
+        assert (details["generated_tokens"], details["finish_reason"]) == (12, "length")
+        assert {token["id"] for token in details["tokens"]} <= set(allowed)
+    chat = {"messages": [{"role": "user", "content": "Is rice white?"}], "max_tokens": 1, "logprobs": True}
+    answer = post(demo_server, "/v1/chat/completions", chat | {"allowed_token_ids": allowed}).json()["choices"][0]
+    assert answer["message"]["content"] in {token["text"] for token in found}
+
+
 def test_a_stop_sequence_ends_a_match_early(demo_server: TextGenerationServer) -> None:
     answer = generate(demo_server, grammar=GRAMMARS["regex"][0], stop=[": "])
     assert answer["details"]["finish_reason"] == "stop_sequence"

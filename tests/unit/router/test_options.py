@@ -64,6 +64,7 @@ def read(dialect: Dialect = Dialect.TGI, defaults: dict[str, float] | None = Non
         ("truncate", [1, 20], [0, 21]),
         ("stop", [[], ["a", "b"], ["a" * 1000]], [["a", "b", "c"], [""], ["a" * 1001]]),
         ("stop_token_ids", [[], [99]], [[100]]),
+        ("allowed_token_ids", [[], [99]], [[100]]),
         ("logit_bias", [{"7": 100.0}, {}], [{"x": 1.0}, {"-1": 1.0}, {"7": 100.5}, {"100": 1.0}, {"9" * 5000: 1.0}]),
     ],
 )

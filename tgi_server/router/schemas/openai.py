@@ -69,7 +69,6 @@ class TextParameters(RefusingModel):
     )
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "allowed_token_ids": ([],),
         "bad_words": ([],),
         "early_stopping": (False,),
         "ebnf": (),

@@ -1,5 +1,6 @@
 """Grammars: the form that clients ask a text to have, as the shards compile it."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,14 @@ def json_grammar(schema: Any, lenient: tuple[str, ...] = ()) -> Grammar:
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("the JSON schema of a grammar must be an object")
     return Grammar(GrammarKind.JSON_SCHEMA, to_json(schema, inf_nan_mode="constants").decode(), lenient=lenient)
+
+
+def token_grammar(token_ids: Collection[int], end_tokens: Collection[int]) -> Grammar:
+    """Returns the grammar of texts of these tokens. They end only if a token that ends a text is among them."""
+    shown = sorted(set(token_ids) - set(end_tokens))
+    may_end = len(shown) < len(set(token_ids))
+    any_token = f"<[{','.join(map(str, shown))}]>" if shown else '""'
+    return Grammar(GrammarKind.LARK, f"%llguidance {{}}\nstart: {any_token}{'*' if may_end else ' start'}\n")
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:

@@ -1,6 +1,6 @@
 """Makes of a prompt and its options what the scheduler takes: tokens, a length that fits, a compiled grammar."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from tgi_server.contract import GenerationOptions, Grammar
@@ -8,7 +8,7 @@ from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdap
 from tgi_server.router.options import Dialect, with_seeds
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits
-from tgi_server.router.text.grammar import with_text
+from tgi_server.router.text.grammar import token_grammar, with_text
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TokenizerThreads
@@ -50,7 +50,7 @@ class Preparer:
     grammar_refusal: why this server takes no grammars; None when it does.
     compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
     a line; raises InvalidRequest for one that cannot be used.
-    adapters: that requests may name.
+    adapters: that requests may name. end_tokens: that end a text.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Preparer:
         grammar_refusal: str | None,
         compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
         adapters: Adapters,
+        end_tokens: Collection[int] = (),
     ) -> None:
         self._limits = limits
         self._threads = threads
@@ -68,6 +69,7 @@ class Preparer:
         self._grammar_refusal = grammar_refusal
         self._compile_grammar = compile_grammar
         self._adapters = adapters
+        self._end_tokens = frozenset(end_tokens)
 
     async def prepare(
         self,
@@ -93,6 +95,10 @@ class Preparer:
 
         def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
+            if options.allowed_token_ids:
+                if grammar:
+                    raise InvalidRequest("`allowed_token_ids` cannot be used with a grammar or tools")
+                grammar = token_grammar(options.allowed_token_ids, self._end_tokens)
             if options.sampling.min_tokens and grammar:
                 raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
             if grammar:

@@ -12,6 +12,7 @@ from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.text.grammar import token_grammar
 from tgi_server.router.text.preparation import PreparedRequest, Preparer, grammar_refusal
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
@@ -82,6 +83,18 @@ async def test_spans_are_taken_from_the_prompt():
     grammar = (await check("hello world", grammar=schema)).options.grammar
     assert grammar is not None
     assert grammar.text == "hello world"
+
+
+async def test_allowed_tokens_are_a_grammar_and_go_with_no_other():
+    allowed = (await check("hello", allowed_token_ids=[7, 5])).options.grammar
+    assert allowed == Grammar(GrammarKind.LARK, "%llguidance {}\nstart: <[5,7]> start\n")
+    with pytest.raises(InvalidRequest, match="`allowed_token_ids` cannot be used with a grammar"):
+        await check("hello", allowed_token_ids=[7], grammar=Grammar(GrammarKind.REGEX, "a"))
+
+
+def test_a_token_that_ends_a_text_may_be_allowed():
+    assert token_grammar([7, 1], [1]).value == "%llguidance {}\nstart: <[7]>*\n"
+    assert token_grammar([1], [1]).value == '%llguidance {}\nstart: ""*\n'
 
 
 async def test_grammars_may_be_refused():
