@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.gpu.marks import DTYPES, NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.requests import LENGTHS, NEW, prompts
+from tests.unit.engine.requests import LENGTHS, NEW, load_reference, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost, overlap
 from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.linear.grouped_experts import _fault_of
@@ -33,8 +33,7 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
 def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype, tmp_path) -> None:
     folder = make(architecture, tmp_path)
     requests, _ = overlap(folder, dtype=dtype, device=CUDA, cuda_graphs=())  # which take a second to record
-    # the default attention of transformers 5.17 leaves soft caps out
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").float()
+    model = load_reference(folder, dtype).float()
     behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), requests.outputs, strict=True)])
     assert len(behind) > len(LENGTHS) * NEW / 2
     mixture = any(Experts.fits(module) for module in model.modules())

@@ -41,14 +41,14 @@ def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
     return [generated(model, text) for text in texts]
 
 
-def load_reference(folder: Path) -> PreTrainedModel:
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         factory = AutoModelForImageTextToText
     # what transformers 5.17 takes by default for a model with soft caps leaves them out
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    model = factory.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    model = factory.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     model.generation_config.eos_token_id = None
     return model
 
