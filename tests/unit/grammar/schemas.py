@@ -84,7 +84,7 @@ def values_of(schema: Schema) -> st.SearchStrategy[Any]:
     return from_schema(schema)
 
 
-def _told_apart(variants: list[Schema]) -> Schema:
+def _distinguished(variants: list[Schema]) -> Schema:
     """Variants with a member of their own, which may be missing."""
     return {
         "oneOf": [
@@ -103,7 +103,7 @@ def _members(members: dict[str, Schema], least: int, most: int, needs: list[str]
     return {"type": "object", "properties": members, **limits}
 
 
-# Simple ones, of which opposites can be asked.
+# Simple ones, which can be negated.
 _PLAIN = st.one_of(
     _bounded("integer", "minimum", "maximum"),
     st.sampled_from([{"type": "string"}, {"type": "boolean"}, {"type": ["null", "integer"]}, {"type": "object"}]),
@@ -116,7 +116,7 @@ _PLAIN = st.one_of(
 
 # Schemas whose keywords are said in other ones.
 LOGICAL_SCHEMAS = st.one_of(
-    st.lists(SCHEMAS, min_size=2, max_size=3).map(_told_apart),
+    st.lists(SCHEMAS, min_size=2, max_size=3).map(_distinguished),
     st.lists(_PLAIN, min_size=2, max_size=3).map(lambda variants: {"oneOf": variants}),
     st.tuples(SCHEMAS, _PLAIN).map(lambda pair: {**pair[0], "not": pair[1]}),
     st.builds(_conditional, _PLAIN, SCHEMAS, SCHEMAS),

@@ -84,7 +84,7 @@ def test_spans_behind_references() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "message"),
     [
         ({**WORDS, "minLength": 3}, "minLength"),
         ({**WORDS, "type": "integer"}, "string"),
@@ -99,8 +99,8 @@ def test_spans_behind_references() -> None:
         ({**members(a=WORDS), "required": ["b"]}, "'b'"),
     ],
 )
-def test_what_cannot_be_combined_is_told(schema: dict[str, Any], told: str) -> None:
-    with pytest.raises(InvalidGrammar, match=told):
+def test_what_cannot_be_combined_is_reported(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidGrammar, match=message):
         demo_compiler().check(grammar(schema))
 
 
@@ -156,7 +156,7 @@ def test_hints_are_seen_by_the_model_and_by_nobody_else(random_engine: Engine) -
 )
 def test_hints_beside_any_keyword(schema: dict[str, Any], right: Any, wrong: Any) -> None:
     compiler = demo_compiler()
-    hinted = grammar(members(d={**schema, "x-hint": "as told"}))
+    hinted = grammar(members(d={**schema, "x-hint": "as said"}))
     assert compiler.compiled(hinted)[0].hints
     plain = grammar(members(d=json.loads(json.dumps(schema).replace("x-hint", "title"))))
     for value, fits in ((right, True), (wrong, False)):

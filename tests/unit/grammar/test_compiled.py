@@ -19,35 +19,35 @@ def compiled(size: int) -> CompiledGrammar:
 
 
 def test_the_least_recently_used_make_room() -> None:
-    kept = CompiledGrammars(limit=100)
+    cache = CompiledGrammars(limit=100)
     for number, size in ((1, 40), (2, 30), (3, 30)):
-        kept.add(grammar(number), compiled(size))
-    assert kept.find(grammar(1)) is not None
-    kept.add(grammar(4), compiled(60))
-    assert [kept.find(grammar(number)) is not None for number in (1, 2, 3, 4)] == [True, False, False, True]
-    assert kept.size == 100
+        cache.add(grammar(number), compiled(size))
+    assert cache.find(grammar(1)) is not None
+    cache.add(grammar(4), compiled(60))
+    assert [cache.find(grammar(number)) is not None for number in (1, 2, 3, 4)] == [True, False, False, True]
+    assert cache.size == 100
 
 
 def test_a_grammar_that_is_compiled_again_counts_once() -> None:
-    kept = CompiledGrammars(limit=100)
+    cache = CompiledGrammars(limit=100)
     for size in (50, 90, 60):
-        kept.add(grammar(1), compiled(size))
-        assert kept.size == size
+        cache.add(grammar(1), compiled(size))
+        assert cache.size == size
 
 
 def test_pinned_ones_stay_however_often_they_are_pinned() -> None:
-    kept = CompiledGrammars(limit=100)
-    kept.pin(grammar(1))
-    kept.pin(grammar(1))
-    kept.add(grammar(1), compiled(80))
-    kept.add(grammar(2), compiled(20))
+    cache = CompiledGrammars(limit=100)
+    cache.pin(grammar(1))
+    cache.pin(grammar(1))
+    cache.add(grammar(1), compiled(80))
+    cache.add(grammar(2), compiled(20))
     with pytest.raises(NoRoomForGrammar):
-        kept.add(grammar(3), compiled(30))
-    kept.unpin(grammar(1))
+        cache.add(grammar(3), compiled(30))
+    cache.unpin(grammar(1))
     with pytest.raises(NoRoomForGrammar):
-        kept.add(grammar(3), compiled(30))
-    assert kept.find(grammar(2)) is not None
-    kept.unpin(grammar(1))
-    kept.add(grammar(3), compiled(30))
-    assert kept.find(grammar(1)) is None
-    assert kept.size == 50
+        cache.add(grammar(3), compiled(30))
+    assert cache.find(grammar(2)) is not None
+    cache.unpin(grammar(1))
+    cache.add(grammar(3), compiled(30))
+    assert cache.find(grammar(1)) is None
+    assert cache.size == 50

@@ -1,4 +1,4 @@
-"""Compiling: what is refused, what is kept, and that nobody is in the way of others."""
+"""Compiling: what is refused, what is cached, and that nobody is in the way of others."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def large_schema(seed: int, members: int = 200) -> Grammar:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "told"),
+    ("grammar", "message"),
     [
         (Grammar(GrammarKind.REGEX, "["), "character set"),
         (Grammar(GrammarKind.REGEX, "a(?=b)"), "look-ahead"),
@@ -58,11 +58,11 @@ def large_schema(seed: int, members: int = 200) -> Grammar:
         (hostile.schema(hostile.variants(30)), "'oneOf'"),
     ],
 )
-def test_what_cannot_be_compiled_is_told_in_one_line_and_soon(grammar: Grammar, told: str) -> None:
+def test_what_cannot_be_compiled_is_reported_in_one_line_and_soon(grammar: Grammar, message: str) -> None:
     started = time.process_time()
     with pytest.raises(InvalidGrammar) as refusal:
         demo_compiler().check(grammar)
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert time.process_time() - started < 5
 
@@ -89,7 +89,7 @@ def test_a_grammar_is_compiled_once(compiled: list[str]) -> None:
     assert len(compiled) == 1
 
 
-def test_only_so_many_bytes_are_kept(compiled: list[str]) -> None:
+def test_the_cache_has_a_limit_of_bytes(compiled: list[str]) -> None:
     ours = GrammarCompiler(demo_model.PATH, 3072, [1], cache_bytes=3 * GROWTH_BYTES)
     schemas = [large_schema(seed) for seed in range(4)]
     for schema in (*schemas, *schemas[2:], schemas[0]):
@@ -115,7 +115,7 @@ def test_what_requests_need_is_not_forgotten(compiled: list[str]) -> None:
     assert ours.size_of(third) is not None
 
 
-def test_a_grammar_that_is_not_kept_fails_its_sequence_and_is_not_compiled(compiled: list[str]) -> None:
+def test_a_grammar_that_is_not_in_the_cache_fails_its_sequence_and_is_not_compiled(compiled: list[str]) -> None:
     constraint = fresh_compiler().constraint(large_schema(1), [], 10, ignore_eos=False)
     assert constraint.error is not None
     assert not compiled

@@ -100,7 +100,7 @@ def test_other_sequences_of_the_batch_change_nothing(random_engine: Engine) -> N
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 20])
-def test_the_length_is_kept(random_engine: Engine, new: int) -> None:
+def test_the_length_is_exact(random_engine: Engine, new: int) -> None:
     driver = Driver(random_engine)
     (output,) = driver.run(driver.sequence(PROMPT, JSON, new))
     assert len(output.tokens) == new

@@ -80,9 +80,9 @@ def test_a_set_of_pydantic_is_taken() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_name(name: str) -> None:
     keyword, schema = REFUSED[name]
-    told = fault({"type": "object", "properties": {"p": schema}})
-    assert repr(keyword) in told
-    assert "#/properties/p" in told
+    message = fault({"type": "object", "properties": {"p": schema}})
+    assert repr(keyword) in message
+    assert "#/properties/p" in message
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -136,8 +136,8 @@ def test_no_name_is_written_in_two_ways() -> None:
 
 
 def test_every_keyword_is_in_the_table() -> None:
-    told = {keyword for name, groups in ENFORCED.items() for each in groups for keyword in _keywords(each["schema"])}
-    assert told >= json_schema.KEYWORDS
+    tested = {keyword for name, groups in ENFORCED.items() for each in groups for keyword in _keywords(each["schema"])}
+    assert tested >= json_schema.KEYWORDS
     assert {keyword for name in ENFORCED for keyword in name.replace(":", " ").split()} >= json_schema.KEYWORDS
     formats = {name.removeprefix("format: ") for name in ENFORCED if name.startswith("format: ")}
     assert formats == set(json_schema.FORMATS)
@@ -157,7 +157,7 @@ def test_the_table_in_the_documentation_is_this_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "message"),
     [
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
         ({"$ref": "https://example.org/schema"}, "example.org"),
@@ -170,8 +170,8 @@ def test_the_table_in_the_documentation_is_this_one() -> None:
         (False, "false"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line(schema: Any, told: str) -> None:
+def test_what_cannot_be_used_is_reported_in_one_line(schema: Any, message: str) -> None:
     line = fault(schema) if not isinstance(schema, str) else compiler_fault(Grammar(GrammarKind.JSON_SCHEMA, schema))
     assert line is not None
-    assert told in line
+    assert message in line
     assert "\n" not in line

@@ -104,7 +104,7 @@ def test_what_rust_knows_and_python_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "told"),
+    ("pattern", "message"),
     [
         ("(", "the regular expression cannot be read"),
         ("a(?=b)", "look-ahead"),
@@ -120,6 +120,6 @@ def test_what_rust_knows_and_python_does_not() -> None:
         ("\ud800", "surrogates"),
     ],
 )
-def test_an_expression_that_cannot_be_matched_token_by_token_is_refused(pattern: str, told: str) -> None:
-    with pytest.raises(InvalidGrammar, match=told):
+def test_an_expression_that_cannot_be_matched_token_by_token_is_refused(pattern: str, message: str) -> None:
+    with pytest.raises(InvalidGrammar, match=message):
         demo_compiler().check(Grammar(GrammarKind.REGEX, pattern))

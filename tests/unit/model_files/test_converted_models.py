@@ -87,7 +87,7 @@ def test_of_a_conversion_that_fails_nothing_is_left(model: Path) -> None:
         converted_models.convert(model)
 
 
-def test_bin_files_that_were_asked_for_are_what_is_found(model: Path) -> None:
+def test_bin_files_that_were_requested_are_what_is_found(model: Path) -> None:
     assert model == download.download_model(
         str(model), None, extension=".bin", auto_convert=True, trust_remote_code=False
     )

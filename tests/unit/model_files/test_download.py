@@ -1,4 +1,4 @@
-"""A model is found in a local folder or in the hub's cache, and what is missing is told in one line."""
+"""A model is found in a local folder or in the hub's cache, and what is missing is reported in one line."""
 
 import json
 from collections.abc import Callable
@@ -32,16 +32,16 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 class Hub:
-    """Stands in for the hub's client: writes files into a folder, and notes what was asked for."""
+    """Stands in for the hub's client: writes files into a folder, and notes what was requested."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Callable[[Path], Any]] = {}
         self.error: Exception | None = None
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
 
     def snapshot_download(self, model_id: str, **options: Any) -> str:
-        self.asked.append(options)
+        self.calls.append(options)
         if self.error is not None:
             raise self.error
         (self.folder / "config.json").write_text("{}")
@@ -67,13 +67,13 @@ def test_a_local_folder_needs_no_hub(hub: Hub, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     assert find_model(str(tmp_path), None) == fetch(str(tmp_path)) == tmp_path
-    assert hub.asked == []
+    assert hub.calls == []
 
 
 def test_a_shard_looks_into_the_cache_and_never_at_the_network(hub: Hub):
     assert find_model("maker/tiny", "v2") == hub.folder
-    (asked,) = hub.asked
-    assert (asked["local_files_only"], asked["revision"]) == (True, "v2")
+    (call,) = hub.calls
+    assert (call["local_files_only"], call["revision"]) == (True, "v2")
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -81,14 +81,14 @@ def test_code_is_fetched_only_if_it_is_trusted(hub: Hub, trusted: bool):
     hub.files = {"model.safetensors": lambda path: save_file(WEIGHTS, path), "modeling_tiny.py": Path.touch}
     folder = fetch(trust_remote_code=trusted)
     assert (folder / "modeling_tiny.py").exists() == trusted
-    assert not hub.asked[0]["local_files_only"]
+    assert not hub.calls[0]["local_files_only"]
 
 
 def test_bin_weights_are_fetched_and_converted_where_there_are_no_others(hub: Hub):
     hub.files = {"pytorch_model.bin": lambda path: torch.save(WEIGHTS, path)}
     folder = fetch()
     assert torch.equal(load_file(folder / "model.safetensors")["weight"], WEIGHTS["weight"])
-    assert len(hub.asked) == 2
+    assert len(hub.calls) == 2
 
 
 def test_bin_weights_are_not_converted_against_the_users_wish(hub: Hub):
@@ -122,11 +122,11 @@ def test_a_draft_model_is_found_beside_the_model(hub: Hub, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     assert find_models(str(tmp_path), None, None, trust_remote_code=False) == (tmp_path, None)
     assert find_models(str(tmp_path), "v2", "maker/tiny", trust_remote_code=False) == (tmp_path, hub.folder)
-    assert hub.asked[-1]["revision"] is None
+    assert hub.calls[-1]["revision"] is None
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (HFValidationError("bad"), "maker/tiny is neither a local folder nor an id of the hub"),
         (GatedRepoError("no", response=RESPONSE), "maker/tiny is gated: ask for access"),
@@ -140,11 +140,11 @@ def test_a_draft_model_is_found_beside_the_model(hub: Hub, tmp_path: Path):
         (OSError("the disk is full\nat byte 7"), "maker/tiny could not be fetched: the disk is full"),
     ],
 )
-def test_whatever_the_hub_refuses_is_told_in_one_line(hub: Hub, error: Exception, told: str):
+def test_whatever_the_hub_refuses_is_reported_in_one_line(hub: Hub, error: Exception, message: str):
     hub.error = error
     with pytest.raises(ModelUnavailable) as refusal:
         fetch()
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -158,10 +158,10 @@ def test_the_revision_is_part_of_the_message(hub: Hub):
 def test_a_path_is_not_looked_up_at_the_hub(hub: Hub, name: str):
     with pytest.raises(ModelUnavailable, match="there is no model folder"):
         find_model(name, None)
-    assert hub.asked == []
+    assert hub.calls == []
 
 
-def test_a_folder_that_is_no_model_is_told_apart_from_a_file(hub: Hub, tmp_path: Path):
+def test_a_folder_that_is_no_model_is_distinguished_from_a_file(hub: Hub, tmp_path: Path):
     with pytest.raises(ModelUnavailable, match=r"has no config\.json"):
         find_model(str(tmp_path), None)
     file = tmp_path / "model.gguf"

@@ -86,11 +86,11 @@ def test_what_is_not_named_tensors_is_refused(tmp_path: Path) -> None:
         convert_weights(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 300])
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 1, 300])
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"weight": torch.ones(99)}, path)
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ModelUnavailable, match=r"pytorch_model.bin is corrupt"):
         convert_weights(tmp_path, tmp_path)
 

@@ -115,7 +115,7 @@ def test_files_without_an_index_are_counted_and_of_one_model(tmp_path) -> None:
         ({"dtype": "float17"}, "module 'torch' has no attribute 'float17'"),
     ],
 )
-def test_settings_that_cannot_be_are_told_in_one_line(settings, message, tmp_path) -> None:
+def test_settings_that_cannot_be_are_reported_in_one_line(settings, message, tmp_path) -> None:
     set_config(make("llama", tmp_path), **settings)
     with pytest.raises(UnsupportedModel, match=rf"config.json cannot be used: .*{message}"):
         load_model(EngineConfig(tmp_path), torch.device("meta"))

@@ -147,7 +147,7 @@ def refuse_other_dtype(group: ShardGroup, folder: Path) -> str:
     return ""
 
 
-def test_shards_that_are_told_different_things_say_what_differs(ranks_of: RanksOf, tmp_path: Path) -> None:
+def test_shards_with_different_settings_say_what_differs(ranks_of: RanksOf, tmp_path: Path) -> None:
     first, second = ranks_of(2).run(refuse_other_dtype, make("llama", tmp_path))
     assert first.startswith("shard 0 and shard 1 differ in --dtype (torch.float32 here, torch.bfloat16 there)")
     assert second.startswith("shard 1 and shard 0 differ in --dtype")

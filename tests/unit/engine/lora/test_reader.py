@@ -46,7 +46,7 @@ def _tensors(model: Any, path: str, base: BaseModel) -> tuple[torch.Tensor, torc
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Tiny models by their architecture, made when they are first asked for."""
+    """Tiny models by their architecture, made when they are first needed."""
     made: dict[str, Base] = {}
 
     def of(architecture: str) -> Base:

@@ -123,9 +123,9 @@ def test_features_are_those_of_the_token_before(tmp_path: Path) -> None:
 
 def test_a_smaller_vocabulary_stands_for_some_of_the_models(tmp_path: Path) -> None:
     model = succession_llama(tmp_path / "model")
-    kept = torch.tensor([token for token in range(VOCAB_SIZE) if token % 5])
-    weights = _reading_tokens(head_for(model, 1)[kept]) | {"d2t": kept - torch.arange(len(kept))}
-    eagle = save_network(tmp_path / "eagle", weights, draft_vocab_size=len(kept), norm_before_residual=True)
+    known = torch.tensor([token for token in range(VOCAB_SIZE) if token % 5])
+    weights = _reading_tokens(head_for(model, 1)[known]) | {"d2t": known - torch.arange(len(known))}
+    eagle = save_network(tmp_path / "eagle", weights, draft_vocab_size=len(known), norm_before_residual=True)
     driver = Driver(_engine(tmp_path / "model", eagle, speculate=1))
     (output,) = driver.run(_sequences()[0])
     for generation in output.generations[1:]:
@@ -203,7 +203,7 @@ def _plain(folder: Path) -> list[list[int]]:
     return [output.tokens for output in Driver(engine).run(*_sequences())]
 
 
-def test_features_are_kept_for_some_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_stored_for_some_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a draft is worth it, or there are too many of them; then drafts are right at once."""
     model = succession_llama(tmp_path / "model")
     engine = _engine(

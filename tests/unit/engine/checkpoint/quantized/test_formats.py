@@ -78,9 +78,9 @@ def test_bytes_of_bitsandbytes_may_be_stored_as_floats(tmp_path) -> None:
     assert tokens(quantized) == tokens(dense)
 
 
-@pytest.mark.parametrize("kept", [("layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj"), ("down_proj", "o_proj")])
-def test_some_layers_of_a_model_may_be_left_as_they_were(kept, tmp_path) -> None:
-    quantized, dense = make_quantized("w4a16", tmp_path, keep=kept)
+@pytest.mark.parametrize("plain", [("layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj"), ("down_proj", "o_proj")])
+def test_some_layers_of_a_model_may_be_left_as_they_were(plain, tmp_path) -> None:
+    quantized, dense = make_quantized("w4a16", tmp_path, keep=plain)
     assert tokens(quantized) == tokens(dense)
 
 

@@ -50,7 +50,7 @@ def test_transformers_reads_the_same_weights(layout, architecture, settings, tmp
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
     with torch.inference_mode():
         expected = model.float()(input_ids=TOKENS).logits
-    # what is not kept in float32 on its way is rounded to 16 bits
+    # what is not in float32 on its way is rounded to 16 bits
     assert float((own_logits(folder) - expected).norm() / expected.norm()) < 0.015
 
 

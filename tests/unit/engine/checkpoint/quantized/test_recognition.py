@@ -68,7 +68,7 @@ def test_the_engine_says_what_serves(gptq) -> None:
     assert info.linear_kernels == "fma (int4), fma"
 
 
-def test_inputs_are_rounded_to_8_bits_only_where_that_is_asked_for(gptq) -> None:
+def test_inputs_are_rounded_to_8_bits_only_where_that_is_requested(gptq) -> None:
     if "w4a8" not in torch.ops.oatmill.quantized_kernels("int4"):
         pytest.skip("this CPU has no such kernel")
     engine = load_engine(gptq, linear_kernels="w4a8")
@@ -94,7 +94,7 @@ def test_older_files_and_tensors_tell_it_as_well(gptq, tmp_path) -> None:
         assert load_engine(folder).info.quantization == "GPTQ, 4 bits, groups of 32"
 
 
-def test_another_quantisation_cannot_be_asked_for(gptq) -> None:
+def test_another_quantisation_cannot_be_requested(gptq) -> None:
     for name in ("awq", "int8", "bitsandbytes-nf4"):
         with pytest.raises(
             UnsupportedModel, match=f"--quantize {name} contradicts the checkpoint, whose weights are GPTQ"
