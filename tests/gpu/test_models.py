@@ -10,7 +10,7 @@ from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import LENGTHS, NEW, load_reference, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost, overlap
 from tgi_server.engine.checkpoint.quantized import Experts
-from tgi_server.engine.linear.grouped_experts import _fault_of
+from tgi_server.engine.linear.grouped_experts import GroupedExperts, _fault_of
 
 pytestmark = NEEDS_GPU
 
@@ -52,7 +52,7 @@ def test_experts_of_the_usual_size(experts, hidden, widened, dtype) -> None:
             torch.nn.init.normal_(weight, std=0.02)
     module.requires_grad_(False)
     config._experts_implementation = "grouped_mm"
-    assert _fault_of(module, dtype) is None
+    assert _fault_of(module, GroupedExperts, dtype) is None
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "llama", "opt", "starcoder"])

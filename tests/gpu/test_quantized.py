@@ -27,6 +27,7 @@ TEXTS = prompts((1, 20, 5, 33))
         ("w8a8", "qwen3", "int8"),
         ("fp8_blocks", "qwen3_moe", "fp8"),
         ("gptq", "mixtral", "int4"),
+        ("mxfp4", "gpt_oss", "codebook"),
     ],
 )
 def test_tokens_are_those_of_the_dense_weights(layout, architecture, kind, tmp_path) -> None:

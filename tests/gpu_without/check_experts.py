@@ -6,9 +6,11 @@ from torch import Tensor
 
 from tests.gpu_without.check_kernels import ERROR, products_of_bfloat16  # noqa: F401
 from tests.tiny_models import build
+from tgi_server.engine.checkpoint.quantized import Experts
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
 from tgi_server.engine.linear import grouped_experts
-from tgi_server.engine.linear.grouped_experts import GroupedExperts, group_experts
+from tgi_server.engine.linear.grouped_experts import GroupedExperts, GroupedQuantizedExperts, group_experts
 
 EXPERTS, INPUTS, OUTPUTS = 5, 70, 90
 
@@ -50,6 +52,38 @@ def test_models_take_the_kernel_where_it_is_right(
     actual = model(input_ids=tokens).logits.float()
     if dtype is torch.float32:  # in less, the last bit may choose other experts
         torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+
+
+def quantized(architecture: str, kind: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Returns a model whose experts are quantized, and one with the same weights made dense."""
+    model, dense = build(architecture), build(architecture)
+    for path, module in list(dense.named_modules()):
+        if not Experts.fits(module):
+            continue
+        parts = 1 if module.is_transposed else 2
+        experts = Experts.quantized(model.get_submodule(path), parts)
+        model.set_submodule(path, experts)
+        for name, layers in (("gate_up_proj", experts.gate_up), ("down_proj", experts.down)):
+            weights = getattr(module, name).data
+            for weight, own in zip(weights.mT if module.is_transposed else weights, layers, strict=True):
+                own = [own] if name == "down_proj" else list(own)
+                for rows, layer in zip(weight.chunk(len(own)), own, strict=True):
+                    layer.fill(ROUNDINGS[kind][1](rows.contiguous()))
+                    rows.copy_(layer.weight)
+    return model, dense
+
+
+@pytest.mark.parametrize("kind", ["int4", "bitsandbytes-nf4", "int8", "fp8"])
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+@torch.inference_mode()
+def test_quantized_experts_stay_so(architecture: str, kind: str) -> None:
+    model, dense = quantized(architecture, kind)
+    assert group_experts(model, torch.float32) == []
+    assert any(isinstance(module, GroupedQuantizedExperts) for module in model.modules())
+    assert not any(isinstance(module, Experts) for module in model.modules())
+    tokens = torch.arange(3, 40).unsqueeze(0)
+    wanted, actual = (each(input_ids=tokens).logits for each in (dense, model))
+    torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def test_steps(architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
         ("llama", "int4", "torch"),
         ("gemma2", "int4", "triton (int4), torch"),
         ("mixtral", "int4", "triton (int4), torch"),
+        ("gpt_oss", "fp8", "scaled_mm (fp8), torch"),
     ],
 )
 def test_steps_of_quantised_models(

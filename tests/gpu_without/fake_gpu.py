@@ -27,7 +27,7 @@ from tests.tiny_models import configuration
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.backends import probe, triton_lora
 from tgi_server.engine.backends.probe import LogitsProbe
-from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import split_kv, w4a16_gemm
 from tgi_server.engine.linear import gpu, grouped_experts, triton_quantized
 from tgi_server.engine.runners import graphs
@@ -207,18 +207,25 @@ class _Recorder:
 
 def _quantize(model: PreTrainedModel, kind: str) -> None:
     for path, module in list(model.named_modules()):
-        if type(module) is not torch.nn.Linear or module is model.get_output_embeddings():
-            continue
-        shape = module.out_features, module.in_features
-        groups = torch.arange(shape[1]) // (_GROUP if kind == "int4" else shape[1])
-        scales = torch.empty(shape[0], -(-shape[1] // _GROUP) if kind == "int4" else 1)
-        layer = QuantizedLinear(module)
-        if kind == "int4":
-            pairs = torch.empty(shape[0], -(-shape[1] // 2), dtype=torch.uint8)
-            layer.fill(QuantizedWeight(pairs, torch.empty(16), scales, scales, groups))
-        else:
-            layer.fill(QuantizedWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), None, scales, None, groups))
-        model.set_submodule(path, layer)
+        if Experts.fits(module):
+            module = Experts.quantized(module, 1 if module.is_transposed else 2)
+            model.set_submodule(path, module)
+            for layer in module.modules():
+                if isinstance(layer, QuantizedLinear):
+                    layer.fill(_weight(layer.out_features, layer.in_features, kind))
+        elif type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
+            layer = QuantizedLinear(module)
+            layer.fill(_weight(module.out_features, module.in_features, kind))
+            model.set_submodule(path, layer)
+
+
+def _weight(outputs: int, inputs: int, kind: str) -> QuantizedWeight:
+    groups = torch.arange(inputs) // (_GROUP if kind == "int4" else inputs)
+    scales = torch.empty(outputs, -(-inputs // _GROUP) if kind == "int4" else 1)
+    if kind == "int4":
+        pairs = torch.empty(outputs, -(-inputs // 2), dtype=torch.uint8)
+        return QuantizedWeight(pairs, torch.empty(16), scales, scales, groups)
+    return QuantizedWeight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn), None, scales, None, groups)
 
 
 def _arrangement(groups: Tensor) -> tuple[int, None, Tensor]:

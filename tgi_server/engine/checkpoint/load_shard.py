@@ -114,7 +114,7 @@ def _load(
         if plan is not None:
             _check_vocabulary(empty, tensors, plan)
         by_name = _by_model_names(empty, tensors)
-        experts = _experts(empty, by_name) if device.type == "cpu" else {}
+        experts = _experts(empty, by_name)
         linears = _linears(empty, by_name)
         part_class = _part_class(model_class, plan, share, linears, experts)
         kept = [*linears, *(each for of_layer in experts.values() for each in of_layer)]

@@ -1,12 +1,14 @@
-"""The dense experts of a mixture on a GPU for which torch has no grouped product: there the host would wait for it."""
+"""The experts of a mixture on a GPU, in two products for all of them: the host never needs to know who chose which."""
 
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.checkpoint.quantized import Experts
+from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 
@@ -18,23 +20,41 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 # Tokens of the proof, one number for each shape of a program, as shares of the experts.
 _TOKENS = (0.5, 9, 33)
+# Experts that are packed together.
+_PACKED_AT_ONCE = 16
 
 
 def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None) -> list[str]:
-    """Has the experts of a mixture on a GPU multiplied by the engine's own kernel, where torch's would wait.
+    """Has the experts of a mixture on a GPU multiplied by the engine's own kernels.
 
-    Returns the fall-backs: why they are multiplied in a slower way. All shards choose the same.
+    Dense ones where torch's product would wait for the host; quantized ones, which stay so, everywhere. Returns the
+    fall-backs: why they are multiplied in a slower way. All shards choose the same.
     """
-    modules: list[Any] = [module for module in model.modules() if Experts.fits(module)]
-    if not modules or not _waits(modules[0].down_proj):
-        return []
-    fault = fault_of_any(_fault_of(modules[0], dtype), group)
+    fallbacks = []
+    dense: list[Any] = [module for module in model.modules() if Experts.fits(module)]
+    quantized = [module for module in model.modules() if isinstance(module, Experts)]
+    if dense and _waits(dense[0].down_proj):
+        fault = _fault_of(dense[0], GroupedExperts, dtype)
+        fallbacks += _replaced(model, Experts.fits, GroupedExperts, fault_of_any(fault, group))
+    if quantized:
+        kind = partial(GroupedQuantizedExperts, dtype=dtype)
+        fault = None if all(map(_joins, quantized)) else "those of a layer are quantized in groups of different inputs"
+        fault = fault or _fault_of(quantized[0], kind, dtype)
+        del quantized  # which would keep the weights of all layers until the last one is packed
+        fallbacks += _replaced(model, lambda module: isinstance(module, Experts), kind, fault_of_any(fault, group))
+    return fallbacks
+
+
+def _replaced(
+    model: nn.Module, fits: Callable[[nn.Module], bool], kind: Callable[[Any], nn.Module], fault: str | None
+) -> list[str]:
+    """Replaces the experts of all layers, unless there is a fault, which it returns as a fall-back."""
     if fault is not None:
         fallback = f"experts are multiplied one after the other, which is slow: {fault}"
         logger.warning(fallback)
         return [fallback]
-    for path in [path for path, module in model.named_modules() if Experts.fits(module)]:
-        model.set_submodule(path, GroupedExperts(model.get_submodule(path)))
+    for path in [path for path, module in model.named_modules() if fits(module)]:
+        model.set_submodule(path, kind(model.get_submodule(path)))
     return []
 
 
@@ -74,23 +94,123 @@ def _waits(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device) not in _GROUPED_MM
 
 
-def _fault_of(experts: Any, dtype: torch.dtype) -> str | None:
-    """Multiplies some rows. Returns why the kernel must not be used, in words; None if it is right."""
-    weight = experts.down_proj
-    if fault := device_fault(weight.device):
+def _fault_of(experts: Any, kind: Callable[[Any], nn.Module], dtype: torch.dtype) -> str | None:
+    """Computes some tokens with a layer's experts, and with what is made of them.
+
+    Returns why that must not take their place, in words; None if it is right.
+    """
+    count, hidden, device = _facts(experts)
+    if fault := device_fault(device):
         return fault
-    count, hidden = len(weight), weight.shape[2 if experts.is_transposed else 1]
-    generator = torch.Generator(weight.device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     try:
+        own = kind(experts)
         for share in _TOKENS:
             tokens = max(1, int(share * count))
-            x = torch.randn(tokens, hidden, generator=generator, device=weight.device).to(dtype)
-            chosen = torch.randint(count, (tokens, 2), generator=generator, device=weight.device)
-            shares = torch.rand(tokens, 2, generator=generator, device=weight.device).to(dtype)
-            wanted, actual = (each(x, chosen, shares).float() for each in (experts, GroupedExperts(experts)))
+            x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
+            chosen = torch.randint(count, (tokens, 2), generator=generator, device=device)
+            shares = torch.rand(tokens, 2, generator=generator, device=device).to(dtype)
+            wanted, actual = (each(x, chosen, shares).float() for each in (experts, own))
             error = float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30))
             if not error <= _TOLERANCE[dtype]:
                 return f"the kernel of experts is off by {error:.2g} for {tokens} tokens"
     except Exception as error:  # of a compiler, of a driver, of a library that is too old or missing
         return f"the kernel of experts fails ({type(error).__name__}: {error})"
     return None
+
+
+def _facts(experts: Any) -> tuple[int, int, torch.device]:
+    """Returns the number of a layer's experts, the elements of their inputs, and where they are."""
+    if isinstance(experts, Experts):
+        down: Any = experts.down[0]
+        return len(experts.down), down.out_features, down.scales.device
+    weight = experts.down_proj
+    return len(weight), weight.shape[2 if experts.is_transposed else 1], weight.device
+
+
+def _joins(experts: Experts) -> bool:
+    """Returns True if the weights of all of a layer's experts can stand in one weight."""
+    gate_up = [layer.quantized(0, 1) for layers in cast(Any, experts.gate_up) for layer in layers]
+    down = [layer.quantized(0, 1) for layer in cast(Any, experts.down)]
+    return all(weights[0].joins(each) for weights in (gate_up, down) for each in weights)
+
+
+class GroupedQuantizedExperts(nn.Module):
+    """Takes the place of a layer's experts, whose weights stay quantized. dtype: of the model."""
+
+    def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._gate = experts._gate
+        self._experts = len(experts.down)
+        self.gate_up = _AllExperts(cast(Any, experts.gate_up), dtype)
+        self.down = _AllExperts([[layer] for layer in cast(Any, experts.down)], dtype)
+        for name in _BIASES:
+            self.register_parameter(name, getattr(experts, name))
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Returns as GroupedExperts do."""
+        from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups
+
+        of_token = chosen.shape[1]
+        rows = RowGroups.of(chosen, self._experts, hidden.element_size())
+        biases = [getattr(self, name) for name in _BIASES]
+        widened = self.gate_up(hidden, biases[0], rows, of_token)
+        outputs = self.down(self._gate(widened), biases[1], rows, shares=shares.flatten().float())
+        return outputs.view(len(hidden), of_token, -1).sum(1)
+
+
+class _AllExperts(nn.Module):
+    """The weights of a layer's experts as one weight, [experts * outputs, inputs], packed for the kernel."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    codebook: Tensor | None
+    groups: Tensor
+    order: Tensor | None
+
+    def __init__(self, experts: Sequence[Sequence[QuantizedLinear]], dtype: torch.dtype) -> None:
+        """experts: of each the layers whose outputs stand side by side; all weights join.
+
+        Some experts are packed at a time: on the way codes take a byte each.
+        """
+        from tgi_server.engine.linear.triton_quantized import TritonLinear
+
+        super().__init__()
+        parts: list[Any] = []
+        for start in range(0, len(experts), _PACKED_AT_ONCE):
+            weights = [layer.quantized() for layers in experts[start : start + _PACKED_AT_ONCE] for layer in layers]
+            parts.append(TritonLinear(QuantizedWeight.joined(weights), None, None, dtype))
+        self.kind, self.block = parts[0]._kind, parts[0].block
+        zeros = None
+        if any(part._zeros is not None for part in parts):
+            zeros = _side_by_side(
+                [torch.zeros_like(part._scales) if part._zeros is None else part._zeros for part in parts]
+            )
+        buffers = {
+            "codes": torch.cat([part._codes for part in parts], 1),
+            "scales": _side_by_side([part._scales for part in parts]),
+            "zeros": zeros,
+            "codebook": parts[0]._codebook,
+            "groups": parts[0]._groups,
+            "order": parts[0]._order,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, rows: Any, of_token: int = 0, shares: Tensor | None = None
+    ) -> Tensor:
+        """Returns what `multiply_groups` does."""
+        from tgi_server.engine.kernels.triton.grouped_gemm import multiply_quantized_groups
+
+        return multiply_quantized_groups(
+            x, self.codes, self.scales, self.zeros, self.codebook, self.groups, self.order, bias, rows, of_token,
+            shares, kind=self.kind, block=self.block,
+        )  # fmt: skip
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Joins numbers of several weights along their outputs, in a dtype that holds all of them."""
+    dtypes = {part.dtype for part in parts}
+    return torch.cat([part.float() if len(dtypes) > 1 else part for part in parts], 1)

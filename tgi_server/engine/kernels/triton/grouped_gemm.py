@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, _inputs, _numbers, _scale, bits_of
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTile:
@@ -85,6 +87,64 @@ def multiply_groups(
     return y
 
 
+def quantized_tile(tile: GroupTile) -> tuple[int, int]:
+    """Returns the outputs and the warps of a program that makes numbers of codes."""
+    return (32, 2) if tile.rows == 16 else (64, 4)
+
+
+def multiply_quantized_groups(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    codebook: Tensor | None,
+    input_groups: Tensor,
+    input_order: Tensor | None,
+    bias: Tensor | None,
+    groups: RowGroups,
+    of_token: int = 0,
+    shares: Tensor | None = None,
+    *,
+    kind: str,
+    block: int,
+) -> Tensor:
+    """Returns what `multiply_groups` does, for weights of 4 or 8 bits.
+
+    codes, scales, zeros, codebook, input_groups, input_order, kind, block: as `w4a16_gemm.multiply` takes them, of one
+    weight that has the outputs of all experts, one after the other.
+    """
+    experts, inputs, (blocks, all_outputs, _) = len(groups.tile_ends), x.shape[-1], codes.shape
+    outputs = all_outputs // experts
+    y = x.new_empty(len(groups.order), outputs)
+    tile = groups.tile
+    own_outputs, warps = quantized_tile(tile)
+    _multiply_quantized_groups[triton.cdiv(outputs, own_outputs), groups.most_tiles](
+        x.contiguous(), codes, scales, zeros, codebook, input_groups, input_order, bias,
+        groups.order, groups.starts, groups.tile_ends, shares, y,
+        experts, inputs, outputs, blocks, of_token,
+        kind=kind, bits=bits_of(kind), block=block, words=WORDS,
+        whole=input_order is None and inputs == blocks * block, gathers=of_token > 0,
+        all_experts=triton.next_power_of_2(experts), own_rows=tile.rows, own_outputs=own_outputs,
+        num_warps=warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _rows_of_tile(order, starts, tile_ends, experts, all_experts: tl.constexpr, own_rows: tl.constexpr):
+    """Returns the expert of this program's tile, or `experts` for none; and its places, rows, and which there are."""
+    tile = tl.program_id(1)
+    known = tl.arange(0, all_experts)
+    ends = tl.load(tile_ends + known, mask=known < experts, other=0x7FFFFFFF)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    there = expert < experts
+    first_tile = tl.load(tile_ends + expert - 1, mask=there & (expert > 0), other=0)
+    place = tl.load(starts + expert) + (tile - first_tile) * own_rows + tl.arange(0, own_rows)
+    real_rows = place < tl.load(starts + expert + 1, mask=there, other=0)
+    row = tl.load(order + place, mask=real_rows, other=0)
+    return expert, place, row, real_rows
+
+
 @triton.jit(do_not_specialize=["of_token"])
 def _multiply_groups(
     x, weights, bias, order, starts, tile_ends, shares, y,
@@ -92,16 +152,9 @@ def _multiply_groups(
     gathers: tl.constexpr, all_experts: tl.constexpr,
     own_rows: tl.constexpr, own_outputs: tl.constexpr, own_inputs: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(1)
-    known = tl.arange(0, all_experts)
-    ends = tl.load(tile_ends + known, mask=known < experts, other=0x7FFFFFFF)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    expert, place, row, real_rows = _rows_of_tile(order, starts, tile_ends, experts, all_experts, own_rows)
     if expert >= experts:
         return
-    first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
-    place = tl.load(starts + expert) + (tile - first_tile) * own_rows + tl.arange(0, own_rows)
-    real_rows = place < tl.load(starts + expert + 1)
-    row = tl.load(order + place, mask=real_rows, other=0)
     source = row // of_token if gathers else place.to(tl.int64)
     output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
     real_outputs = output < outputs
@@ -120,6 +173,55 @@ def _multiply_groups(
         sums = tl.dot(own, weight, sums, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + expert * outputs + output, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
+    target = place.to(tl.int64)
+    if shares is not None:
+        sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]
+        target = row
+    there = real_rows[:, None] & real_outputs[None, :]
+    tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["of_token", "blocks"])
+def _multiply_quantized_groups(
+    x, codes, scales, zeros, codebook, input_groups, input_order, bias, order, starts, tile_ends, shares, y,
+    experts, inputs, outputs, blocks, of_token,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr, whole: tl.constexpr,
+    gathers: tl.constexpr, all_experts: tl.constexpr, own_rows: tl.constexpr, own_outputs: tl.constexpr,
+):  # fmt: skip
+    """As `_multiply_codes` of w4a16_gemm, of the rows of one expert."""
+    expert, place, row, real_rows = _rows_of_tile(order, starts, tile_ends, experts, all_experts, own_rows)
+    if expert >= experts:
+        return
+    source = row // of_token if gathers else place.to(tl.int64)
+    output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
+    real_outputs = output < outputs
+    of_all, all_outputs = expert * outputs + output, experts * outputs
+    word = tl.arange(0, words)
+    x_rows = x + source[:, None] * inputs
+    scale, zero = _scale(scales, zeros, tl.load(input_groups) * all_outputs + of_all, real_outputs, kind)
+    group = tl.load(input_groups + tl.minimum(1, blocks - 1))
+    sums = tl.zeros([own_outputs, own_rows], tl.float32)
+    for index in range(0, blocks):
+        next_scale, next_zero = _scale(scales, zeros, group * all_outputs + of_all, real_outputs, kind)
+        group = tl.load(input_groups + tl.minimum(index + 2, blocks - 1))
+        own_codes = codes + (index * all_outputs + of_all).to(tl.int64)[:, None] * words
+        read = tl.load(own_codes + word[None, :], mask=real_outputs[:, None], other=0)
+        products = tl.zeros([own_outputs, own_rows], tl.float32)
+        inputs_sum = tl.zeros([own_outputs, own_rows], tl.float32)
+        for number in tl.static_range(0, block // words):
+            own = _inputs(x_rows, input_order, index * block + number * words + word, inputs, real_rows, whole)
+            weights = _numbers(read, number, codebook, kind, bits).to(own.dtype)
+            products = tl.dot(weights, tl.trans(own), products, input_precision="ieee")
+            if zeros is not None:
+                ones = tl.full([own_outputs, words], 1.0, tl.float32).to(own.dtype)
+                inputs_sum = tl.dot(ones, tl.trans(own), inputs_sum, input_precision="ieee")
+        if zeros is not None:
+            products -= inputs_sum * zero[:, None]
+        sums += products * scale[:, None]
+        scale, zero = next_scale, next_zero
+    sums = tl.trans(sums)
+    if bias is not None:
+        sums += tl.load(bias + of_all, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
     target = place.to(tl.int64)
     if shares is not None:
         sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]

@@ -58,6 +58,16 @@ def test_experts_stay_quantised_and_say_what_dense_ones_do(layout, architecture,
     assert generate_together(load_engine(quantized), TEXTS) == generate_together(load_engine(dense), TEXTS)
 
 
+def test_experts_stay_quantised_on_their_way_to_a_gpu(tmp_path) -> None:
+    """The device that only knows shapes stands in for one."""
+    quantized, _ = make_quantized("awq", tmp_path, "mixtral")
+    model = load_model(EngineConfig(quantized, dtype=torch.bfloat16), torch.device("meta"))
+    assert not dense_experts(model)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    assert {layer.codes.device.type for layer in layers} == {"meta"}
+    assert len(layers) > 4 * 3  # one for each projection of each expert
+
+
 def test_experts_of_which_one_is_not_quantised_are_dense_and_right(tmp_path) -> None:
     quantized, dense = make_quantized("awq", tmp_path, "qwen3_moe", keep=("layers.0.mlp.experts.1.up_proj",))
     assert all(".layers.0." in name for name in dense_experts(load(quantized)))
