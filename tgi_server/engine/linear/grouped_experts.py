@@ -152,7 +152,7 @@ class GroupedQuantizedExperts(nn.Module):
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups
 
         of_token = chosen.shape[1]
-        rows = RowGroups.of(chosen, self._experts, hidden.element_size())
+        rows = RowGroups.of(chosen, self._experts, hidden.element_size(), quantized=True)
         biases = [getattr(self, name) for name in _BIASES]
         widened = self.gate_up(hidden, biases[0], rows, of_token)
         outputs = self.down(self._gate(widened), biases[1], rows, shares=shares.flatten().float())

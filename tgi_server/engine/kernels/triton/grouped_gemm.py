@@ -20,7 +20,10 @@ from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, _inputs, _numbers
 
 @dataclass(frozen=True, slots=True)
 class GroupTile:
-    """The rows, outputs and inputs that a program multiplies at once, and how it is compiled."""
+    """The rows, outputs and inputs that a program multiplies at once, and how it is compiled.
+
+    inputs: 0 for quantized weights, which come in blocks.
+    """
 
     rows: int
     outputs: int
@@ -29,10 +32,12 @@ class GroupTile:
     stages: int
 
     @classmethod
-    def of(cls, rows: int, experts: int, itemsize: int) -> Self:
-        """rows: of all experts together. itemsize: bytes of a number."""
+    def of(cls, rows: int, experts: int, itemsize: int, *, quantized: bool = False) -> Self:
+        """rows: of all experts together. itemsize: bytes of a number. quantized: weights are of 4 or 8 bits."""
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(16, 32, 32, warps=8, stages=1)
+        if quantized:  # whose numbers take registers
+            return cls(16, 32, 0, warps=2, stages=4) if rows <= 16 * experts else cls(64, 64, 0, warps=4, stages=3)
         if rows <= 16 * experts:
             return cls(16, 64, 64, warps=4, stages=4)
         return cls(64, 64, 64, warps=4, stages=3) if rows <= 64 * experts else cls(128, 64, 64, warps=8, stages=3)
@@ -54,10 +59,10 @@ class RowGroups:
     most_tiles: int
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, itemsize: int) -> Self:
-        """chosen: int64 [tokens, experts of a token]."""
+    def of(cls, chosen: Tensor, experts: int, itemsize: int, *, quantized: bool = False) -> Self:
+        """chosen: int64 [tokens, experts of a token]. The others are those of GroupTile."""
         rows = chosen.numel()
-        tile = GroupTile.of(rows, experts, itemsize)
+        tile = GroupTile.of(rows, experts, itemsize, quantized=quantized)
         ordered, order = chosen.flatten().sort(stable=True)
         bounds = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
         starts = torch.searchsorted(ordered, bounds, out_int32=True)
@@ -87,11 +92,6 @@ def multiply_groups(
     return y
 
 
-def quantized_tile(tile: GroupTile) -> tuple[int, int]:
-    """Returns the outputs and the warps of a program that makes numbers of codes."""
-    return (32, 2) if tile.rows == 16 else (64, 4)
-
-
 def multiply_quantized_groups(
     x: Tensor,
     codes: Tensor,
@@ -117,15 +117,14 @@ def multiply_quantized_groups(
     outputs = all_outputs // experts
     y = x.new_empty(len(groups.order), outputs)
     tile = groups.tile
-    own_outputs, warps = quantized_tile(tile)
-    _multiply_quantized_groups[triton.cdiv(outputs, own_outputs), groups.most_tiles](
+    _multiply_quantized_groups[triton.cdiv(outputs, tile.outputs), groups.most_tiles](
         x.contiguous(), codes, scales, zeros, codebook, input_groups, input_order, bias,
         groups.order, groups.starts, groups.tile_ends, shares, y,
         experts, inputs, outputs, blocks, of_token,
         kind=kind, bits=bits_of(kind), block=block, words=WORDS,
         whole=input_order is None and inputs == blocks * block, gathers=of_token > 0,
-        all_experts=triton.next_power_of_2(experts), own_rows=tile.rows, own_outputs=own_outputs,
-        num_warps=warps, num_stages=tile.stages,
+        all_experts=triton.next_power_of_2(experts), own_rows=tile.rows, own_outputs=tile.outputs,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
