@@ -21,7 +21,7 @@ from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
-from tgi_server.router.service import Capacity, ModelDescription, Service
+from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.submission import Limits, ValidRequest
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.preparation import Preparer
@@ -125,25 +125,20 @@ class RouterService:
         self.shards = Shards()
         self.adapter_shards = AdapterShards()
         adapters = Adapters(cast(Any, self.adapter_shards), max_loras=2)
+        answer_form = AnswerForm(tool_format("json", ""), None, self.tokenizer.special_tokens)
         usual: dict[str, Any] = {
             "model": ModelDescription(
                 "maker/model", ["maker/model"], None, "cpu", encoder_decoder=False, version="1.2.3"
             ),
             "limits": LIMITS,
-            "tokenizer": self.tokenizer,
-            "threads": self.threads,
-            "template": ChatTemplate(_CONFIG),
+            "policy": RequestPolicy(PAYLOAD_LIMIT, validation_workers=1, max_stored_responses=10),
+            "text": TextParts(self.tokenizer, self.threads, ChatTemplate(_CONFIG), None, answer_form),
             "preparer": Preparer(LIMITS, self.threads, VOCAB_SIZE, None, no_fault, adapters),
             "submitter": self.scheduler,
             "capacity": Capacity(LIMITS.max_concurrent_requests),
             "metrics": Metrics(),
             "tracer": RequestTracer(enabled=False),
             "check_health": self.shards.check,
-            "payload_limit": PAYLOAD_LIMIT,
-            "validation_workers": 1,
-            "special_tokens": None,
-            "answer_form": AnswerForm(tool_format("json", ""), None, self.tokenizer.special_tokens),
-            "max_stored_responses": 10,
             "options": OptionReader(LIMITS, VOCAB_SIZE),
             "adapters": adapters,
         }

@@ -104,38 +104,55 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
+class TextParts:
+    """The parts that make tokens of conversations, and text of tokens.
+
+    special_tokens: those that only the chat template may write; None: messages may, too. answer_form: the form in which
+    the model thinks and calls tools.
+    """
+
+    tokenizer: TextTokenizer
+    threads: TokenizerThreads
+    template: ChatTemplate
+    special_tokens: SpecialTokens | None
+    answer_form: AnswerForm
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """What the settings say about requests.
+
+    payload_limit: bytes of a body. max_stored_responses: number of responses stored for /v1/responses. strict_fields:
+    unknown fields are refused. ignored_fields: unknown fields that were logged. adapter_root: the folder below which
+    adapters may be loaded from while the server runs; None: they may not.
+    """
+
+    payload_limit: int
+    validation_workers: int
+    max_stored_responses: int
+    strict_fields: bool = False
+    adapter_root: Path | None = None
+    ignored_fields: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """Everything that answers requests, made once at start-up.
 
-    check_health: raises Unhealthy when the shards do not answer.
-    payload_limit: bytes of a request's body.
-    special_tokens: that only the chat template may write; None: messages may, too.
-    max_stored_responses: that are kept for /v1/responses. answer_form: form in which the model thinks and calls tools.
-    adapters: that requests may name. adapter_root: the folder below which they may be loaded from while the server
-    runs; None: they may not.
-    strict_fields: unknown fields of requests are refused. ignored_fields: those that were logged.
-    options: makes the options of requests.
+    options, preparer: make the options of requests, and what the scheduler takes. adapters: those that requests may
+    name. check_health: raises Unhealthy when the shards do not answer.
     """
 
     model: ModelDescription
     limits: Limits
-    tokenizer: TextTokenizer
-    threads: TokenizerThreads
-    template: ChatTemplate
+    policy: RequestPolicy
+    text: TextParts
+    options: OptionReader
     preparer: Preparer
+    adapters: Adapters
     submitter: Submitter
     capacity: Capacity
     metrics: Metrics
     tracer: RequestTracer
     check_health: Callable[[], Awaitable[None]]
-    payload_limit: int
-    validation_workers: int
-    special_tokens: SpecialTokens | None
-    answer_form: AnswerForm
-    max_stored_responses: int
-    options: OptionReader
-    adapters: Adapters
-    adapter_root: Path | None = None
-    strict_fields: bool = False
-    ignored_fields: set[str] = field(default_factory=set)
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

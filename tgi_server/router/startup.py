@@ -27,7 +27,7 @@ from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
-from tgi_server.router.service import Capacity, ModelDescription, Service
+from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
@@ -142,9 +142,17 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
             yield Service(
                 model=described,
                 limits=limits,
-                tokenizer=threads.tokenizer,
-                threads=threads,
-                template=template,
+                policy=RequestPolicy(
+                    settings.payload_limit,
+                    settings.validation_workers,
+                    settings.max_stored_responses,
+                    settings.strict_fields,
+                    settings.adapter_root if settings.allow_adapter_updates else None,
+                ),
+                text=TextParts(
+                    threads.tokenizer, threads, template, guard, _answer_form(settings, template, threads.tokenizer)
+                ),
+                options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
                 preparer=Preparer(
                     limits,
                     threads,
@@ -154,20 +162,12 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     adapters,
                     info.eos_token_ids,
                 ),
+                adapters=adapters,
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,
                 tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
                 check_health=_HealthCheck(scheduler, shards),
-                payload_limit=settings.payload_limit,
-                validation_workers=settings.validation_workers,
-                special_tokens=guard,
-                answer_form=_answer_form(settings, template, threads.tokenizer),
-                max_stored_responses=settings.max_stored_responses,
-                options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
-                adapters=adapters,
-                strict_fields=settings.strict_fields,
-                adapter_root=settings.adapter_root if settings.allow_adapter_updates else None,
             )
         finally:
             watch.cancel()

@@ -49,7 +49,7 @@ class Router:
 
     def say(self, text: str, *, end: bool = True) -> int:
         """Makes `text` what every request gets; returns how many tokens that is, with the one that ends it."""
-        ids = self.service.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.service.text.tokenizer.encode(text, add_special_tokens=False).ids
         self.shard.tokens = [*ids, EOS] if end else ids
         return len(self.shard.tokens)
 

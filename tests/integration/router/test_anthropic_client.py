@@ -42,7 +42,7 @@ async def test_a_message(router: Router, client: anthropic.AsyncAnthropic) -> No
     received = router.shard.received[-1]
     sampling = received.sampling
     assert (sampling.top_k, sampling.do_sample, received.max_new_tokens) == (7, True, 50)
-    prompt = router.service.tokenizer.decode(list(received.input_ids))
+    prompt = router.service.text.tokenizer.decode(list(received.input_ids))
     assert prompt.index("Be brief.") < prompt.index("Hello")
 
 
@@ -94,7 +94,7 @@ async def test_tools_are_called_and_their_results_read(router: Router, client: a
     answer = await client.messages.create(model="any", max_tokens=50, messages=turns, tools=[WEATHER])
     assert answer.content[0].type == "text"
     assert answer.content[0].text == "It is sunny."
-    assert "Sunny, 21 degrees." in router.service.tokenizer.decode(list(router.shard.received[-1].input_ids))
+    assert "Sunny, 21 degrees." in router.service.text.tokenizer.decode(list(router.shard.received[-1].input_ids))
 
 
 async def test_thoughts_are_blocks_of_their_own_when_they_are_requested(routers: RouterFactory) -> None:

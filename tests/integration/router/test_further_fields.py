@@ -30,7 +30,7 @@ async def test_a_top_p_of_nothing_is_the_likeliest_token(router: Router):
 
 
 async def test_tokens_that_end_the_text(router: Router):
-    (dot,) = router.service.tokenizer.encode(".", add_special_tokens=False).ids
+    (dot,) = router.service.text.tokenizer.encode(".", add_special_tokens=False).ids
     (choice,) = (await chat(router, stop_token_ids=[dot]))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Rinse the rice", "stop")
     assert text(await chat_stream(router, stop_token_ids=[dot])) == "Rinse the rice"
@@ -52,7 +52,7 @@ async def test_a_stop_sequence_that_is_shown(router: Router):
 
 
 async def test_special_tokens_that_are_shown(router: Router):
-    router.shard.tokens = [0, *router.service.tokenizer.encode("Hi", add_special_tokens=False).ids, 1]
+    router.shard.tokens = [0, *router.service.text.tokenizer.encode("Hi", add_special_tokens=False).ids, 1]
     for skip, told in ((True, "Hi"), (False, "<|bos|>Hi")):
         (choice,) = (await chat(router, skip_special_tokens=skip))["choices"]
         assert choice["message"]["content"] == told
@@ -175,7 +175,7 @@ async def test_tokens_that_the_tokenizer_puts_in_front(router: Router):
     for add in (True, False):
         await router.post("/v1/completions", prompt="Hello", max_tokens=100, add_special_tokens=add)
         sent_ids.append(list(router.shard.received[-1].input_ids))
-    encode = router.service.tokenizer.encode
+    encode = router.service.text.tokenizer.encode
     assert sent_ids == [encode("Hello", add_special_tokens=add).ids for add in (True, False)]
     assert (await router.post("/v1/completions", prompt="")).json()["error"]["message"].count("`prompt`") == 1
 

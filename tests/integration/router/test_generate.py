@@ -227,7 +227,7 @@ async def test_tokens_that_only_the_tokenizer_knows(routers: RouterFactory, capl
     """Tokens were added to the tokenizer, and the model has no embeddings of them."""
     known = 400
     router = await routers(shard={"vocab_size": known})
-    tokenizer = router.service.tokenizer
+    tokenizer = router.service.text.tokenizer
     added = tokenizer.vocab_size - 1
     text = tokenizer.decode([added])
     assert tokenizer.encode(text, add_special_tokens=False).ids == [added]

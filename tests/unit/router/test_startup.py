@@ -117,7 +117,7 @@ async def test_adapters_are_there_from_the_start(path: Path):
             ("chef", "/adapters/chef", 8),
             ("diy", "/adapters/diy", 8),
         ]
-        assert service.adapter_root is None
+        assert service.policy.adapter_root is None
 
 
 @pytest.mark.parametrize(

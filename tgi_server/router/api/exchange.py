@@ -88,7 +88,7 @@ class Exchange:
         Raises Overloaded when as many are in flight as may be.
         """
         self.service.metrics.requests.received()
-        body = await read_body(self.request, self.service.payload_limit)
+        body = await read_body(self.request, self.service.policy.payload_limit)
         self.size = len(body)
         self.reserve(1)
         return body
@@ -115,20 +115,24 @@ class Exchange:
 
         Raises InvalidRequest; with --strict-fields also for such a field.
         """
+        policy = self.service.policy
         for name, meant in islice(unknown_fields(model, content), _MOST_NAMES):
             name = one_line(name, _LONGEST_NAME)
             hint = f"; did you mean `{meant}`?" if meant else ""
-            if self.service.strict_fields:
+            if policy.strict_fields:
                 raise InvalidRequest(f"`{name}` is not a field of this request{hint}", param=name)
             self._ignored.append(f"{name} (did you mean {meant}?)" if meant else name)
-            if name not in self.service.ignored_fields and len(self.service.ignored_fields) < _MOST_LOGGED:
-                self.service.ignored_fields.add(name)
+            if (
+                name not in self.service.policy.ignored_fields
+                and len(self.service.policy.ignored_fields) < _MOST_LOGGED
+            ):
+                policy.ignored_fields.add(name)
                 logger.warning("%s: the field `%s` is unknown and ignored%s", self.path, name, hint)
         return validate(model, content)
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:
         """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""
-        return await read_beside_loop(self.service.threads, await self.body(), read)
+        return await read_beside_loop(self.service.text.threads, await self.body(), read)
 
     def generate(
         self,
@@ -142,14 +146,14 @@ class Exchange:
         service, options = self.service, checked.options
         self._note_unenforced(checked.unenforced)
         stream = TokenStream(
-            service.tokenizer,
+            service.text.tokenizer,
             checked.input_ids,
             checked.stop_sequences,
             output,
             on_end,
             stop_ids=frozenset(options.stop_token_ids),
             min_tokens=options.sampling.min_tokens,
-            shown=shown if options.skip_special_tokens else service.tokenizer.special_tokens,
+            shown=shown if options.skip_special_tokens else service.text.tokenizer.special_tokens,
             observe_gap=service.metrics.requests.gap,
         )
         request_id = next(service.request_ids)

@@ -59,9 +59,9 @@ def adapter_routes(service: Service) -> APIRouter:
 
 def _root(service: Service) -> Path:
     """Returns the folder below which adapters may be loaded from. Raises Forbidden where none may."""
-    if service.adapter_root is None:
+    if service.policy.adapter_root is None:
         raise Forbidden("adapters stay as they are: this server was started without --allow-adapter-updates")
-    return service.adapter_root
+    return service.policy.adapter_root
 
 
 def _folder_below(root: Path, path: str) -> Path:

@@ -76,12 +76,12 @@ class ChatChoices:
                 ChatAnswer(
                     None if prompt.reader is None else prompt.reader(),
                     writer(index),
-                    service.tokenizer,
+                    service.text.tokenizer,
                     prompt.logprobs,
                     show_thoughts=prompt.show_thoughts,
                 ),
                 on_end,
-                shown=service.answer_form.shown,
+                shown=service.text.answer_form.shown,
             )
             for index, checked in enumerate(prompt.checked.times(prompt.checked.options.n))
         ]

@@ -67,7 +67,7 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
 
 async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPlan]) -> ChatPrompt:
     """Returns the prompt, and the grammar of the answer. size: bytes of the request. Raises InvalidRequest."""
-    form = service.answer_form
+    form = service.text.answer_form
 
     def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], AnswerReader] | None]:
         made = plan()
@@ -78,7 +78,7 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
         readers = form.readers(made.use, answer, thinking=thinking)
         return made, prompt, replace(made.options, grammar=form.grammar(made.use, answer, thinking=thinking)), readers
 
-    made, prompt, options, readers = await service.threads.run(size, prepare)
+    made, prompt, options, readers = await service.text.threads.run(size, prepare)
     checked = await service.preparer.prepare(
         prompt, options, made.dialect, add_special_tokens=False, spans_of=made.conversation.said, size=size
     )
@@ -87,8 +87,8 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
 
 def render(service: Service, conversation: Conversation) -> RenderedPrompt:
     """Returns the prompt. Raises InvalidRequest."""
-    tool_prompt = service.answer_form.tool_prompt
-    return render_conversation(service.template, conversation, service.special_tokens, tool_prompt)
+    tool_prompt = service.text.answer_form.tool_prompt
+    return render_conversation(service.text.template, conversation, service.text.special_tokens, tool_prompt)
 
 
 def tools_of(request: ChatRequest) -> ToolUse:

@@ -99,7 +99,7 @@ class _Plan:
         """Returns what collects the log-probabilities of a sequence."""
         as_text = isinstance(self.request.prompt.root[sequence // self.attempts], str)
         show_special = not self.sequences[sequence].options.skip_special_tokens
-        return LogprobEntries(exchange.service.tokenizer, show_special=show_special, as_text=as_text)
+        return LogprobEntries(exchange.service.text.tokenizer, show_special=show_special, as_text=as_text)
 
     def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> Usage:
         """Returns the usage of some sequences. What is computed for several of them is computed once."""
@@ -146,7 +146,7 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     def prepare() -> tuple[GenerationOptions, list[RenderedPrompt]]:
         return replace(options, grammar=requested_form(request)), _rendered(service, prompts, options.truncate)
 
-    options, rendered = await service.threads.handle_text(size, prepare)
+    options, rendered = await service.text.threads.handle_text(size, prepare)
     prepare_one, add_special_tokens = service.preparer.prepare, request.add_special_tokens
     checked = [
         await prepare_one(each, options, Dialect.COMPLETIONS, add_special_tokens=add_special_tokens, size=size)
@@ -168,7 +168,7 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
             rendered.append(RenderedPrompt(prompt))
         else:
             ids = prompt[-(truncate or most) :]
-            rendered.append(RenderedPrompt(service.tokenizer.decode(ids), token_ids=ids))
+            rendered.append(RenderedPrompt(service.text.tokenizer.decode(ids), token_ids=ids))
     return rendered
 
 
@@ -183,7 +183,7 @@ def _check(request: CompletionRequest, choices: int, attempts: int) -> None:
 
 async def _whole(exchange: Exchange, plan: _Plan) -> Response:
     streams = await exchange.collect(plan.sequences)
-    text = await exchange.service.threads.handle_text(plan.echoed, lambda: _body(exchange, plan, streams))
+    text = await exchange.service.text.threads.handle_text(plan.echoed, lambda: _body(exchange, plan, streams))
     return exchange.respond(text, characters=plan.characters, streams=streams)
 
 

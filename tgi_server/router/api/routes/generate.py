@@ -82,8 +82,9 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
     requests = checked.times(best_of)
     streams = await exchange.collect(requests)
     tokens = sum(map(_reported_tokens, streams)) if details else 0
-    best, text = await exchange.service.threads.handle_text(
-        tokens, lambda: _body(exchange.service.tokenizer, request, requests, streams, details=details, in_list=in_list)
+    parts = exchange.service.text
+    best, text = await parts.threads.handle_text(
+        tokens, lambda: _body(parts.tokenizer, request, requests, streams, details=details, in_list=in_list)
     )
     return exchange.respond(text, characters=len(request.inputs), streams=[best])
 
@@ -172,7 +173,7 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Res
     outbox = Outbox()
     prompt = request.inputs if parameters.return_full_text else ""
     events = _TokenEvents(
-        outbox, exchange.service.tokenizer, seed=checked.seed, details=parameters.details, prompt=prompt
+        outbox, exchange.service.text.tokenizer, seed=checked.seed, details=parameters.details, prompt=prompt
     )
     exchange.generate(checked, events, exchange.stream_end(outbox))
     return exchange.stream(outbox, characters=len(request.inputs))

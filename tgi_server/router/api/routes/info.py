@@ -105,7 +105,7 @@ def _info(service: Service) -> Info:
         max_stop_sequences=limits.max_stop_sequences,
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
-        validation_workers=service.validation_workers,
+        validation_workers=service.policy.validation_workers,
         max_client_batch_size=limits.max_client_batch_size,
         speculate=service.model.speculate,
         router="text-generation-router",

@@ -69,7 +69,7 @@ def message_routes(service: Service) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         async with reading(service, request, CountTokensRequest) as (body, size):
-            prompt = await service.threads.run(size, lambda: render(service, conversation_of(body)))
+            prompt = await service.text.threads.run(size, lambda: render(service, conversation_of(body)))
             _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             return json_response(CountedTokens(input_tokens=len(tokens)))
 

@@ -46,7 +46,7 @@ def named_adapter(service: Service, model: str | None) -> str | None:
         return None
     if any(adapter.id == model for adapter in service.adapters):
         return model
-    if not len(service.adapters) and service.adapter_root is None:
+    if not len(service.adapters) and service.policy.adapter_root is None:
         return None
     known = ", ".join(map(repr, (*service.model.names, *(adapter.id for adapter in service.adapters))))
     raise NoSuchModel(f"there is no model {model[:100]!r} here; there are {known}")

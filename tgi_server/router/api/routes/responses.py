@@ -58,7 +58,7 @@ _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "s
 
 def response_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=DirectRoute)
-    kept = StoredResponses(service.max_stored_responses)
+    kept = StoredResponses(service.policy.max_stored_responses)
 
     @router.post(
         "/v1/responses",
@@ -131,14 +131,12 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     def prepare() -> tuple[bytes, ChatPlan, _Response]:
         turns = input_turns(request)
         conversation = turns_to_json(earlier, turns)
-        if len(conversation) > service.payload_limit:
-            raise PayloadTooLarge(
-                f"the conversation has more than {service.payload_limit} bytes (--payload-limit); begin another one"
-            )
+        if len(conversation) > (most := service.policy.payload_limit):
+            raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")
         plan = plan_response(service, request, [*turns_from_json(earlier), *turns])
         return conversation, plan, _Response(request, plan.options.adapter_id or service.model.names[0])
 
-    conversation, plan, response = await service.threads.handle_text(exchange.size, prepare, at_once=SMALL)
+    conversation, plan, response = await service.text.threads.handle_text(exchange.size, prepare, at_once=SMALL)
     prompt = await prompt_for_chat(service, exchange.size, lambda: plan)
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)

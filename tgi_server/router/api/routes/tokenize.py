@@ -54,7 +54,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     )
     async def chat_tokenize(request: Request) -> Response:
         async with reading(service, request, ChatRequest) as (asked, size):
-            prompt = await service.threads.run(size, lambda: render(service, conversation_of(asked, tools_of(asked))))
+            conversation = conversation_of(asked, tools_of(asked))
+            prompt = await service.text.threads.run(size, lambda: render(service, conversation))
             text, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             return json_response(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
 
@@ -70,7 +71,7 @@ def tokenize_routes(service: Service) -> APIRouter:
             ids, most = asked.tokens, _most_tokens(service)
             if len(ids) > most:
                 raise InvalidRequest(f"`tokens` has {len(ids)} token ids; it may have at most {most}")
-            text = await service.threads.handle_text(len(ids), lambda: _text(service, ids))
+            text = await service.text.threads.handle_text(len(ids), lambda: _text(service, ids))
             return json_response(DetokenizeResponse(prompt=text))
 
     return router
@@ -82,9 +83,9 @@ async def reading(service: Service, request: Request, model: type[M]) -> AsyncIt
 
     Raises InvalidRequest; Overloaded when as many are in flight as may be.
     """
-    body = await read_body(request, service.payload_limit)
+    body = await read_body(request, service.policy.payload_limit)
     with service.capacity.places(1, owner_of(request)):
-        yield await read_beside_loop(service.threads, body, partial(parse, model)), len(body)
+        yield await read_beside_loop(service.text.threads, body, partial(parse, model)), len(body)
 
 
 async def tokens_of(
@@ -94,14 +95,14 @@ async def tokens_of(
     most = _most_tokens(service)
 
     def tokenize() -> tuple[str, list[SimpleToken]]:
-        if not service.tokenizer.exceeds(prompt.text, most):
-            encoding = service.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+        if not service.text.tokenizer.exceeds(prompt.text, most):
+            encoding = service.text.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
             text, encoding = prompt.checked(encoding)
             if len(encoding) <= most:
                 return text, _shown(encoding, text)
         raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
 
-    return await service.threads.handle_text(len(prompt.text), tokenize)
+    return await service.text.threads.handle_text(len(prompt.text), tokenize)
 
 
 def _most_tokens(service: Service) -> int:
@@ -110,10 +111,10 @@ def _most_tokens(service: Service) -> int:
 
 def _text(service: Service, ids: Sequence[int]) -> str:
     """Returns the text of tokens. Raises InvalidRequest for a token that there is not."""
-    vocabulary = service.tokenizer.vocab_size
+    vocabulary = service.text.tokenizer.vocab_size
     if (highest := max(ids, default=0)) >= vocabulary:
         raise InvalidRequest(f"`tokens` has {highest}; token ids are 0 to {vocabulary - 1}")
-    return service.tokenizer.decode(ids)
+    return service.text.tokenizer.decode(ids)
 
 
 def _shown(encoding: Encoding, text: str) -> list[SimpleToken]:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes.router_service import RouterService
+from tgi_server.router.service import RequestPolicy
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -34,7 +35,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def updatable(root: Path) -> AsyncIterator[tuple[RouterService, httpx.AsyncClient]]:
-    router = RouterService(adapter_root=root)
+    router = RouterService(policy=RequestPolicy(10_000, 1, 10, adapter_root=root))
     async with router.client() as client:
         yield router, client
 
