@@ -1,6 +1,6 @@
 """A small model that drafts for a large one with the same tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,20 +32,17 @@ class DraftModel(PagedDrafter):
         super().warm_up(capacity, group)
         self._cache = DraftCache(self._runner.block_size)
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        wanted = {
-            sequence: min(tokens, self._max_positions - sequence.length)
-            for sequence, tokens in zip(sequences, most, strict=True)
-        }
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        wanted = {sequence: min(tokens, self._max_positions - sequence.length) for sequence, tokens in room.items()}
         # Those that want more tokens stand before those that want fewer, so that each pass computes the first rows.
         chunks = self._missing(sorted((each for each in wanted if wanted[each] > 0), key=lambda each: -wanted[each]))
         if not chunks:
-            return [[] for _ in sequences]
+            return {}
         rows = [chunk.sequence for chunk in chunks if chunk.last]
         drafts = dict(zip(rows, self._draft(chunks, rows, [wanted[sequence] for sequence in rows]), strict=True))
         for sequence, draft in drafts.items():
             self._cache.write(sequence, sequence.length, draft[:-1])
-        return [drafts.get(sequence, []) for sequence in sequences]
+        return drafts
 
     def _missing(self, sequences: Sequence[RunningSequence]) -> list[MissingTokens]:
         """Returns what the small model has to compute next, which counts as computed from here on."""

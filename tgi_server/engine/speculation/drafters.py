@@ -1,7 +1,7 @@
 """The interfaces of drafters, and those that find their drafts in texts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from tgi_server.engine.parallel import ShardGroup
@@ -17,8 +17,8 @@ class Drafter(ABC):
     """Proposes tokens that may come next. A proposal changes no text: it saves time if it is right, and costs some."""
 
     @abstractmethod
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        """Returns a draft for each sequence: at most so many tokens, which may follow all that it has; maybe none."""
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        """Returns drafts of some of the sequences: tokens that may follow all that it has, at most its `room`."""
 
 
 class ModelDrafter(Drafter):
@@ -58,8 +58,8 @@ class NgramDrafter(Drafter):
     def __init__(self) -> None:
         self._texts: WeakKeyDictionary[RunningSequence, TextIndex] = WeakKeyDictionary()
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        return [self._text_of(each).continuation(tokens) for each, tokens in zip(sequences, most, strict=True)]
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        return {sequence: self._text_of(sequence).continuation(tokens) for sequence, tokens in room.items()}
 
     def _text_of(self, sequence: RunningSequence) -> "TextIndex":
         text = self._texts.get(sequence)
@@ -76,8 +76,8 @@ class HistoryDrafter(Drafter):
     def __init__(self) -> None:
         self._repeated: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()  # tokens, as far as is known
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        return [self._continuation(each, tokens) for each, tokens in zip(sequences, most, strict=True)]
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        return {sequence: self._continuation(sequence, tokens) for sequence, tokens in room.items()}
 
     def _continuation(self, sequence: RunningSequence, most: int) -> list[int]:
         earlier, written = sequence.earlier_reply, sequence.generated_ids

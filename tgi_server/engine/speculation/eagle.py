@@ -1,6 +1,6 @@
 """EAGLE-3: drafts from hidden states of three layers of the model, one token after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -65,13 +65,9 @@ class Eagle(PagedDrafter, StateDrafter):
                 self._runner.join(chunk.sequence)  # copies what it shares of a block
         self._last = last
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
         seen = self._take_features()
-        wanted = {
-            sequence: tokens
-            for sequence, tokens in zip(sequences, most, strict=True)
-            if tokens > 0 and self._is_complete(sequence)
-        }
+        wanted = {sequence: tokens for sequence, tokens in room.items() if tokens > 0 and self._is_complete(sequence)}
         due = [
             sequence
             for sequence in seen
@@ -81,9 +77,8 @@ class Eagle(PagedDrafter, StateDrafter):
         rows = sorted(wanted, key=lambda each: -wanted[each])
         chunks = [self._missing(sequence, last=sequence in wanted) for sequence in (*due, *rows)]
         if not chunks:
-            return [[] for _ in sequences]
-        drafts = dict(zip(rows, self._draft(chunks, rows, [wanted[each] for each in rows]), strict=True))
-        return [drafts.get(sequence, []) for sequence in sequences]
+            return {}
+        return dict(zip(rows, self._draft(chunks, rows, [wanted[each] for each in rows]), strict=True))
 
     def _take_features(self) -> list[RunningSequence]:
         """Notes the features of the last pass's tokens that are right. Returns their sequences."""

@@ -5,7 +5,7 @@ guesses are not followed: each head gives the token that it finds the likeliest.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -68,18 +68,15 @@ class Medusa(StateDrafter):
     def follow(self, last: LastPass) -> None:
         self._last = last
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        rows = [
-            self._last.row_of(sequence) if self._last and tokens > 0 else None
-            for sequence, tokens in zip(sequences, most, strict=True)
-        ]
-        wanted = [row for row in rows if row is not None]
-        if not wanted:
-            return [[] for _ in sequences]
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        places = {sequence: self._last.row_of(sequence) for sequence in room if self._last and room[sequence] > 0}
+        rows = {sequence: row for sequence, row in places.items() if row is not None}
+        if not rows:
+            return {}
         assert self._states.head is not None
-        hidden = self._states.head.index_select(0, to_device(wanted, torch.int64, self._states.head.device))
-        guesses = iter(self._guesses(hidden, max(most)).tolist())
-        return [[] if row is None else next(guesses)[:tokens] for row, tokens in zip(rows, most, strict=True)]
+        hidden = self._states.head.index_select(0, to_device([*rows.values()], torch.int64, self._states.head.device))
+        guesses = self._guesses(hidden, max(room.values())).tolist()
+        return {sequence: guess[: room[sequence]] for sequence, guess in zip(rows, guesses, strict=True)}
 
     def _guesses(self, hidden: Tensor, tokens: int) -> Tensor:
         """Returns the likeliest next tokens but one, but two and so on, [rows, tokens]. hidden: [rows, hidden_size]."""

@@ -1,7 +1,7 @@
 """Drafts of the sequences in a step: of each as many tokens as make the text come fastest."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -79,14 +79,13 @@ class Speculation:
         drafts: list[Draft] = []
         room = self._room(costs, sequences, rows, block_size)
         for drafter in self.drafters:
-            open_, most = list(room), list(room.values())
             if isinstance(drafter, ModelDrafter):
-                most = self._worth_computing(drafter, costs, open_, most, rows, len(sequences))
-                proposals = self._agreed(drafter.propose(open_, most), most)
+                worth = self._worth_computing(drafter, costs, room, rows, len(sequences))
+                proposals = self._agreed(drafter.propose(worth), worth)
             else:
-                proposals = drafter.propose(open_, most)
-            for sequence, tokens in zip(open_, proposals, strict=True):
-                if tokens:
+                proposals = drafter.propose(room)
+            for sequence in list(room):
+                if tokens := proposals.get(sequence):
                     drafts.append(Draft(sequence, tokens, self._acceptance_of(sequence)))
                     del room[sequence]
         for draft in drafts:
@@ -110,28 +109,33 @@ class Speculation:
         self,
         drafter: ModelDrafter,
         costs: StepCosts,
-        sequences: Sequence[RunningSequence],
-        most: Sequence[int],
+        room: Mapping[RunningSequence, int],
         rows: int,
         expected: int,
-    ) -> list[int]:
-        """Returns how many tokens to draft for each sequence, at most so many, that have to be computed."""
-        acceptances = [self._acceptance_of(each) for each in sequences]
-        seconds = partial(drafter.seconds, sequences=len(sequences))
-        worth = costs.worth(most, [each.chance for each in acceptances], rows, expected, seconds)
+    ) -> dict[RunningSequence, int]:
+        """Returns how many tokens to draft for each sequence, at most its `room`, that have to be computed."""
+        acceptances = [self._acceptance_of(each) for each in room]
+        seconds = partial(drafter.seconds, sequences=len(room))
+        worth = costs.worth([*room.values()], [each.chance for each in acceptances], rows, expected, seconds)
         for acceptance, tokens in zip(acceptances, worth, strict=True):
             if not tokens:
                 acceptance.skip()
-        return worth
+        return dict(zip(room, worth, strict=True))
 
-    def _agreed(self, drafts: list[list[int]], most: Sequence[int]) -> list[list[int]]:
+    def _agreed(
+        self, drafts: dict[RunningSequence, list[int]], room: Mapping[RunningSequence, int]
+    ) -> dict[RunningSequence, list[int]]:
         """Returns the drafts of the first shard, which computes as the others do, but may round otherwise."""
-        longest = max(most, default=0)
+        longest = max(room.values(), default=0)
         if self._group is None or not longest:
             return drafts
-        padded = torch.tensor([draft + [_NO_TOKEN] * (longest - len(draft)) for draft in drafts])
-        all_drafts = self._group.all_gather(copy_to_device(padded, self._device))
-        return [[token for token in draft if token != _NO_TOKEN] for draft in all_drafts[:, :longest].tolist()]
+        own = [drafts.get(sequence, []) for sequence in room]
+        padded = torch.tensor([draft + [_NO_TOKEN] * (longest - len(draft)) for draft in own])
+        first = self._group.all_gather(copy_to_device(padded, self._device))[:, :longest].tolist()
+        return {
+            sequence: [token for token in draft if token != _NO_TOKEN]
+            for sequence, draft in zip(room, first, strict=True)
+        }
 
     def _acceptance_of(self, sequence: RunningSequence) -> Acceptance:
         acceptance = self._acceptance.get(sequence)

@@ -46,7 +46,7 @@ def drafted(group: ShardGroup | None, folder: Path, draft: Path) -> tuple[list[l
     engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
     engine.speculation.drafters[-1]._costs = None  # type: ignore[attr-defined]  # and making, however slow this machine
     if group is not None and group.rank == 1:
-        engine.speculation.drafters[-1].propose = lambda _, most: [[3] * tokens for tokens in most]  # type: ignore
+        engine.speculation.drafters[-1].propose = lambda room: {each: [3] * room[each] for each in room}  # type: ignore
     driver = Driver(engine)
     outputs = driver.run(*(RunningSequence(i, text, STOPPING, SAMPLING) for i, text in enumerate(TEXTS)))
     return [output.tokens for output in outputs], driver.drafted, driver.accepted

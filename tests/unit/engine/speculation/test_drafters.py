@@ -52,33 +52,33 @@ def test_a_text_may_come_in_parts(parts: list[list[int]]) -> None:
 def test_prompt_and_reply_are_looked_through() -> None:
     drafter = NgramDrafter()
     sequence = _sequence([1, 2, 3, 4])
-    assert drafter.propose([sequence], [3]) == [[]]
+    assert drafter.propose({sequence: 3}) == {sequence: []}
     sequence.append([1, 2])
-    assert drafter.propose([sequence], [2]) == [[3, 4]]
+    assert drafter.propose({sequence: 2}) == {sequence: [3, 4]}
     sequence.append([3, 4, 8, 1, 2, 3, 4])
-    assert drafter.propose([sequence, _sequence([1, 2])], [1, 1]) == [[8], []]
+    assert [*drafter.propose({sequence: 1, _sequence([1, 2]): 1}).values()] == [[8], []]
 
 
 def test_an_earlier_reply_is_proposed_for_as_long_as_it_is_repeated() -> None:
     drafter = HistoryDrafter()
     sequence = _sequence([1, 2], earlier=[7, 8, 9, 10])
-    assert drafter.propose([sequence], [2]) == [[7, 8]]
+    assert drafter.propose({sequence: 2}) == {sequence: [7, 8]}
     sequence.append([7])
-    assert drafter.propose([sequence], [5]) == [[8, 9, 10]]
+    assert drafter.propose({sequence: 5}) == {sequence: [8, 9, 10]}
     sequence.append([8, 5])
-    assert drafter.propose([sequence], [5]) == [[]]
+    assert drafter.propose({sequence: 5}) == {sequence: []}
     sequence.append([10])
-    assert drafter.propose([sequence], [5]) == [[]]
+    assert drafter.propose({sequence: 5}) == {sequence: []}
 
 
 def test_a_sequence_that_was_preempted_goes_on_with_the_earlier_reply() -> None:
     sequence = RunningSequence(1, [1, 2], StoppingParameters(9), generated_ids=[7, 8], earlier_reply=[7, 8, 9])
-    assert HistoryDrafter().propose([sequence], [4]) == [[9]]
+    assert HistoryDrafter().propose({sequence: 4}) == {sequence: [9]}
 
 
 def test_beyond_the_earlier_reply_nothing_is_proposed() -> None:
     sequence = _sequence([1, 2], earlier=[7])
     sequence.append([7])
-    assert HistoryDrafter().propose([sequence], [4]) == [[]]
+    assert HistoryDrafter().propose({sequence: 4}) == {sequence: []}
     sequence.append([8])
-    assert HistoryDrafter().propose([sequence], [4]) == [[]]
+    assert HistoryDrafter().propose({sequence: 4}) == {sequence: []}

@@ -143,13 +143,9 @@ def test_drafts_are_those_of_the_network_by_itself(tmp_path: Path, monkeypatch: 
     seen: list[tuple[list[int], list[int]]] = []
     propose = drafter.propose
 
-    def watched(sequences, most):
-        drafts = propose(sequences, most)
-        seen.extend(
-            (sequence.tokens(0, sequence.length), draft)
-            for sequence, draft in zip(sequences, drafts, strict=True)
-            if draft
-        )
+    def watched(room):
+        drafts = propose(room)
+        seen.extend((sequence.tokens(0, sequence.length), draft) for sequence, draft in drafts.items() if draft)
         return drafts
 
     monkeypatch.setattr(drafter, "propose", watched)

@@ -35,11 +35,11 @@ class Guesses(Drafter):
         self._replies = replies
         self._vocab_size = vocab_size
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        return [
-            [self._guess(each, place) for place in range(each.generated, each.generated + tokens)]
-            for each, tokens in zip(sequences, most, strict=True)
-        ]
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        return {
+            each: [self._guess(each, place) for place in range(each.generated, each.generated + tokens)]
+            for each, tokens in room.items()
+        }
 
     def _guess(self, sequence: RunningSequence, place: int) -> int:
         reply = self._replies[sequence.request_id]

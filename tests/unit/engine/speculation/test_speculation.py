@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,8 @@ DEAR = StepCosts({1: 1.0, 21: 2.0}, {1: 1.0, 21: 2.0})
 class Sevens(Drafter):
     """Always proposes 7, as often as it may."""
 
-    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
-        return [[7] * tokens for tokens in most]
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        return {sequence: [7] * tokens for sequence, tokens in room.items()}
 
 
 def _speculation(*drafters: Drafter, most: int = 8, costs: StepCosts = FREE) -> Speculation:
