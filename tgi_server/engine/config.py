@@ -1,17 +1,11 @@
-"""Settings of an engine, and the dtype that follows from them."""
+"""Settings of an engine."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.kernels.triton import OLDEST_DEVICE
 from tgi_server.engine.parallel import ShardGroup
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -62,37 +56,3 @@ class EngineConfig:
 
     def resolve_device(self) -> torch.device:
         return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def resolve_dtype(
-    requested: torch.dtype | None, checkpoint: torch.dtype | None, device: torch.device, *, custom_kernels: bool = True
-) -> torch.dtype:
-    """Returns the dtype to compute in.
-
-    With the engine's CPU kernels that is the checkpoint's own, except that a float16 checkpoint runs in bfloat16 where
-    the CPU multiplies that natively. Without them, 16-bit checkpoints run in float32 on other CPUs, and asking for
-    float16 by name is refused rather than silently slow. On GPUs without bfloat16, checkpoints in it run in float16.
-    """
-    kernels = device.type == "cpu" and custom_kernels and load_kernels()
-    if requested is not None:
-        if requested is torch.float16 and device.type == "cpu" and not kernels:
-            raise UnsupportedModel("dtype float16 on a CPU needs the CPU kernels; use --dtype bfloat16 or float32")
-        return requested
-    dtype = checkpoint or torch.float32
-    if dtype not in DTYPES.values():
-        dtype = torch.bfloat16
-    if device.type == "cpu" and dtype is not torch.float32:
-        if has_native_bfloat16():
-            return torch.bfloat16
-        return dtype if kernels else torch.float32
-    if device.type == "cuda" and dtype is torch.bfloat16:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_DEVICE:
-            logger.warning("computing in float16: this GPU, of compute capability %d.%d, has no bfloat16", *capability)
-            return torch.float16
-    return dtype
-
-
-def has_native_bfloat16() -> bool:
-    """Returns True if this CPU multiplies bfloat16 matrices in hardware."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

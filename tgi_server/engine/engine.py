@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.checkpoint.load_model import load_config, load_model
 from tgi_server.engine.config import EngineConfig
@@ -119,7 +120,7 @@ class Engine:
         started = time.perf_counter()
         device = config.resolve_device()
         share_cores(config.group.local_world_size if config.group else 1)
-        model = model or load_model(config, device)
+        model = model or load_model(config, device, choose_dtype(config, device))
         self._device = device
         self._group = config.group
         self._custom_kernels = config.custom_kernels
@@ -143,7 +144,7 @@ class Engine:
         self.info = LoadedModel(
             model_type=model.config.model_type,
             dtype=str(model.dtype).removeprefix("torch."),
-            device_type=device.type,
+            device_type=backend.device_type,
             vocab_size=vocab_size,
             max_position_embeddings=position_limit(model.config),
             eos_token_ids=end_token_ids(config.model_path, model.generation_config.eos_token_id, vocab_size),
@@ -224,7 +225,7 @@ class Engine:
         return self._capacity
 
     def _new_sampler(self, rows: int, *, row_kernel: bool) -> Sampler:
-        if self._custom_kernels and CpuSampler.supports(self._device):
+        if self._backend.samples_on_cpu:
             return CpuSampler(rows, self.info.vocab_size, self._watermark)
         return self._new_torch_sampler(rows, row_kernel=row_kernel)
 
@@ -417,7 +418,7 @@ class Engine:
         if not constraints:
             return None
         assert self.grammars is not None
-        self._masks = self._masks or MaskBuilder(self._device)
+        self._masks = self._masks or MaskBuilder(self._device, self._backend.spare_cores)
         return self._masks.start(
             list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
         )

@@ -1,78 +1,23 @@
-"""Memory: how much of it the KV cache may take, pages straight from the system, copies from host to device."""
+"""Pages of memory straight from the system, and copies from host to device."""
 
 import contextlib
 import ctypes
-import gc
 import math
 import mmap
 import sys
 import time
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 
 import torch
 from torch import Tensor
 
-from shared.control_groups import available_ram
-
-# The share that the KV cache takes of the GPU memory that may be used. The rest is left to sampling, to logits of whole
-# prompts, and to gaps between tensors: the largest pass has none of that.
-CUDA_SHARE = 0.95
-# The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
-# processes.
-CPU_SHARE = 0.3
+HOST = torch.device("cpu")  # where tensors lie in this process's own memory
 # Bytes that are worth a call to return them to the system: a share of all so far, between these bounds.
 _LEAST_DEFERRED, _MOST_DEFERRED, _DEFERRED_SHARE = 32 << 20, 256 << 20, 1 / 32
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-
-
-def cache_bytes(
-    device: torch.device, memory_fraction: float, cpu_memory: int | None, processes: int = 1, reserved: int = 0
-) -> int:
-    """Returns the bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
-
-    cpu_memory: bytes of RAM; None: a share of what is free. processes: that share the RAM, or `cpu_memory`.
-    reserved: bytes that are free, and that each process will need for something else; `cpu_memory` is beside them.
-    """
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-        return max(0, int(free + reusable - (1 - CUDA_SHARE * memory_fraction) * total) - reserved)
-    if cpu_memory is not None:
-        return cpu_memory // processes
-    return max(0, int(CPU_SHARE * (available_ram() - reserved * processes))) // processes
-
-
-def forget_peak(device: torch.device) -> None:
-    """Starts counting anew the most memory that passes take, which `cache_bytes` leaves to them."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-@dataclass(slots=True)
-class Taken:
-    """The bytes by which a GPU's free memory has shrunk."""
-
-    bytes: int = 0
-
-
-@contextlib.contextmanager
-def taken_by(device: torch.device) -> Iterator[Taken]:
-    """Measures the GPU memory that the block takes and keeps; 0 on a CPU."""
-    taken = Taken()
-    if device.type != "cuda":
-        yield taken
-        return
-    torch.cuda.empty_cache()
-    before, _ = torch.cuda.mem_get_info(device)
-    yield taken
-    torch.cuda.synchronize(device)
-    taken.bytes = max(0, before - torch.cuda.mem_get_info(device)[0])
 
 
 def use_device(device: torch.device) -> None:
@@ -80,7 +25,7 @@ def use_device(device: torch.device) -> None:
 
     The current GPU of a new thread is number 0, where the first call would open a context of several hundred MB.
     """
-    if device.type == "cuda":
+    if device != HOST:
         torch.cuda.set_device(device)
 
 
@@ -90,12 +35,12 @@ def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, devic
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor from the host to `device`; on a CPU it may return the same one.
+    """Copies a tensor from the host to `device`; on a CPU it returns the same one.
 
     From pageable memory CUDA copies synchronously; from pinned memory the copy joins the stream.
     """
-    if device.type != "cuda":
-        return tensor.to(device)
+    if device == HOST:
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -146,7 +91,7 @@ class DeferredFree:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Adds tensors of a file, or with memory of their own. Those on a GPU are ignored."""
         for tensor in tensors:
-            if tensor.device.type == "cpu":
+            if tensor.device == HOST:
                 self._tensors.append(tensor)
                 self._bytes += tensor.nbytes
                 self._total += tensor.nbytes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tgi_server.engine.config import has_native_bfloat16, resolve_dtype
+from tgi_server.engine.backends.devices import has_native_bfloat16, resolve_dtype
 from tgi_server.engine.errors import UnsupportedModel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

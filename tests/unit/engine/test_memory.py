@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.unit.engine.own_memory import own_bytes, resident
-from tgi_server.engine import memory
+from tgi_server.engine.backends import devices
+from tgi_server.engine.backends.devices import cache_bytes
 from tgi_server.engine.memory import (
     DeferredFree,
     PageReserve,
-    cache_bytes,
     forget_pages,
     low_mmap_threshold,
     mapped,
@@ -93,7 +93,7 @@ def test_memory_is_returned_many_tensors_at_a_time() -> None:
 
 
 def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_ram", lambda: 10_000)
+    monkeypatch.setattr(devices, "available_ram", lambda: 10_000)
     cpu = torch.device("cpu")
     assert cache_bytes(cpu, 1.0, None, 2, reserved=1_000) == cache_bytes(cpu, 1.0, None, 2) - 300
     assert cache_bytes(cpu, 1.0, None, 2, reserved=9_000) == 0

@@ -95,12 +95,15 @@ class Backend(ABC):
     linear_kernels: what computes linear layers, for people. fallbacks: why parts of the model are computed in a slower
     way than the device has. where: the device, in a sentence. cheap_tokens: tokens that a step computes while it waits
     for the weights. fixed_memory: what the largest step takes has to be found out before the cache is sized.
+    spare_cores: those that the model leaves to grammars. samples_on_cpu: tokens are chosen by the CPU's kernels.
     """
 
     linear_kernels = "torch"
     where: str
     cheap_tokens: int
     fixed_memory: bool
+    spare_cores: int
+    samples_on_cpu = False
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
         """source: the model of `transformers`. Raises UnsupportedModel for kernels that the device has not."""
@@ -108,6 +111,11 @@ class Backend(ABC):
         self.config = config
         self.group = config.group
         self.fallbacks: list[str] = []
+
+    @property
+    def device_type(self) -> str:
+        """The kind of the device, for people."""
+        return self.source.device.type
 
     @abstractmethod
     def create_model(self, family: Family, spec: DecoderSpec | None) -> PagedModel | None:

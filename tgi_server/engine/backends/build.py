@@ -17,7 +17,7 @@ from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import DeferredFree, low_mmap_threshold
+from tgi_server.engine.memory import DeferredFree
 from tgi_server.engine.models.spec import DecoderSpec, LayerSpec
 from tgi_server.engine.parallel.layers import RowParallel, ShardedLayer, VocabParallelEmbedding, VocabParallelHead
 from tgi_server.engine.progress import counted
@@ -77,7 +77,6 @@ def build_decoder(
     )
 
 
-@low_mmap_threshold()
 def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
     """Packs the weights of all linear layers in a module for a CPU."""
     _replace(module, partial(_packed_linear, linear))

@@ -19,10 +19,9 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import linear_factory
-from tgi_server.engine.linear.onednn import OneDnnLinear, has_products
+from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import forget_pages, low_mmap_threshold
 from tgi_server.engine.models.spec import DecoderSpec
-from tgi_server.engine.parallel.layers import ShardedQueryNorm
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +31,13 @@ class CpuBackend(ReferenceBackend):
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> None:
         """alone: False: this process runs a larger model, too, and the number of threads suits that one."""
-        super().__init__(source, config)
         if alone:
             limit_threads(source)
-        self._linear = linear_factory(
-            source,
-            source.dtype,
-            config.quantize,
-            custom_kernels=True,
-            group=config.group,
-            pinned=config.linear_kernels,
-        )
+        super().__init__(source, config)
+        pinned = config.linear_kernels
+        self._linear = linear_factory(source, source.dtype, config.quantize, group=config.group, pinned=pinned)
         self.linear_kernels = str(self._linear)
+        self.samples_on_cpu = load_kernels()
         if not load_kernels():
             self.fallbacks.append("the CPU kernels are not available, so plain torch does their work")
 
@@ -57,10 +51,12 @@ class CpuBackend(ReferenceBackend):
             return lambda outputs, parts: CpuLora(outputs)
         return super().lora(max_rank)
 
+    @low_mmap_threshold()
     def pack(self, module: nn.Module) -> None:
-        linear = linear_factory(module, self.source.dtype, None, custom_kernels=True, pinned=self.config.linear_kernels)
+        linear = linear_factory(module, self.source.dtype, None, pinned=self.config.linear_kernels)
         pack_linears(module, linear)
 
+    @low_mmap_threshold()
     def pack_source(self) -> None:
         pack_linears(self.source, self._linear)
         if not has_products(self.source.dtype):  # then torch has no fast attention of this dtype either
@@ -70,6 +66,7 @@ class CpuBackend(ReferenceBackend):
         unpack(self.source)
         return True
 
+    @low_mmap_threshold()
     def _proved(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec | None) -> PagedModel:
         if self.config.kv_cache_dtype is not None:
             probe = LogitsProbe(model, self.group, kv_format=model.attention.kv_format)
@@ -81,14 +78,10 @@ class CpuBackend(ReferenceBackend):
             raise UnsupportedModel(f"{self.source.config.model_type}: {fault}; start with --disable-custom-kernels")
         return proved
 
-    @low_mmap_threshold()
     def _of_spec(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec) -> PagedModel | None:
         """Returns the model in one kernel call; None where there are no kernels for a part of it."""
         attention, group, source = model.attention, self.group, self.source
-        if not isinstance(attention, CpuAttention) or self._linear.layer is OneDnnLinear:
-            return None
-        norms = [each for each in source.modules() if isinstance(each, ShardedQueryNorm)]
-        if group is not None and (group.memory is None or norms):
+        if not isinstance(attention, CpuAttention):
             return None
         forget_pages([source.get_output_embeddings().weight])  # which the probe has read
         try:

@@ -42,7 +42,7 @@ class CpuModel(PagedModel):
         self._keep: Keep | None = None
         self._faults = nullcontext if group is None else peers
         if group is not None:
-            self._kernel.split(group.memory, cast(VocabParallelHead, decoder.head).vocab_size)
+            self._kernel.split(group.ranks(), cast(VocabParallelHead, decoder.head).vocab_size)
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
@@ -161,7 +161,8 @@ def _feed_forward_kernels(layer: DecoderLayer) -> tuple[list[Any], Any]:
 def _norm_kernel(norm: Norm | None) -> Any:
     if norm is None:
         return None
-    return torch.classes.oatmill.Norm(norm.weight, norm.bias, norm.eps, norm.centred)
+    whole_size, copies = (0, 1) if norm.sharded is None else (norm.sharded.whole_size, norm.sharded.copies)
+    return torch.classes.oatmill.Norm(norm.weight, norm.bias, norm.eps, norm.centred, whole_size, copies)
 
 
 def _linear_kernel(layer: Any) -> Any:

@@ -1,7 +1,9 @@
 """The backend of plain torch, for any device, with which the others are compared."""
 
+import torch
 from transformers import PreTrainedModel
 
+from shared.control_groups import usable_cores
 from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
@@ -21,6 +23,7 @@ class ReferenceBackend(Backend):
         self.fixed_memory = on_gpu = source.device.type == "cuda"
         self.where = "on a GPU in plain torch" if on_gpu else "on a CPU"
         self.cheap_tokens = 128 if on_gpu else 4
+        self.spare_cores = usable_cores() - (0 if on_gpu else torch.get_num_threads())
 
     def create_model(self, family: Family, spec: DecoderSpec | None) -> PagedModel | None:
         found = probe_paged_path(self.source, family, self.group)

@@ -24,10 +24,13 @@ from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
 from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
 from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, stored_dtype
-from tgi_server.engine.config import EngineConfig, resolve_dtype
+from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.progress import follow_transformers, progress
 from tgi_server.loading import READING
+
+# Of a checkpoint's dtype.
+ChooseDtype = Callable[[torch.dtype | None], torch.dtype]
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
@@ -58,11 +61,12 @@ def _check_object(file: Path) -> None:
         raise UnsupportedModel(f"{file} is not a JSON object; download it again")
 
 
-def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
+def load_model(config: EngineConfig, device: torch.device, choose_dtype: ChooseDtype | None = None) -> PreTrainedModel:
     """Returns the model, or this shard of it, in evaluation mode on `device`, after a check that no weight is missing.
 
     Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
-    download-weights`.
+    download-weights`. choose_dtype: returns the dtype to compute in for that of the checkpoint, if it says one; None:
+    the same.
 
     Raises ModelNotFound, InvalidWeights or UnsupportedModel.
     """
@@ -73,7 +77,9 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     parts = (model_config.get_text_config(decoder=True), model_config)
     said = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
     checkpoint_dtype = said or stored_dtype(config.model_path)
-    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
+    dtype = config.dtype or checkpoint_dtype or torch.float32
+    if choose_dtype is not None:
+        dtype = choose_dtype(checkpoint_dtype)
     factory = _factory(model_config)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -18,6 +18,7 @@ from tgi_server.engine.checkpoint.quantized import Experts, Quantization, Quanti
 from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
 from tgi_server.engine.checkpoint.weight_files import EXPERT, fingerprint
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+from tgi_server.engine.memory import HOST
 from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.layers import VocabParallelHead
@@ -136,7 +137,6 @@ def _load(
                 layer = model.get_submodule(path)
                 layer.fill(weight)
                 layer.to(device)
-    model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -160,7 +160,7 @@ def placement(device: torch.device) -> dict[str, torch.device] | None:
 
     On a CPU weights may stay where they are: in the pages of their files.
     """
-    return None if device.type == "cpu" else {"": device}
+    return None if device == HOST else {"": device}
 
 
 def _check_vocabulary(model: PreTrainedModel, tensors: Checkpoint, plan: ShardingPlan) -> None:

@@ -102,17 +102,16 @@ def linear_factory(
     dtype: torch.dtype,
     quantize: str | None,
     *,
-    custom_kernels: bool,
     group: ShardGroup | None = None,
     pinned: str | None = None,
 ) -> LinearFactory:
     """Returns what makes a model's linear layers on a CPU, quantized if that is requested.
 
     pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
-    those that are measured to be the fastest. Raises UnsupportedModel for kernels that this CPU has not. Without the
-    engine's own kernels quantized layers stay what they are.
+    those that are measured to be the fastest. Raises UnsupportedModel for kernels that this CPU has not. Where the
+    kernels are not compiled, oneDNN computes dense layers, and quantized ones stay what they are.
     """
-    if not (custom_kernels and load_kernels()):
+    if not load_kernels():
         return LinearFactory(OneDnnLinear)
     shapes, of_quantized = plain_shapes(model), quantized_shapes(model)
     layer = FloatLinear
@@ -130,8 +129,6 @@ def linear_factory(
     weights = Weights.plain(layer, dtype)
     measured = pinned is None or bool(quantized)
     table = choose_kernels(shapes, weights, group) if measured else _pinned(str(pinned), weights)
-    if table.onednn:
-        return LinearFactory(OneDnnLinear, None, quantized, dtype)
     return LinearFactory(layer, table, quantized, dtype)
 
 
@@ -140,7 +137,7 @@ def _pinned(text: str, weights: Weights) -> KernelTable:
         table = KernelTable.of(text)
     except ValueError as error:
         raise UnsupportedModel(f"--linear-kernels: {error}") from error
-    known = [*weights.kernels, *weights.by_name, *(["onednn"] if weights.has_onednn else [])]
+    known = [*weights.kernels, *weights.by_name]
     if unknown := [name for name in table.kernels if name not in known]:
         raise UnsupportedModel(
             f"--linear-kernels: this CPU has no {', '.join(unknown)} for these weights; it has {', '.join(known)}"

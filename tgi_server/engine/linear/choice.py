@@ -1,8 +1,4 @@
-"""Chooses by measuring: which kernel computes the rows of a model's linear layers on this machine.
-
-The kernels that read one layout of the weights may be mixed, one for few rows and another for many; oneDNN has a layout
-of its own, and weights are kept once, so it is taken for all rows or for none.
-"""
+"""Chooses by measuring: which kernel computes the rows of a model's linear layers on this machine."""
 
 import hashlib
 import json
@@ -26,8 +22,7 @@ from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_linear import TILE
-from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
-from tgi_server.engine.linear.onednn import OneDnnLinear
+from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.parallel import ShardGroup
@@ -48,9 +43,6 @@ _WEIGHT_BYTES = 48 << 20
 # Operations of one measurement with many rows: more would not change which kernel is the fastest.
 _OPERATIONS = 2e8
 _REPEATS = 5
-# OpenMP's threads, which compute oneDNN's products, keep the cores busy for up to 10 ms behind a loop: a kernel that is
-# timed then has half of the machine. Our own have turns without oneDNN, too.
-_OPENMP_SPINS_SECONDS = 0.02
 # Models with fewer weights than this compute for so short a time that any kernel will do.
 _SMALL_BYTES = 32 << 20
 # Kernels that emulate instructions end so. They are in builds for tests only.
@@ -73,8 +65,7 @@ class Weights:
     """A kind of weights, all of which are multiplied by the same kernels.
 
     name: tells it from others. dtype: of the inputs. bits: of a weight. kernels: those of the engine's own that run on
-    this CPU, the one to begin with first. by_name: those that are taken by their name only. has_onednn: oneDNN takes
-    them, too.
+    this CPU, the one to begin with first. by_name: those that are taken by their name only.
     make: returns a layer of so many outputs and inputs, with these kernels.
     """
 
@@ -82,7 +73,6 @@ class Weights:
     dtype: torch.dtype
     bits: int
     kernels: tuple[str, ...]
-    has_onednn: bool
     make: Callable[[int, int, KernelTable], PackedLinear]
     by_name: tuple[str, ...] = ()
 
@@ -95,10 +85,10 @@ class Weights:
 
         def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
             weight = torch.full((outputs, inputs), 0.01, dtype=dtype)
-            return OneDnnLinear(weight) if table.onednn else layer(weight, None, table)
+            return layer(weight, None, table)
 
         name, bits = f"{layer.__name__} {dtype}", stored.itemsize * 8
-        return cls(name, dtype, bits, _real(torch.ops.oatmill.linear_kernels(packed)), not int8, make)
+        return cls(name, dtype, bits, _real(torch.ops.oatmill.linear_kernels(packed)), make)
 
     @classmethod
     def quantized(cls, kind: str, dtype: torch.dtype) -> Self:
@@ -120,7 +110,7 @@ class Weights:
         elif kind == "codebook" and dtype != torch.bfloat16:
             kernels = [name for name in kernels if name != W4A16]
         by_name = tuple(name for name in kernels if name == W4A8)
-        return cls(f"{kind} {dtype}", dtype, bits, _real(kernels), False, make, by_name)
+        return cls(f"{kind} {dtype}", dtype, bits, _real(kernels), make, by_name)
 
 
 def _real(kernels: Sequence[str]) -> tuple[str, ...]:
@@ -161,8 +151,7 @@ def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
         logger.info("linear layers: %s, as measured on this machine before (%s)", cached, place)
         return cached
     started = time.perf_counter()
-    candidates = [*weights.kernels, ONEDNN] if weights.has_onednn else weights.kernels
-    table = choose(measure(outputs_by_depth, {name: (weights, name) for name in candidates}))
+    table = choose(measure(outputs_by_depth, {name: (weights, name) for name in weights.kernels}))
     malloc_trim()  # some 100 MB of trials
     seconds = time.perf_counter() - started
     quiet = seconds <= _QUIET_SECONDS
@@ -174,15 +163,11 @@ def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
 
 
 def choose(times: Mapping[str, Times]) -> KernelTable:
-    """Returns the table that is fastest by these times of kernels, the one to begin with first; oneDNN may be last."""
-    own = {name: by_rows for name, by_rows in times.items() if name != ONEDNN}
-    best = {rows: min(by_rows[rows] for by_rows in own.values()) for rows in next(iter(own.values()))}
-    if ONEDNN in times and math.prod(best[rows] / times[ONEDNN][rows] for rows in best) > WORTH ** len(best):
-        return KernelTable.of(ONEDNN)
-    kernel, from_rows = next(iter(own)), dict[int, str]()
-    for rows in sorted(best, reverse=True):
-        fastest = min(own, key=lambda name: own[name][rows])
-        if own[kernel][rows] > WORTH * own[fastest][rows]:
+    """Returns the table that is fastest by these times of kernels, the one to begin with first."""
+    kernel, from_rows = next(iter(times)), dict[int, str]()
+    for rows in sorted(times[kernel], reverse=True):
+        fastest = min(times, key=lambda name: times[name][rows])
+        if times[kernel][rows] > WORTH * times[fastest][rows]:
             kernel = fastest
         from_rows[rows] = kernel
     table: list[tuple[int, str]] = []
@@ -213,10 +198,8 @@ def measure(
             share = _WEIGHT_BYTES // len(candidates)
             trials = {name: _Trial.of(kernel, depth, weights, share) for name, (weights, kernel) in candidates.items()}
             inputs = [torch.full((rows, depth), 0.01, dtype=dtype) for rows in numbers_of_rows]
-            own = [name for name, (_, kernel) in candidates.items() if kernel != ONEDNN]
             # In turns, so that a busy moment hits all alike, and nobody finds its weights in a cache.
-            rounds = [own, list(trials)] if len(own) < len(trials) else [own]
-            places = [(name, x) for names in rounds for x in inputs for name in names]
+            places = [(name, x) for x in inputs for name in trials]
             for name, x in places:
                 trials[name].seconds_an_output(x)  # of a first call, which makes the layer
             best = {(name, len(x)): math.inf for name, x in places}
@@ -224,8 +207,6 @@ def measure(
             for repeat in range(_REPEATS):
                 if repeat > 1 and time.perf_counter() > deadline:
                     break
-                if len(rounds) > 1:
-                    time.sleep(_OPENMP_SPINS_SECONDS)
                 for name, x in places:
                     best[name, len(x)] = min(best[name, len(x)], trials[name].seconds_an_output(x))
             for (name, rows), of_output in best.items():

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Self
 
-ONEDNN = "onednn"
 # The product of FP8 on GPUs, for which inputs are rounded to 8 bits.
 SCALED_MM = "scaled_mm"
 
@@ -12,8 +11,7 @@ SCALED_MM = "scaled_mm"
 class KernelTable:
     """kernels: names of kernels. from_rows: for each, the fewest rows from which on it is taken; ascending from 1.
 
-    As text it is "bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on. "onednn" stands
-    alone: oneDNN has a layout of its own, and weights are kept once.
+    As text it is "bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on.
     """
 
     kernels: tuple[str, ...]
@@ -31,14 +29,8 @@ class KernelTable:
             from_rows.append(int(rows) if at else 1)
         if from_rows[0] != 1 or sorted(set(from_rows)) != from_rows:
             raise ValueError(f"`{text}`: the first kernel begins at 1 row, and each later one at more rows")
-        if ONEDNN in kernels and len(kernels) > 1:
-            raise ValueError(f"`{text}`: onednn has a layout of its own and cannot be mixed with other kernels")
         return cls(tuple(kernels), tuple(from_rows))
 
     def __str__(self) -> str:
         pairs = zip(self.kernels, self.from_rows, strict=True)
         return ",".join(name if rows == 1 else f"{name}@{rows}" for name, rows in pairs)
-
-    @property
-    def onednn(self) -> bool:
-        return self.kernels == (ONEDNN,)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shared.control_groups import cores_of_affinity, usable_cores
 from tgi_server.engine.errors import CannotConnect, EngineError, PeerLost, UnsupportedModel
+from tgi_server.engine.memory import HOST
 from tgi_server.engine.parallel.shared_memory import share_memory
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,13 @@ class ShardGroup:
     def share_memory(self) -> None:
         """Sends small tensors through shared memory from now on. All shards have to be on one machine."""
         self.memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
+
+    def ranks(self) -> Any:
+        """Returns the `torch.classes.oatmill.Ranks` by which kernels bring tensors together."""
+        if self.memory is not None:
+            return self.memory
+        name = dist.distributed_c10d._get_default_group().group_name
+        return torch.classes.oatmill.Ranks.of_group(name, self.rank, self.world_size)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums every shard's tensor, all of one shape, into `tensor`, which has to be contiguous. Returns it."""
@@ -158,7 +166,7 @@ def _peers_of(tensor: Tensor) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if tensor.device.type == "cpu":
+        if tensor.device == HOST:
             raise PeerLost(str(error).splitlines()[0]) from error
         raise
 
@@ -183,25 +191,26 @@ def connect(
     _choose_interface(master_addr, master_port)
     if rank == 0:
         logger.info("waiting for %d shards at %s:%d", world_size, master_addr, master_port)
-    if device.type == "cuda":
+    gpu = None if device == HOST else device
+    if gpu is not None:
         # 0: NCCL connects for all its algorithms at once. It would otherwise take memory for one when a tensor of some
         # size comes for the first time, when the KV cache has the rest.
         os.environ.setdefault(EARLY_CONNECTIONS, "0")
     try:
         store = _store(rank, world_size, master_addr, master_port, timedelta(seconds=timeout))
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "gloo" if gpu is None else "nccl",
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-            device_id=device if device.type == "cuda" else None,  # connects now
+            device_id=gpu,  # connects now
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
     logger.info("shard %d of %d is connected to the others", rank, world_size)
     group = ShardGroup(rank, world_size, local_world_size, store)
-    if device.type == "cpu" and local_world_size == world_size and custom_kernels:
+    if gpu is None and local_world_size == world_size and custom_kernels:
         group.share_memory()
     return group
 

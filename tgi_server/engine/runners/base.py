@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -175,12 +174,12 @@ def within_positions(model: nn.Module, config: PretrainedConfig, max_total_token
     return min(max_total_tokens, positions)
 
 
-def warm_up_tokens(config: PretrainedConfig, device: torch.device, max_prefill_tokens: int) -> int:
+def warm_up_tokens(config: PretrainedConfig, max_prefill_tokens: int, *, fixed_memory: bool) -> int:
     """Returns the tokens of the prompt that the warm-up runs: the longest one, so that memory free after it stays free.
 
-    On a CPU a short one does: memory is not fixed there, and only first-use work is to be got out of the way. There is
+    Where memory is not fixed, as on a CPU, a short one does: only first-use work is to be got out of the way. There is
     always room for one more token after it.
     """
-    tokens = max_prefill_tokens if device.type == "cuda" else min(max_prefill_tokens, CPU_WARM_UP_TOKENS)
+    tokens = max_prefill_tokens if fixed_memory else min(max_prefill_tokens, CPU_WARM_UP_TOKENS)
     limit = position_limit(config)
     return min(tokens, limit - 1) if limit else tokens

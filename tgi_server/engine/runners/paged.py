@@ -12,9 +12,10 @@ from tgi_server.engine.backends import Backend, PagedModel
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.base import MakeLora
+from tgi_server.engine.backends.devices import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
+from tgi_server.engine.memory import to_device
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
@@ -306,7 +307,7 @@ class PagedRunner(Runner):
         self.model.attention.block_size = self.block_size  # which has been reported already
 
     def _run_prompts(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:
-        tokens = warm_up_tokens(self._config, self._device, max_prefill_tokens)
+        tokens = warm_up_tokens(self._config, max_prefill_tokens, fixed_memory=self.backend.fixed_memory)
         blocks = list(range(1, -(-tokens // self.block_size) + 1))
         self._allocate(max_batch_size, len(blocks), tokens + 1)
         forget_peak(self._device)

@@ -10,7 +10,6 @@ from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
 from tgi_server.engine.backends.attention.block_tables import BlockTables
 from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.backends.lora import AdapterRows
-from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 
@@ -205,9 +204,6 @@ class PagedBatch:
 
     def _places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the slot of each row's next token, [rows] int64, and the tokens that it then has, [rows] int32."""
-        if self._device.type == "cpu" and load_kernels():
-            slots, lengths = torch.ops.oatmill.decode_places(positions, tables, self._block_size)
-            return slots, lengths
         return self._slots(positions[:, None], tables).squeeze(1), (positions + 1).to(torch.int32)
 
     def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:

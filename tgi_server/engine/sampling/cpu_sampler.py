@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
-from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport
 from tgi_server.engine.sampling.metadata import is_plain, temperature_of
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkSettings
@@ -17,11 +16,6 @@ from tgi_server.engine.sampling.sampler import Sampler, argmax
 
 class CpuSampler(Sampler):
     """A sampler whose state and rules are in `kernels/cpu/sampling/`."""
-
-    @staticmethod
-    def supports(device: torch.device) -> bool:
-        """Returns True if there are kernels for the device's logits."""
-        return device.type == "cpu" and load_kernels()
 
     def __init__(self, max_rows: int, vocab_size: int, watermark: WatermarkSettings | None = None) -> None:
         super().__init__(vocab_size)

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from tgi_server.engine.memory import use_device
+from tgi_server.engine.memory import HOST, use_device
 
 # Ties with the last of the n most likely tokens are reported too; this many at most.
 ROOM_FOR_TIES = 16
@@ -96,7 +96,7 @@ class Sampled:
         if parts:
             # float64 holds token ids and float32 numbers alike without loss.
             packed = torch.cat([part.to(torch.float64) for part in (packed, *parts)])
-        if packed.device.type != "cuda":
+        if packed.device == HOST:
             return PendingTokens(self, packed, packed.device, None)
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.control_groups import usable_cores
+from tgi_server.engine.memory import HOST
 from tgi_server.engine.sampling.processors import TokenMask
 from tgi_server.grammar import Constraint
 
@@ -44,17 +45,17 @@ class MaskBuilder:
     compute masks first.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spare_cores: int) -> None:
+        """spare_cores: those that the model leaves alone."""
         self._device = device
-        cores = usable_cores()
-        spare = cores if device.type == "cuda" else cores - torch.get_num_threads()
-        self._executor = LLExecutor(num_threads=min(_MAX_THREADS, spare if spare > 0 else cores))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
+        cores = spare_cores if spare_cores > 0 else usable_cores()
+        self._executor = LLExecutor(num_threads=min(_MAX_THREADS, cores))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare_cores > 0 else None
 
     def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
         """Starts one mask for each constraint, for the row of logits at its position. vocab_size: tokens of a mask."""
         words = -(-vocab_size // _BITS)
-        bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device != HOST)
         if self._thread is not None:
             return PendingMask(bits, positions, self._thread.submit(self._fill, constraints, bits), self._device)
         self._fill(constraints, bits)

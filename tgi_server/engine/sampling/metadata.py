@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
-from tgi_server.engine.memory import to_device
+from tgi_server.engine.memory import HOST, to_device
 from tgi_server.engine.sampling.random import as_int64
 
 # Bounds the memory of the steps in between, which are of 8 bytes per element.
@@ -196,7 +196,7 @@ class MetadataBuilder:
         self._vocab_size = vocab_size
         self._device = device
         self._row_kernel = row_kernel
-        elements = _ELEMENTS_AT_ONCE if device.type == "cuda" else _CPU_ELEMENTS_AT_ONCE * torch.get_num_threads()
+        elements = _ELEMENTS_AT_ONCE if device != HOST else _CPU_ELEMENTS_AT_ONCE * torch.get_num_threads()
         self._rows_at_once = max(1, elements // vocab_size)
 
     def build(self, rows: Sequence[int], state: Mapping[int, Row]) -> tuple[SamplingMetadata, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.memory import HOST
 from tgi_server.engine.sampling.logprobs import Sampled
 from tgi_server.engine.sampling.processors import TokenMask
 
@@ -88,7 +89,7 @@ def argmax(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
 
     mask: for scores that have kernels.
     """
-    if scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels():
+    if scores.device == HOST and scores.dtype in _KERNEL_DTYPES and load_kernels():
         if mask is None:
             return torch.ops.oatmill.argmax(scores)
         return torch.ops.oatmill.argmax(scores, mask.bits, mask.positions)

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
@@ -94,7 +95,7 @@ def _draft_model(folder: Path, config: EngineConfig, model: PreTrainedModel, run
     """Loads a model that computes alone in each shard, since it is small, in weights as its checkpoint has them."""
     own = replace(config, model_path=folder, group=None, quantize=None, speculate=0, speculative_model=None)
     check_same_tokenizer(config.model_path, folder)
-    draft = load_model(own, model.device)
+    draft = load_model(own, model.device, choose_dtype(own, model.device))
     draft_runner = create_runner(draft, own, alone=False)
     if not isinstance(draft_runner, PagedRunner):
         raise UnsupportedModel(

@@ -1,14 +1,12 @@
 """The choice of kernels from made-up times, from real ones, and by name."""
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.unit.engine.checkpoint.test_safetensors_files import own_bytes
 from tgi_server.engine.errors import UnsupportedModel
@@ -18,7 +16,6 @@ from tgi_server.engine.linear.choice import Weights
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.linear.onednn import OneDnnLinear
 
 
 def times(**by_kernel: list[float]) -> dict[str, dict[int, float]]:
@@ -30,10 +27,8 @@ def times(**by_kernel: list[float]) -> dict[str, dict[int, float]]:
     ("measured", "chosen"),
     [
         (times(fma=[1, 2, 3]), "fma"),
-        (times(fma=[1, 9, 30], onednn=[2, 9, 28]), "fma"),
-        (times(fma=[1, 9, 30], onednn=[1.5, 4, 8]), "onednn"),
         (times(bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 4, 5]), "bf16,amx@16"),
-        (times(bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 10, 5], onednn=[2, 5, 7]), "bf16,amx@64"),
+        (times(bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 10, 5]), "bf16,amx@64"),
         (times(bf16=[1, 9, 30], amx=[3, 9.5, 5]), "bf16,amx@16"),  # 16 by noise, so as many do
         (times(bf16=[1, 9, 30], amx=[0.98, 8.8, 29]), "bf16"),  # no more than noise
         (times(bf16=[2, 2, 2], fma=[1, 3, 3]), "fma,bf16@16"),
@@ -52,12 +47,12 @@ def test_inputs_of_32_bits_are_not_rounded_to_16() -> None:
     assert "w4a8" not in Weights.quantized("int4", torch.bfloat16).kernels
 
 
-@pytest.mark.parametrize("text", ["fma", "bf16,amx@16", "onednn"])
+@pytest.mark.parametrize("text", ["fma", "bf16,amx@16"])
 def test_a_table_is_read_as_it_is_written(text) -> None:
     assert str(KernelTable.of(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "fma@2", "fma,amx@1", "fma,amx@x", "amx,fma@32,amx@16", "onednn,fma@2", "f ma"])
+@pytest.mark.parametrize("text", ["", "fma@2", "fma,amx@1", "fma,amx@x", "amx,fma@32,amx@16", "f ma"])
 def test_text_that_is_no_table_is_refused(text) -> None:
     with pytest.raises(ValueError, match=r"kernel|rows"):
         KernelTable.of(text)
@@ -101,7 +96,7 @@ def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog
     assert f"linear layers: {first}, measured in" in caplog.text
     assert choice.choose_kernels(shapes, kind, None) == first
     assert f"linear layers: {first}, as measured on this machine before" in caplog.text
-    assert set(first.kernels) <= {*kind.kernels, "onednn"}
+    assert set(first.kernels) <= {*kind.kernels}
 
 
 def test_what_is_measured_on_busy_cores_is_not_kept(cache, caplog, monkeypatch) -> None:
@@ -126,26 +121,6 @@ def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
     assert own
     assert all(own)
     assert not torch.ops.oatmill.use_own_threads(before)
-
-
-def test_threads_that_keep_the_cores_busy_behind_one_kernel_do_not_decide_about_another(cache) -> None:
-    busy_until = 0.0
-
-    def make(outputs: int, inputs: int, table: KernelTable) -> Callable[[Tensor], None]:
-        def multiply(x: Tensor) -> None:
-            nonlocal busy_until
-            time.sleep(0.004 if time.perf_counter() < busy_until else 0.001)
-            if table.onednn:
-                busy_until = time.perf_counter() + 0.01
-
-        return multiply
-
-    weights = replace(float_weights(torch.float32), make=make)
-    fma, onednn = (weights, "fma"), (weights, "onednn")
-    quiet = choice.measure({64: 96}, {"fma": fma, "another": fma}, (1, 4))
-    beside = choice.measure({64: 96}, {"fma": fma, "onednn": onednn}, (1, 4))
-    for rows in (1, 4):
-        assert beside["fma"][rows] < 2 * quiet["fma"][rows]
 
 
 def test_a_trial_that_fails_gives_the_threads_back(cache) -> None:
@@ -197,12 +172,9 @@ def test_all_shards_take_what_the_first_has_measured(cache) -> None:
 
 def test_kernels_can_be_pinned() -> None:
     model = Model(torch.bfloat16)
-    pinned = linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned="fma")
+    pinned = linear_factory(model, torch.bfloat16, None, pinned="fma")
     assert pinned(nn.Linear(64, 48).bfloat16())(torch.zeros(1, 64)).shape == (1, 48)
     assert str(pinned.kernels) == "fma"
-    assert linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned="onednn").layer is OneDnnLinear
     for wrong, said in (("magic", "this CPU has no magic"), ("fma@3", "begins at 1 row")):
         with pytest.raises(UnsupportedModel, match=said):
-            linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned=wrong)
-    with pytest.raises(UnsupportedModel, match="this CPU has no onednn"):
-        linear_factory(model, torch.bfloat16, "int8", custom_kernels=True, pinned="onednn")
+            linear_factory(model, torch.bfloat16, None, pinned=wrong)

@@ -8,6 +8,7 @@ from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_with_images
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.ranks import Ranks
 from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.parallel import ShardGroup
 
 UNSPLIT = {"lfm2", "lfm2_vl", "llama4", "llama4_text", "mamba", "qwen3_next", "rwkv"}
@@ -21,6 +22,17 @@ def generate(group: ShardGroup, folder: Path, settings: dict[str, object]) -> tu
     return generate_together(engine, TEXTS), engine.info.paged
 
 
+def generate_over_a_network(group: ShardGroup, folder: Path) -> list[list[int]]:
+    """As shards on several machines do, which share no memory."""
+    memory, group.memory = group.memory, None
+    try:
+        engine = load_engine(folder, group=group)
+        assert isinstance(engine._runner.model, CpuModel)  # type: ignore[attr-defined]
+        return generate_together(engine, TEXTS)
+    finally:
+        group.memory = memory
+
+
 def check(ranks: Ranks, folder: Path, **settings: object) -> None:
     whole = load_engine(folder, **settings)
     expected = generate_together(whole, TEXTS)
@@ -32,6 +44,15 @@ def check(ranks: Ranks, folder: Path, **settings: object) -> None:
 
 def test_two_shards_generate_what_the_whole_model_does(ranks_of: RanksOf, tmp_path: Path) -> None:
     check(ranks_of(2), make("llama", tmp_path))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "olmo2"])
+def test_shards_without_shared_memory_are_one_kernel_call_as_well(
+    architecture: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    folder = make(architecture, tmp_path)
+    expected = generate_together(load_engine(folder), TEXTS)
+    assert ranks_of(2).run(generate_over_a_network, folder) == [expected, expected]
 
 
 @pytest.mark.slow

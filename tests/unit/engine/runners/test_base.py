@@ -35,7 +35,7 @@ def test_every_learned_position_can_be_used() -> None:
 
 def test_the_warm_up_leaves_room_for_a_token_more() -> None:
     config = build("gpt2").config
-    assert warm_up_tokens(config, torch.device("cuda"), 4096) == 255
-    assert warm_up_tokens(config, torch.device("cuda"), 100) == 100
-    assert warm_up_tokens(config, torch.device("cpu"), 4096) == 32
-    assert warm_up_tokens(build("bloom").config, torch.device("cuda"), 4096) == 4096
+    assert warm_up_tokens(config, 4096, fixed_memory=True) == 255
+    assert warm_up_tokens(config, 100, fixed_memory=True) == 100
+    assert warm_up_tokens(config, 4096, fixed_memory=False) == 32
+    assert warm_up_tokens(build("bloom").config, 4096, fixed_memory=True) == 4096

@@ -18,7 +18,7 @@ from tgi_server.engine.driver import Driver
 from tgi_server.engine.runners import paged, prompt_graphs
 from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, recorded
 from tgi_server.engine.runners.prompt_graphs import TOKEN_COUNTS, PromptGraphs, graph_token_counts
-from tgi_server.engine.sampling import sampler
+from tgi_server.engine.sampling import cpu_sampler
 from tgi_server.engine.speculation.costs import StepCosts
 
 WANTED = [
@@ -168,7 +168,7 @@ def test_the_next_inputs_of_greedy_rows_are_chosen_in_the_recorded_step(
         for block, text in enumerate(prompts((9, 7, 20)), start=1)
     ]
     engine.step(1, sequences, [(each.request_id, len(each.input_ids)) for each in sequences]).collect()
-    monkeypatch.setattr(sampler, "best", None)  # nobody looks for the largest logits after the step
+    monkeypatch.setattr(cpu_sampler, "argmax", None)  # nobody looks for the largest logits after the step
     batch: Any = engine._runner._batch  # type: ignore[attr-defined]
     for position in range(1, 4):
         chosen = [generation.token_id for generation in engine.step(1).collect().generations]

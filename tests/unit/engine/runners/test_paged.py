@@ -51,7 +51,7 @@ class Failing(GatherAttention):
 def test_a_kernel_that_fails_while_warming_up_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(paged, "warm_up_tokens", lambda config, device, tokens: tokens)
+    monkeypatch.setattr(paged, "warm_up_tokens", lambda config, tokens, fixed_memory: tokens)
     config = EngineConfig(make("llama", tmp_path, max_position_embeddings=512), cpu_memory=1 << 24)
     model = load_model(config, torch.device("cpu"))
     with torch.inference_mode():

@@ -17,7 +17,7 @@ def builder(request) -> Iterator[MaskBuilder]:
     if request.param == "a core to spare" and cores == 1:
         pytest.skip("there is one core")
     torch.set_num_threads(cores - 1 if request.param == "a core to spare" else cores)
-    yield MaskBuilder(torch.device("cpu"))
+    yield MaskBuilder(torch.device("cpu"), spare_cores=0)
     torch.set_num_threads(before)
 
 

@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 
-# Numbers of the weight that are dense at a time, by device: more where few calls count, fewer where a cache does.
-_DENSE_AT_ONCE = {"cuda": 1 << 22, "cpu": 1 << 20}
+# Numbers of the weight that are dense at a time: few fit a cache, many take few calls.
+_DENSE_AT_ONCE = 1 << 21
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -81,7 +81,7 @@ class QuantizedLinear(nn.Module):
         return torch.cat([self._part(x, first, last) for first, last in self._parts()], -1)
 
     def _parts(self) -> Sequence[tuple[int, int]]:
-        size = max(1, _DENSE_AT_ONCE.get(self.codes.device.type, 1 << 20) // self.in_features)
+        size = max(1, _DENSE_AT_ONCE // self.in_features)
         return [(first, min(first + size, self.out_features)) for first in range(0, self.out_features, size)]
 
     def _part(self, x: Tensor, first: int, last: int) -> Tensor:

@@ -36,18 +36,53 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// A norm by the root mean square, or a layer norm (centred), whose bias there may be.
+// A norm by the root mean square, or a layer norm (centred), whose bias there may be. whole_size: of a norm by the root
+// mean square of elements that all ranks have together, with weights in float32; 0: this rank has them all. copies: so
+// many ranks have the same of them.
 struct Norm : torch::CustomClassHolder {
   at::Tensor weight;
   MaybeTensor bias;
   double eps;
   bool centred;
+  int64_t whole_size, copies;
 
-  Norm(at::Tensor weight, MaybeTensor bias, double eps, bool centred)
-      : weight(std::move(weight)), bias(std::move(bias)), eps(eps), centred(centred) {}
+  Norm(at::Tensor weight, MaybeTensor bias, double eps, bool centred, int64_t whole_size, int64_t copies)
+      : weight(std::move(weight)), bias(std::move(bias)), eps(eps), centred(centred), whole_size(whole_size),
+        copies(copies) {}
 
   at::Tensor operator()(const at::Tensor& x) const {
     return centred ? layer_norm(x, weight, bias, eps) : rms_norm(x, weight, eps);
+  }
+
+  // x: [tokens, 1, size], of this rank.
+  at::Tensor over_ranks(const at::Tensor& x, Ranks& ranks) const {
+    const int64_t tokens = x.size(0), size = x.size(2), stride = x.stride(0);
+    at::Tensor sums = at::empty({tokens}, x.options().dtype(at::kFloat)), y = at::empty({tokens, 1, size}, x.options());
+    float* squares = sums.mutable_data_ptr<float>();
+    by_dtype(x, [&]<typename T>(T*) {
+      const T* from = x.const_data_ptr<T>();
+      for_rows(tokens, size, [&](int64_t t, int64_t last) {
+        for (; t < last; ++t) {
+          float sum = 0;
+          for (int64_t i = 0; i < size; ++i) {
+            const float value = static_cast<float>(from[t * stride + i]);
+            sum += value * value;
+          }
+          squares[t] = sum / static_cast<float>(copies);
+        }
+      });
+      ranks.all_reduce(sums);
+      const float* scale = weight.const_data_ptr<float>();
+      T* to = y.mutable_data_ptr<T>();
+      for_rows(tokens, size, [&](int64_t t, int64_t last) {
+        for (; t < last; ++t) {
+          const float factor = 1 / std::sqrt(squares[t] / static_cast<float>(whole_size) + static_cast<float>(eps));
+          for (int64_t i = 0; i < size; ++i)
+            to[t * size + i] = static_cast<T>(scale[i] * (static_cast<float>(from[t * stride + i]) * factor));
+        }
+      });
+    });
+    return y;
   }
 };
 
@@ -258,11 +293,12 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // x: [tokens, heads, head_dim]. The norm is of each head, or of all heads of a token together.
-  static at::Tensor of_heads(const MaybeNorm& norm, const at::Tensor& x) {
+  at::Tensor of_heads(const MaybeNorm& norm, const at::Tensor& x) const {
     if (!norm) return x;
-    if ((*norm)->weight.numel() == x.size(2) || (*norm)->weight.dim() == 2) return (**norm)(x);
+    const bool whole = (*norm)->whole_size != 0;
+    if (!whole && ((*norm)->weight.numel() == x.size(2) || (*norm)->weight.dim() == 2)) return (**norm)(x);
     const at::Tensor together = x.as_strided({x.size(0), 1, x.size(1) * x.size(2)}, {x.stride(0), x.stride(0), 1});
-    return (**norm)(together).view(x.sizes());
+    return (whole ? (*norm)->over_ranks(together, *ranks_) : (**norm)(together)).view(x.sizes());
   }
 
   int64_t heads_, kv_heads_, head_dim_;
@@ -446,9 +482,12 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("screened", &Linear::screened);
   library.class_<Ranks>("Ranks")
       .def(torch::init<at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>())
+      .def_static("of_group", [](std::string group, int64_t rank, int64_t world_size) {
+        return c10::make_intrusive<Ranks>(std::move(group), rank, world_size);
+      })
       .def("all_reduce", [](const RanksPtr& self, const at::Tensor& x) { self->all_reduce(x); })
       .def("all_gather", &Ranks::all_gather);
-  library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double, bool>());
+  library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double, bool, int64_t, int64_t>());
   library.class_<Experts>("Experts")
       .def(torch::init<double, double>())
       .def("add", &Experts::add)

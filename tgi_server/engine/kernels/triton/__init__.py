@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tgi_server.engine.memory import HOST
+
 # Compute capability of the oldest GPUs that the kernels with matrix products are for. Older ones have no bfloat16, and
 # Triton compiles products for them without tensor cores.
 OLDEST_DEVICE = (8, 0)
@@ -27,7 +29,7 @@ class QueryTiles:
 
 def device_fault(device: torch.device) -> str | None:
     """Returns why the kernels with matrix products must not be used on a device, in words; None if they may be."""
-    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= OLDEST_DEVICE:
+    if device == HOST or (capability := torch.cuda.get_device_capability(device)) >= OLDEST_DEVICE:
         return None
     return "the kernels need a GPU of compute capability {}.{}; this one has {}.{}".format(*OLDEST_DEVICE, *capability)
 
@@ -35,4 +37,4 @@ def device_fault(device: torch.device) -> str | None:
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Returns how many multiprocessors a GPU has; of a CPU, in tests, 4."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return 4 if device == HOST else torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,11 +6,11 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.base import Backend, MakeLora
+from tgi_server.engine.backends.devices import cache_bytes, forget_peak
 from tgi_server.engine.backends.generic import CurrentRows, adapt_modules
 from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import cache_bytes, forget_peak
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
@@ -134,7 +134,7 @@ class PaddedRunner(Runner):
 
     def _run_largest(self, max_prefill_tokens: int) -> tuple[int, int]:
         """Runs a prompt as long as a step may compute, and a step after it. Returns what the row took up."""
-        tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
+        tokens = warm_up_tokens(self._model.config, max_prefill_tokens, fixed_memory=self.backend.fixed_memory)
         self.run_prompt(tokens, blocks=[])
         row_bytes = self._rows.row_bytes()
         self.truncate(0)

@@ -182,7 +182,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
       "Tensor? sinks, float key_scale=1.0, float value_scale=1.0) -> Tensor");
-  library.def("decode_places(Tensor positions, Tensor tables, int block_size) -> (Tensor, Tensor)");
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, float key_scale=1.0, "
       "float value_scale=1.0) -> ()");
@@ -190,6 +189,5 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("paged_attention", &oatmill::paged_attention);
-  library.impl("decode_places", &oatmill::decode_places);
   library.impl("write_kv", &oatmill::write_kv);
 }

@@ -1,5 +1,6 @@
 #include "runtime/ranks.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <sched.h>
 #include <signal.h>
@@ -42,19 +43,37 @@ std::atomic_ref<int64_t> counter(const at::Tensor& memory, size_t rank) {
   return std::atomic_ref<int64_t>(*reinterpret_cast<int64_t*>(bytes + rank * LINE_BYTES));
 }
 
+// Calls an operator on a process group, and waits for its result.
+at::Tensor collective(const char* name, torch::jit::Stack arguments) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  try {
+    dispatcher.findSchemaOrThrow(name, "").callBoxed(arguments);
+    dispatcher.findSchemaOrThrow("_c10d_functional::wait_tensor", "").callBoxed(arguments);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "peer lost: ", error.what());
+  }
+  return arguments.front().toTensor();
+}
+
 }  // namespace
 
 Ranks::Ranks(at::Tensor memory, int64_t rank, std::vector<int64_t> processes, int64_t place_bytes, double timeout)
-    : memory_(std::move(memory)), rank_(rank), processes_(std::move(processes)), place_bytes_(place_bytes),
-      timeout_(timeout) {
-  const int64_t world_size = static_cast<int64_t>(processes_.size());
+    : memory_(std::move(memory)), rank_(rank), world_size_(static_cast<int64_t>(processes.size())),
+      processes_(std::move(processes)), place_bytes_(place_bytes), timeout_(timeout) {
   TORCH_CHECK(memory_.scalar_type() == at::kByte && memory_.is_contiguous());
-  TORCH_CHECK(memory_.numel() >= world_size * (LINE_BYTES + PLACES * place_bytes_), "the ranks need more shared memory");
+  TORCH_CHECK(memory_.numel() >= world_size_ * (LINE_BYTES + PLACES * place_bytes_), "the ranks need more shared memory");
 }
+
+Ranks::Ranks(std::string group, int64_t rank, int64_t world_size)
+    : group_(std::move(group)), rank_(rank), world_size_(world_size) {}
 
 void Ranks::all_reduce(at::Tensor x) {
   TORCH_CHECK(x.is_contiguous());
-  const int64_t world_size = static_cast<int64_t>(processes_.size());
+  if (!memory_.defined()) {
+    collective("_c10d_functional::all_reduce_", {x, "sum", group_});
+    return;
+  }
+  const int64_t world_size = world_size_;
   by_dtype(x, [&]<typename T>(T*) {
     T* to = x.mutable_data_ptr<T>();
     const int64_t most = place_bytes_ / static_cast<int64_t>(sizeof(T)), all = x.numel();
@@ -76,8 +95,13 @@ void Ranks::all_reduce(at::Tensor x) {
 
 at::Tensor Ranks::all_gather(const at::Tensor& x) {
   const at::Tensor own = x.contiguous();
-  const int64_t world_size = static_cast<int64_t>(processes_.size());
+  const int64_t world_size = world_size_;
   auto shape = own.sizes().vec();
+  if (!memory_.defined()) {  // which joins them along the first axis
+    const at::Tensor parts = collective("_c10d_functional::all_gather_into_tensor", {own, world_size, group_});
+    shape.back() *= world_size;
+    return parts.view({world_size, -1, own.size(-1)}).transpose(0, 1).reshape(shape);
+  }
   shape.back() *= world_size;
   at::Tensor joined = at::empty(shape, own.options());
   const int64_t row_bytes = own.size(-1) * own.element_size(), all = own.numel() * own.element_size();
@@ -97,9 +121,8 @@ at::Tensor Ranks::all_gather(const at::Tensor& x) {
 }
 
 const char* Ranks::exchange(const char* from, int64_t bytes) {
-  const int64_t world_size = static_cast<int64_t>(processes_.size());
-  char* places = static_cast<char*>(memory_.data_ptr()) + world_size * LINE_BYTES +
-                 calls_ % PLACES * world_size * place_bytes_;
+  char* places = static_cast<char*>(memory_.data_ptr()) + world_size_ * LINE_BYTES +
+                 calls_ % PLACES * world_size_ * place_bytes_;
   std::memcpy(places + rank_ * place_bytes_, from, bytes);
   counter(memory_, rank_).store(++calls_, std::memory_order_release);
   wait();

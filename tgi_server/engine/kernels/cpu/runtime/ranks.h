@@ -1,5 +1,5 @@
-// The ranks of a model on one machine, and how they bring together what each of them has computed: through memory that
-// they share, in microseconds.
+// The ranks of a model, and how they bring together what each of them has computed: on one machine through memory that
+// they share, in microseconds, and on several through a process group of torch.
 
 #pragma once
 
@@ -7,11 +7,12 @@
 #include <torch/custom_class.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace oatmill {
 
-// Every rank has two places in the memory, which it uses in turn, and a counter of the tensors that it has put down. It
+// In shared memory every rank has two places in the memory, which it uses in turn, and a counter of the tensors that it has put down. It
 // puts its tensor down, counts, waits until the others have counted as far, and reads theirs. A place is written again two
 // calls later; by then every other rank has begun the call between, so has read what was there.
 class Ranks : public torch::CustomClassHolder {
@@ -19,6 +20,9 @@ class Ranks : public torch::CustomClassHolder {
   // memory: bytes, 0 at first, the same for all: a counter of each rank, LINE_BYTES apart, and PLACES places of each, of
   // place_bytes. processes: the ids of all ranks' processes. timeout: seconds to wait for the others in a call.
   Ranks(at::Tensor memory, int64_t rank, std::vector<int64_t> processes, int64_t place_bytes, double timeout);
+
+  // group: the name of a process group of torch.
+  Ranks(std::string group, int64_t rank, int64_t world_size);
 
   // Sums a contiguous tensor of floats over all ranks, in place. The result has the same bits everywhere.
   void all_reduce(at::Tensor x);
@@ -35,11 +39,12 @@ class Ranks : public torch::CustomClassHolder {
   bool arrived() const;
   void check_others() const;
 
-  at::Tensor memory_;
-  int64_t rank_;
+  at::Tensor memory_;  // or none
+  std::string group_;
+  int64_t rank_, world_size_;
   std::vector<int64_t> processes_;
-  int64_t place_bytes_;
-  double timeout_;
+  int64_t place_bytes_ = 0;
+  double timeout_ = 0;
   int64_t calls_ = 0;
 };
 
