@@ -43,20 +43,18 @@ class CompiledGrammar:
 
 
 class CompiledGrammars:
-    """Keeps compiled grammars. Those that no request has pinned make room, the least recently used first."""
+    """A cache of compiled grammars. Those that no request has pinned make room, the least recently used first.
+
+    size: bytes of all of them.
+    """
 
     def __init__(self, limit: int) -> None:
-        """limit: bytes of all of them."""
+        """limit: of the size."""
         self._limit = limit
         self._lock = threading.Lock()
         self._grammars: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._pins: Counter[Grammar] = Counter()
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of all."""
-        return self._size
+        self.size = 0
 
     def find(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:
@@ -70,15 +68,15 @@ class CompiledGrammars:
         with self._lock:
             self._remove(grammar)
             unpinned = [each for each in self._grammars if not self._pins[each]]
-            needed = self._size - sum(self._grammars[each].size for each in unpinned)
+            needed = self.size - sum(self._grammars[each].size for each in unpinned)
             if needed + compiled.size > self._limit:
                 raise NoRoomForGrammar("the grammars of other requests take all the room; try again soon")
             for oldest in unpinned:
-                if self._size + compiled.size <= self._limit:
+                if self.size + compiled.size <= self._limit:
                     break
                 self._remove(oldest)
             self._grammars[grammar] = compiled
-            self._size += compiled.size
+            self.size += compiled.size
 
     def pin(self, grammar: Grammar) -> None:
         """Keeps the grammar, compiled or about to be, until it is unpinned as often as it was pinned."""
@@ -93,4 +91,4 @@ class CompiledGrammars:
 
     def _remove(self, grammar: Grammar) -> None:
         if (removed := self._grammars.pop(grammar, None)) is not None:
-            self._size -= removed.size
+            self.size -= removed.size

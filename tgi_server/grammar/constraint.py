@@ -36,6 +36,7 @@ class Constraint:
     the text and its tokens are the same when they are taken together and when they are taken one at a time. The same
     queue holds the tokens of hints, and the end-of-sequence token once nothing else can follow.
 
+    matcher: computes the mask of the next token, unless there is a jump-forward token.
     error: the reason why the sequence cannot go on; None while it can. ended: the last token ended the text.
     """
 
@@ -59,17 +60,12 @@ class Constraint:
         self.eos = frozenset(eos)
         self.ignore_eos = ignore_eos
         self._first_eos = eos[0]
-        self._matcher = matcher
+        self.matcher = matcher
         self._hints = hints
         self._on_fault = on_fault
         self._left = max_new_tokens
         self._queue: deque[JumpForward] = deque()
         self._look_ahead()
-
-    @property
-    def matcher(self) -> LLMatcher:
-        """The matcher that computes the mask of the next token, unless there is a jump-forward token."""
-        return self._matcher
 
     @property
     def jump_forward(self) -> int | None:
@@ -85,7 +81,7 @@ class Constraint:
         """Returns how many of the tokens may follow, one after the other. Where another is forced, none may."""
         if self._queue or self.error is not None:
             return 0
-        return self._matcher.validate_tokens(list(tokens))
+        return self.matcher.validate_tokens(list(tokens))
 
     def advance(self, token: int, room: int) -> Advance:
         """Takes a token that was chosen, and at most `room` jump-forward tokens behind it; the end needs no room."""
@@ -103,8 +99,8 @@ class Constraint:
 
     def check(self) -> None:
         """Notes what went wrong while the mask was computed."""
-        if self.error is None and self._matcher.is_error():
-            self.error = reason(self._matcher.get_error())
+        if self.error is None and self.matcher.is_error():
+            self.error = reason(self.matcher.get_error())
             self._on_fault()
 
     def _take(self, token: int) -> bool:
@@ -118,7 +114,7 @@ class Constraint:
                 self.error = f"token {token} came where the grammar wants token {expected.token}"
             self.ended = token in self.eos
             return expected.hidden
-        if self._matcher.consume_token(token):
+        if self.matcher.consume_token(token):
             self.ended = token in self.eos
             if not self.ended:
                 self._look_ahead()
@@ -132,20 +128,20 @@ class Constraint:
             for token in following:
                 self._append(token)
         self.check()
-        if self.error is None and self._matcher.is_stopped():
+        if self.error is None and self.matcher.is_stopped():
             self._queue.append(JumpForward(self._first_eos))
 
     def _only_continuation(self) -> list[int]:
         """Takes and returns the tokens that must come next; none where there is a choice, or after an error."""
-        following = self._matcher.compute_ff_tokens()
+        following = self.matcher.compute_ff_tokens()
         if following:
-            self._matcher.consume_tokens(following)
+            self.matcher.consume_tokens(following)
         return following or self._marker()
 
     def _marker(self) -> list[int]:
         """Takes and returns the marker that must come next, for tokenizers without jump-forward tokens."""
         for marker in self._hints:
-            if self._matcher.try_consume_tokens([marker]):
+            if self.matcher.try_consume_tokens([marker]):
                 return [marker]
         return []
 

@@ -33,21 +33,16 @@ class StepCosts:
     """
 
     def __init__(self, without_drafts: Mapping[int, float], with_drafts: Mapping[int, float]) -> None:
-        """Both: seconds by the tokens of a step; they differ where a step with drafts runs another way."""
-        self._without = Line(without_drafts)
-        self._with = Line(with_drafts)
+        """Both: seconds by the tokens of a step; they differ where a step with drafts runs another way.
+
+        A step without drafts has a token of each sequence that decodes.
+        """
+        self.without_drafts = Line(without_drafts)
+        self.with_drafts = Line(with_drafts)
 
     def __str__(self) -> str:
         """Returns the milliseconds, for people."""
-        return f"{self._without} ms; with drafts: {self._with} ms"
-
-    def without_drafts(self, tokens: int) -> float:
-        """Returns the seconds of a step of so many sequences that decode."""
-        return self._without.seconds(tokens)
-
-    def with_drafts(self, tokens: int) -> float:
-        """Returns the seconds of a step of so many tokens, several of which are one sequence's."""
-        return self._with.seconds(tokens)
+        return f"{self.without_drafts} ms; with drafts: {self.with_drafts} ms"
 
     def least_chance(self, rows: int, expected: float, most: int) -> float:
         """Returns the probability to be right up to which no drafted tokens are worth their time, whatever they are.
@@ -56,10 +51,10 @@ class StepCosts:
         """
         if not most:
             return 1.0
-        longer = expected / self._without.seconds(rows)
+        longer = expected / self.without_drafts(rows)
         # The bound is a quotient of two straight lines between measured points, so it is lowest at one of these.
-        tokens = {rows + 1, rows + most, *(each for each in self._with.tokens if rows < each < rows + most)}
-        return min((longer * self._with.seconds(each) - expected) / (each - rows) for each in tokens)
+        tokens = {rows + 1, rows + most, *(each for each in self.with_drafts.tokens if rows < each < rows + most)}
+        return min((longer * self.with_drafts(each) - expected) / (each - rows) for each in tokens)
 
     def worth(
         self,
@@ -83,11 +78,11 @@ class StepCosts:
             ),
             reverse=True,
         )
-        fastest, best, longest = expected / self._without.seconds(rows), 0, 0
+        fastest, best, longest = expected / self.without_drafts(rows), 0, 0
         for count, (gain, _, place) in enumerate(gains, start=1):
             expected += gain
             longest = max(longest, place)
-            speed = expected / (self._with.seconds(rows + count) + drafting(longest))
+            speed = expected / (self.with_drafts(rows + count) + drafting(longest))
             if speed > fastest:
                 fastest, best = speed, count
         worth = [0] * len(lengths)
@@ -106,9 +101,9 @@ class Line:
         self._seconds = list(falling)[::-1]
 
     def __str__(self) -> str:
-        return ", ".join(f"{1000 * self.seconds(tokens):.3g} ({tokens})" for tokens in self.tokens)
+        return ", ".join(f"{1000 * self(tokens):.3g} ({tokens})" for tokens in self.tokens)
 
-    def seconds(self, tokens: int) -> float:
+    def __call__(self, tokens: int) -> float:
         if len(self.tokens) == 1:
             return self._seconds[0]
         place = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)

@@ -63,7 +63,7 @@ class Medusa(StateDrafter):
         self._costs = measure_rows(lambda rows: self._guesses(self._hidden[:rows], 1), len(self._hidden), group)
 
     def seconds(self, tokens: int, sequences: int) -> float:
-        return tokens * self._costs.seconds(sequences) if self._costs else 0.0
+        return tokens * self._costs(sequences) if self._costs else 0.0
 
     def follow(self, last: LastPass) -> None:
         self._last = last

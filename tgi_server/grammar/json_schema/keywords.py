@@ -69,9 +69,9 @@ def escaped(name: str) -> str:
 
 def check_value(keyword: str, value: Any) -> None:
     """Raises Unenforceable for a value that the keyword cannot have."""
-    wanted = _WANTED.get(keyword)
-    if wanted is not None and not wanted[0](value):
-        raise Unenforceable(f"must be {wanted[1]}, not {json.dumps(value, ensure_ascii=False)[:40]}")
+    expected = _EXPECTED.get(keyword)
+    if expected is not None and not expected[0](value):
+        raise Unenforceable(f"must be {expected[1]}, not {json.dumps(value, ensure_ascii=False)[:40]}")
 
 
 def is_number(value: Any) -> bool:
@@ -114,15 +114,15 @@ def _is_type(value: Any) -> bool:
     return isinstance(names, list) and bool(names) and all(name in (*TYPES, "integer") for name in names)
 
 
-_Wanted = tuple[Callable[[Any], bool], str]
-_COUNT: _Wanted = (lambda value: count(value) is not None, "a whole number that is not negative")
-_NUMBER: _Wanted = (is_number, "a number")
-_BOUND: _Wanted = (lambda value: isinstance(value, bool) or is_number(value), "a number")
-_TEXT: _Wanted = (lambda value: isinstance(value, str), "a text")
-_TEXTS: _Wanted = (_is_list_of_texts, "a list of texts")
-_SCHEMAS: _Wanted = (lambda value: isinstance(value, list) and bool(value), "a list of schemas that is not empty")
-_MAP: _Wanted = (lambda value: isinstance(value, dict), "an object")
-_WANTED: dict[str, _Wanted] = {
+_Expected = tuple[Callable[[Any], bool], str]
+_COUNT: _Expected = (lambda value: count(value) is not None, "a whole number that is not negative")
+_NUMBER: _Expected = (is_number, "a number")
+_BOUND: _Expected = (lambda value: isinstance(value, bool) or is_number(value), "a number")
+_TEXT: _Expected = (lambda value: isinstance(value, str), "a text")
+_TEXTS: _Expected = (_is_list_of_texts, "a list of texts")
+_SCHEMAS: _Expected = (lambda value: isinstance(value, list) and bool(value), "a list of schemas that is not empty")
+_MAP: _Expected = (lambda value: isinstance(value, dict), "an object")
+_EXPECTED: dict[str, _Expected] = {
     "type": (_is_type, f"the name of a type ({', '.join(TYPES)}, integer), or a list of such names"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a list of values that is not empty"),
     "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),

@@ -94,7 +94,7 @@ class Rounds:
     def right(self) -> bool:
         """Measures, and returns True if that gives the times that it takes when nothing holds it up."""
         line = measure_rows(self.compute, 64, None)
-        return all(line.seconds(rows) == pytest.approx(0.001 * rows) for rows in line.tokens)
+        return all(line(rows) == pytest.approx(0.001 * rows) for rows in line.tokens)
 
 
 def test_a_busy_machine_rarely_spoils_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
