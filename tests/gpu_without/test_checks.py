@@ -64,7 +64,7 @@ def test_check(name: str, part: str, python: str) -> None:
         "OMP_NUM_THREADS": "1",  # tensors are tiny, or have no numbers: more threads take six times as long
     }
     options = ("-c", os.devnull, "--rootdir", ROOT, "--noconftest", "--tb=short", "-q", "--import-mode=importlib")
-    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu_without.part")
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu_without.part", "-p", "tests.gpu_without.bounds")
     done = subprocess.run(
         [python, "-m", "pytest", *options, *plugins, FOLDER / f"{name}.py"],
         cwd=ROOT,
