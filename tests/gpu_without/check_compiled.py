@@ -83,11 +83,12 @@ def attention(
     *,
     prompts: bool,
     mantissa: int = 0,
+    programs: float = 8.0,
     **kinds: bool,
 ) -> list[Any]:
-    """mantissa: of the KV cache's numbers, if they are of 8 bits."""
+    """mantissa: of the KV cache's numbers, if they are of 8 bits. programs: of a multiprocessor; few have less rows."""
     itemsize = dtype.itemsize
-    tokens = tokens_of_a_tile(group, head_dim, itemsize) if prompts else 1
+    tokens = tokens_of_a_tile(group, head_dim, itemsize, programs) if prompts else 1
     shape = LaunchShape.of(group, head_dim, itemsize, tokens)
     kinds = dict.fromkeys(("windowed", "capped", "alibi", "rounded_alibi", "sunk"), False) | kinds
     data = f"*{NAMES[dtype]}"
@@ -102,8 +103,7 @@ def attention(
     types["sinks"] = "*fp32" if kinds["sunk"] else data
     sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "rows": shape.rows, "width": shape.width}
     constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile, "mantissa": mantissa, "apart": prompts}
-    together = max(1, shape.rows // 16)
-    at_once = split_kv._JOINED_AT_ONCE // (together * shape.width)
+    together, at_once = split_kv.joined_at_once(shape.rows, shape.width)
     joined = sizes | {"together": together, "most_parts": split_kv.MOST_PARTS, "at_once": at_once}
     return [
         compiled(paged_attention._attend_part, types, constants, capability, shape.warps, shape.stages),
@@ -112,10 +112,12 @@ def attention(
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("prompts", [False, True], ids=["decode", "prompts"])
+@pytest.mark.parametrize(("prompts", "programs"), [(False, 8), (True, 8), (True, 1)], ids=["decode", "prompts", "few"])
 @pytest.mark.parametrize(("dtype", "head_dim"), list(product([torch.bfloat16, torch.float32], [64, 128, 256])))
-def test_attention_fits(capability: int, prompts: bool, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
-    for program in attention(capability, dtype, head_dim, 4, prompts=prompts):
+def test_attention_fits(
+    capability: int, prompts: bool, programs: float, dtype: torch.dtype, head_dim: int, tmp_path: Path
+) -> None:
+    for program in attention(capability, dtype, head_dim, 4, prompts=prompts, programs=programs):
         check(program, capability, tmp_path)
 
 
@@ -290,7 +292,7 @@ def test_rounding_to_fp8_fits(capability: int, tmp_path: Path) -> None:
 def test_sampling_fits(capability: int, tmp_path: Path) -> None:
     types = dict.fromkeys(("scores", "warped", "candidates"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
     types |= {"columns": INTS}
-    types |= dict.fromkeys(("top_ks", "seeds", "steps", "chosen"), "*i64")
+    types |= dict.fromkeys(("top_ks", "seeds", "steps", "sums", "chosen"), "*i64")
     for writes in (False, True):
         constants = {"writes": writes, "at_once": sampling._AT_ONCE}
         check(compiled(sampling._choose, types, constants, capability, sampling._WARPS), capability, tmp_path)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
-from tgi_server.engine.kernels.triton import OLDEST_DEVICE, QueryTiles
+from tgi_server.engine.kernels.triton import OLDEST_DEVICE, QueryTiles, multiprocessors
 
 MAX_HEAD_DIM = 256
 
@@ -61,12 +61,13 @@ class CudaAttention(GatherAttention):
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
         group, itemsize = heads // kv_heads, query.element_size()
         output = query.new_empty(query.shape)
-        for tokens, lengths in _tile_kinds(metadata, tokens_of_a_tile(group, head_dim, itemsize)):
+        programs = len(query) * heads / 128 / multiprocessors(query.device)
+        for tokens, lengths in _tile_kinds(metadata, tokens_of_a_tile(group, head_dim, itemsize, programs)):
             shape = LaunchShape.of(group, head_dim, itemsize, tokens)
             tiles = metadata.made(("tiles", tokens), partial(_tiles, metadata, tokens, lengths))
             plan = metadata.made(
-                ("plan", tokens, kv_heads, shape.key_tile, variant.window),
-                partial(plan_parts, tiles, kv_heads, shape.key_tile, variant.window),
+                ("plan", shape.rows, tokens, kv_heads, shape.key_tile, variant.window),
+                partial(plan_parts, tiles, kv_heads, shape.key_tile, variant.window, shape.rows),
             )
             paged_attention(
                 query,

@@ -20,6 +20,8 @@ from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts
 
 # Rows of a product that tensor cores compute; where fewer heads share their keys, the other rows are empty.
 _FEWEST_ROWS = 16
+# Programs of 128 rows that a multiprocessor needs to be busy until a pass is over.
+_ENOUGH_PROGRAMS = 4
 # Softmax is computed in powers of 2, for which devices have an instruction: scores are multiplied by log2(e).
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments whose values differ from pass to pass: kernels are not compiled anew for multiples of 16 and the like.
@@ -49,14 +51,21 @@ class LaunchShape:
         width = max(16, triton.next_power_of_2(head_dim))
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(rows, width, key_tile=32 if width <= 64 else 16, warps=8, stages=1)
-        warps = 4 if rows * width <= _FEWEST_ROWS * 128 else 8
+        warps = 4 if rows * width <= 64 * 128 else 8
         return cls(rows, width, key_tile=32 if width > 128 else 64, warps=warps, stages=5)
 
 
-def tokens_of_a_tile(group: int, head_dim: int, itemsize: int) -> int:
-    """Returns how many prompt tokens a program attends for: as many as its registers hold."""
-    fewer, more, limit = (16, 32, 64) if itemsize == 4 else (64, 128, 128)
-    return max(1, (fewer if head_dim > limit else more) // group)
+def tokens_of_a_tile(group: int, head_dim: int, itemsize: int, programs: float) -> int:
+    """Returns how many prompt tokens a program attends for: as many as its registers hold, or half.
+
+    programs: of a multiprocessor, if each had 128 rows. Of fewer than some, those with 64 rows leave less of the device
+    idle, and two or three of them on a multiprocessor compute while one waits.
+    """
+    if itemsize == 4:
+        rows = 16 if head_dim > 64 else 32
+    else:
+        rows = 64 if head_dim > 128 or programs < _ENOUGH_PROGRAMS else 128
+    return max(1, rows // group)
 
 
 def paged_attention(

@@ -37,16 +37,17 @@ def choose(
     chosen = torch.empty(rows, dtype=torch.int64, device=scores.device)
     candidates = torch.empty(rows, _AT_ONCE, dtype=torch.float32, device=scores.device)
     columns = torch.empty(rows, _AT_ONCE, dtype=torch.int32, device=scores.device)
+    sums = torch.empty(rows, triton.cdiv(tokens, _AT_ONCE), 2, dtype=torch.int64, device=scores.device)
     _choose[rows,](
-        scores, settings, top_k, seeds, steps, scores if warped is None else warped, candidates, columns, chosen,
-        tokens, writes=warped is not None, at_once=_AT_ONCE, num_warps=_WARPS,
+        scores, settings, top_k, seeds, steps, scores if warped is None else warped, candidates, columns, sums,
+        chosen, tokens, writes=warped is not None, at_once=_AT_ONCE, num_warps=_WARPS,
     )  # fmt: skip
     return chosen
 
 
 @triton.jit(do_not_specialize=["tokens"])  # see `_choose_candidate`: as multiples of 16, rows would be read in fours
 def _choose(
-    scores, settings, top_ks, seeds, steps, warped, candidates, columns, chosen, tokens,
+    scores, settings, top_ks, seeds, steps, warped, candidates, columns, sums, chosen, tokens,
     writes: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -54,6 +55,7 @@ def _choose(
     warped += row.to(tl.int64) * tokens
     candidates += row.to(tl.int64) * at_once
     columns += row.to(tl.int64) * at_once
+    sums += row.to(tl.int64) * tl.cdiv(tokens, at_once) * 2
     temperature = tl.load(settings + 3 * row).to(tl.float32)
     top_p = tl.load(settings + 3 * row + 1)
     min_p = tl.load(settings + 3 * row + 2).to(tl.float32)
@@ -89,8 +91,8 @@ def _choose(
                     tl.store(warped + column, tl.where(excluded, float("-inf"), x), mask=column < tokens)
     if token < 0:
         token = _choose_from_row(
-            scores, tokens, temperature, peak, top_k, limited, top_p, nucleus, weight, min_p, random, warped, writes,
-            at_once,
+            scores, tokens, temperature, peak, top_k, limited, top_p, nucleus, weight, min_p, random, warped, sums,
+            writes, at_once,
         )  # fmt: skip
     tl.store(chosen + row, token.to(tl.int64))
 
@@ -179,9 +181,10 @@ def _choose_candidate(
 
 @triton.jit
 def _choose_from_row(
-    scores, tokens, temperature, peak, top_k, limited, top_p, nucleus, weight, min_p, random, warped,
+    scores, tokens, temperature, peak, top_k, limited, top_p, nucleus, weight, min_p, random, warped, sums,
     writes: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
+    """sums: of each look at the row, the weight of its tokens, and how many ties came before."""
     worst, ties_excluded = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int64)
     if limited:
         worst = _threshold(scores, tokens, temperature, peak, worst, top_k, False, at_once)
@@ -193,23 +196,30 @@ def _choose_from_row(
         better, ties = _weight(scores, tokens, temperature, peak, worst + 1, worst, at_once)
         ties_excluded = _ties_excluded(target, better, ties, worst, peak)
 
-    total, seen = tl.zeros([at_once], tl.int64), tl.full([], 0, tl.int64)
+    total, seen = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     for first in range(0, tokens, at_once):
-        x, weights, seen = _kept(scores, first, tokens, temperature, peak, worst, seen, ties_excluded, min_p, at_once)
-        total += weights
+        x, weights, behind = _kept(scores, first, tokens, temperature, peak, worst, seen, ties_excluded, min_p, at_once)
+        look = sums + first // at_once * 2
+        weight = tl.sum(weights, 0)
+        tl.store(look, weight)
+        tl.store(look + 1, seen)
+        total += weight
+        seen = behind
         if writes:
             column = first + tl.arange(0, at_once)
             tl.store(warped + column, x, mask=column < tokens)
-    aim = (random * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
-    token, running, seen = tokens - 1, tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    tl.debug_barrier()
+    aim = (random * total.to(tl.float64)).to(tl.int64)
+    token, running = tokens - 1, tl.full([], 0, tl.int64)
     for first in range(0, tokens, at_once):
         if running <= aim:
-            _, weights, seen = _kept(
-                scores, first, tokens, temperature, peak, worst, seen, ties_excluded, min_p, at_once
-            )
+            look = sums + first // at_once * 2
             before = running
-            running += tl.sum(weights, 0)
+            running += tl.load(look)
             if running > aim:
+                _, weights, _ = _kept(
+                    scores, first, tokens, temperature, peak, worst, tl.load(look + 1), ties_excluded, min_p, at_once
+                )
                 column = first + tl.arange(0, at_once)
                 token = tl.min(tl.where(before + tl.cumsum(weights, 0) > aim, column, tokens - 1), 0)
     return token

@@ -20,11 +20,15 @@ from tgi_server.engine.kernels.triton import QueryTiles, multiprocessors
 _PROGRAMS_PER_PROCESSOR = 2
 # A tile has at most so many parts, so that one look joins them; and no part has fewer key tiles, unless it is alone.
 MOST_PARTS = 64
-_FEWEST_KEY_TILES = 4
+_FEWEST_KEY_TILES = 2
+# Of prompts, whose parts have more rows to join.
+_FEWEST_KEY_TILES_OF_PROMPTS = 16
 # Tiles that the planning program looks at together.
 _PLANNED_AT_ONCE = 1024
-# Numbers of parts that a joining program holds: those of `MOST_PARTS` rows of 128 elements.
+# Numbers of parts that a joining program loads at once: for tiles of few rows, those of `MOST_PARTS` rows of 128
+# elements; those of prompts seldom have more than two parts.
 _JOINED_AT_ONCE = 8192
+_JOINED_AT_ONCE_OF_PROMPTS = 2048
 _ANY_VALUE = ("counts", "kv_lengths", "firsts", "tile_of", "starts", "places", "share", "joined", "tiles", "target")
 
 
@@ -47,8 +51,11 @@ class PartsPlan:
     most_kept: int
 
 
-def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int) -> PartsPlan:
-    """Plans the parts of all tiles so that the device has work for all its processors, and no part is too long."""
+def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int, rows: int = 16) -> PartsPlan:
+    """Plans the parts of all tiles so that the device has work for all its processors, and no part is too long.
+
+    rows: of a program's products.
+    """
     count, device = len(tiles.counts), tiles.counts.device
     target = -(-_PROGRAMS_PER_PROCESSOR * multiprocessors(device) // kv_heads)
     most_joined = min(count, target)  # each of these has more key tiles than one part of `target` would
@@ -57,7 +64,8 @@ def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int) -> 
     tile_of, starts, places, share, joined = numbers.split(sizes)
     _plan[1,](
         tiles.counts, tiles.kv_lengths, tile_of, starts, places, share, joined, count, target, window, most_joined,
-        key_tile=key_tile, windowed=window > 0, most_parts=MOST_PARTS, fewest_key_tiles=_FEWEST_KEY_TILES,
+        key_tile=key_tile, windowed=window > 0, most_parts=MOST_PARTS,
+        fewest_key_tiles=_FEWEST_KEY_TILES if rows <= 16 else _FEWEST_KEY_TILES_OF_PROMPTS,
         at_once=_PLANNED_AT_ONCE, num_warps=8,
     )  # fmt: skip
     return PartsPlan(tile_of, starts, places, share, joined, most_kept=2 * target)
@@ -73,12 +81,19 @@ def join_parts(
     a KV head. tokens: most of a tile.
     """
     _, kv_heads, rows, width = parts.shape
-    together = max(1, rows // 16)  # rows of a program
+    together, at_once = joined_at_once(rows, width)
     sizes = {"group": group, "head_dim": output.shape[2], "rows": rows, "width": width, "together": together}
     _join_parts[len(plan.joined) - 1, triton.cdiv(group * tokens, together), kv_heads](
         parts, weights, output, tiles.first, tiles.counts, plan.starts, plan.places, plan.joined, len(plan.joined) - 1,
-        kv_heads=kv_heads, most_parts=MOST_PARTS, at_once=_JOINED_AT_ONCE // (together * width), num_warps=4, **sizes,
+        kv_heads=kv_heads, most_parts=MOST_PARTS, at_once=at_once, num_warps=4, **sizes,
     )  # fmt: skip
+
+
+def joined_at_once(rows: int, width: int) -> tuple[int, int]:
+    """Returns how many rows a joining program has, and how many parts of them it loads at once."""
+    together = max(1, rows // 16)
+    numbers = _JOINED_AT_ONCE if together == 1 else _JOINED_AT_ONCE_OF_PROMPTS
+    return together, max(1, min(MOST_PARTS, numbers // (together * width)))
 
 
 @triton.jit
@@ -153,7 +168,7 @@ def _join_parts(
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.exp2(weight - base[None, :]), 0)
     sums = tl.zeros([together, width], tl.float32)
-    for start in tl.static_range(0, most_parts, at_once):
+    for start in range(0, most_parts if at_once == most_parts else number, at_once):
         part = start + tl.arange(0, at_once)
         place = ((first + part).to(tl.int64) * kv_heads + kv_head)[:, None] * rows + row[None, :]
         real = (part < number)[:, None] & used[None, :]

@@ -25,7 +25,7 @@ from tgi_server.engine.kernels.triton.fp8 import E4M3_UNIT, decoded
 WORDS = 16
 _FEW_ROWS = 16
 # From so many rows on it pays to write a dense weight and read it again.
-_DENSE_ROWS = 65
+_DENSE_ROWS = 129
 # Programs that a multiprocessor needs to load without a pause, and the fewest blocks of a part that repay its start.
 _PROGRAMS_PER_PROCESSOR = 8
 _FEWEST_BLOCKS = 8
@@ -48,7 +48,7 @@ class ProductTile:
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(16, 32, warps=8, stages=1)
         if rows <= _FEW_ROWS:
-            return cls(16, 32, warps=2, stages=4)
+            return cls(16, 64, warps=2, stages=4)
         return cls(64, 64, warps=4, stages=4)
 
 
@@ -162,13 +162,13 @@ def _multiply_codes(
     x_rows = x + row.to(tl.int64)[:, None] * x_stride
     begin = tl.program_id(2) * share
     end = tl.minimum(begin + share, blocks)
-    # Scales are loaded one block ahead, and the group that they are of two blocks ahead.
-    scale, zero = _scale(scales, zeros, tl.load(groups + begin) * outputs + output, real_outputs, kind)
+    # Scales are loaded one block ahead, where nothing looks at them, and the group that they are of two blocks ahead.
+    scale, zero = _loaded_scale(scales, zeros, tl.load(groups + begin) * outputs + output, real_outputs)
     group = tl.load(groups + tl.minimum(begin + 1, blocks - 1))
     # The weight comes first in a product, for there its numbers stay in the registers that they were computed in.
     sums = tl.zeros([own_outputs, own_rows], tl.float32)
     for index in range(begin, end):
-        next_scale, next_zero = _scale(scales, zeros, group * outputs + output, real_outputs, kind)
+        next_scale, next_zero = _loaded_scale(scales, zeros, group * outputs + output, real_outputs)
         group = tl.load(groups + tl.minimum(index + 2, blocks - 1))
         own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
         read = tl.load(own_codes + place[None, :], mask=real_outputs[:, None], other=0)
@@ -181,9 +181,10 @@ def _multiply_codes(
             if zeros is not None:
                 ones = tl.full([own_outputs, words], 1.0, tl.float32).to(own.dtype)
                 inputs_sum = tl.dot(ones, tl.trans(own), inputs_sum, input_precision="ieee")
+        factor, offset = _scale(scale, zero, kind)
         if zeros is not None:
-            products -= inputs_sum * zero[:, None]
-        sums += products * scale[:, None]
+            products -= inputs_sum * offset[:, None]
+        sums += products * factor[:, None]
         scale, zero = next_scale, next_zero
     sums = tl.trans(sums)
     target = row.to(tl.int64)[:, None] * outputs + output[None, :]
@@ -225,25 +226,36 @@ def _expand(
     index = tl.program_id(0)
     output = tl.program_id(1) * own_outputs + tl.arange(0, own_outputs)
     place, real = tl.arange(0, words), output < outputs
-    scale, zero = _scale(scales, zeros, tl.load(groups + index) * outputs + output, real, kind)
+    scale, zero = _loaded_scale(scales, zeros, tl.load(groups + index) * outputs + output, real)
+    scale, zero = _scale(scale, zero, kind)
     own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
     read = tl.load(own_codes + place[None, :], mask=real[:, None], other=0)
     target = weight + output.to(tl.int64)[:, None] * places + index * block + place[None, :]
     for number in tl.static_range(0, block // words):
-        numbers = (_numbers(read, number, codebook, kind, bits) - zero[:, None]) * scale[:, None]
+        numbers = _numbers(read, number, codebook, kind, bits).to(tl.float32)
+        if zeros is not None:
+            numbers -= zero[:, None]
+        numbers *= scale[:, None]
         tl.store(target + number * words, numbers.to(weight.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
-def _scale(scales, zeros, at, real, kind: tl.constexpr):
-    """Returns what the numbers of some outputs are multiplied by, and before that their zeros, float32."""
-    scale = tl.load(scales + at, mask=real, other=0.0).to(tl.float32)
-    if kind == "fp8":
-        scale = scale * E4M3_UNIT
-    zero = scale * 0.0
+def _loaded_scale(scales, zeros, at, real):
+    """Returns scales and zeros of some outputs, as they are in memory; of no zeros, the scales."""
+    scale = tl.load(scales + at, mask=real, other=0.0)
+    zero = scale
     if zeros is not None:
-        zero = tl.load(zeros + at, mask=real, other=0.0).to(tl.float32)
+        zero = tl.load(zeros + at, mask=real, other=0.0)
     return scale, zero
+
+
+@triton.jit
+def _scale(scale, zero, kind: tl.constexpr):
+    """Returns what the numbers of some outputs are multiplied by, and before that their zeros, float32."""
+    factor = scale.to(tl.float32)
+    if kind == "fp8":
+        factor = factor * E4M3_UNIT
+    return factor, zero.to(tl.float32)
 
 
 @triton.jit
