@@ -15,6 +15,7 @@ from tests.unit.engine.ranks import Ranks
 from tgi_server.engine.errors import PeerLost
 from tgi_server.engine.parallel import ShardGroup, fault_of_any, share_cores
 from tgi_server.engine.parallel import group as group_module
+from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.shared_memory import PLACE_BYTES
 from tgi_server.engine.runners.recorded_steps import StepRecorder
 from tgi_server.launcher.machine import free_port
@@ -122,3 +123,34 @@ def record(group: ShardGroup) -> None:
 
     group_module.FAULT_SECONDS = 0.5
     StepRecorder(cast(Any, None), cast(Any, None), recorder, group, {}).decoding([1])
+
+
+def through_kernels(group: ShardGroup) -> list[Tensor]:
+    """Returns a sum and joined tensors, as kernels bring them together that share no memory."""
+    memory, group.memory = group.memory, None
+    try:
+        ranks = group.ranks()
+    finally:
+        group.memory = memory
+    summed = torch.full((2, 3), 1.0 + group.rank).bfloat16()
+    with peers():
+        ranks.all_reduce(summed)
+        return [summed, ranks.all_gather(torch.arange(6.0).view(2, 3) + 10 * group.rank)]
+
+
+def test_kernels_without_shared_memory_bring_tensors_together_over_the_network(ranks_of: RanksOf) -> None:
+    first, second = ranks_of(2).run(through_kernels)
+    for summed, joined in (first, second):
+        assert torch.equal(summed, torch.full((2, 3), 3.0).bfloat16())
+        assert torch.equal(joined, torch.tensor([[0.0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]))
+
+
+@pytest.mark.slow
+def test_kernels_without_shared_memory_miss_a_dead_shard_at_once() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(through_kernels)
+        ranks.kill(1)
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="peer lost"):
+            ranks.run_alone(0, through_kernels)
+        assert time.monotonic() - started < 10
