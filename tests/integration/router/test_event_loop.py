@@ -226,6 +226,8 @@ ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/",
     "/invocations",
     "/vertex",

@@ -42,7 +42,7 @@ _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
 
 # Of a token in an answer that is held as a whole, and of each alternative to it.
-_TOKEN_BYTES, _ALTERNATIVE_BYTES = 200, 200
+_TOKEN_BYTES, _ALTERNATIVE_BYTES = 320, 200
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")

@@ -39,23 +39,33 @@ def input_turns(request: ResponsesRequest) -> list[Turn]:
     if isinstance(request.input, str):
         return [Turn("user", (request.input,))]
     turns: list[Turn] = []
+    calls: list[PastCall] = []  # of the last turn
     thoughts = ""
+
+    def begin(turn: Turn) -> None:
+        if calls:
+            turns[-1] = replace(turns[-1], calls=tuple(calls))
+            calls.clear()
+        turns.append(turn)
+
     for item in request.input:
         match item.root:
             case InputMessage(role=role, content=content):
-                turns.append(Turn(role, (_text(content),)))
+                begin(Turn(role, (_text(content),)))
             case FunctionCall(call_id=call_id, name=name, arguments=arguments):
                 if not turns or turns[-1].role != "assistant":
-                    turns.append(Turn("assistant"))
-                turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, PastCall(call_id, name, arguments)))
+                    begin(Turn("assistant"))
+                calls.append(PastCall(call_id, name, arguments))
             case FunctionCallOutput(call_id=call_id, output=output):
-                turns.append(Turn("tool", (_text(output),), tool_call_id=call_id))
+                begin(Turn("tool", (_text(output),), tool_call_id=call_id))
             case ReasoningItem(content=content, summary=summary):
                 thoughts = _text(content or summary or ())
                 continue
         if thoughts and turns[-1].role == "assistant":
             turns[-1] = replace(turns[-1], reasoning=thoughts)
         thoughts = ""
+    if calls:
+        turns[-1] = replace(turns[-1], calls=tuple(calls))
     return turns
 
 
