@@ -320,7 +320,7 @@ def test_late_requests_go_to_the_fallback_too_and_refused_ones_go_there_alone(
         ModelServer() as fallback,
         running_service(
             *("--endpoint", server.url, "--fallback-endpoint", fallback.url),
-            *("--hedge-after-ms", "50", "--hedge-budget", "0.5", "--metrics-port", str(port)),
+            *("--hedge-after-ms", "1000", "--hedge-budget", "0.5", "--metrics-port", str(port)),
         ) as service,
         service.runner() as runner,
     ):

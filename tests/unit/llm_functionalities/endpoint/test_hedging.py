@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator
 import httpx2
 import pytest
 
+from llm_functionalities.endpoint import hedging
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GenerationParameters
-from llm_functionalities.endpoint.hedging import MOST_SAVED, Hedging
+from llm_functionalities.endpoint.hedging import Hedging
 from llm_functionalities.errors import Cancelled, DeadlineExceeded, ModelError, Rejected, ServerFailed
 from tests.fakes.model_server import ModelServer
 from tests.timing import SECONDS, until
 
 PLAIN = GenerationParameters(5)
-LATE = 0.05
+# Seconds after which a request is late, in tests of late ones and in those of ones in time.
+LATE, VERY_LATE = 0.05, 1.0
 
 Ask = Callable[[Balancer, str, Call], str]
 
@@ -40,7 +42,8 @@ class Pair:
     def __init__(self, one: ModelServer, other: ModelServer, http: httpx2.Client) -> None:
         self.outcomes: list[str] = []
         endpoints = [Endpoint(Address.parse(each.url), http, patience=0.0) for each in (one, other)]
-        self.balancer = Balancer(endpoints, hedging=Hedging(LATE, count=self.outcomes.append))
+        self.endpoints = endpoints
+        self.balancer = self.hedging(LATE)
         self.first, self.second = one, other
         self.prompt = next(
             prompt
@@ -49,6 +52,10 @@ class Pair:
         )
         one.answer, other.answer = "from the first", "from the second"
         one.sick = other.sick = False
+
+    def hedging(self, after: float | None) -> Balancer:
+        """Returns a balancer for which requests are late after so many seconds."""
+        return Balancer(self.endpoints, hedging=Hedging(after, count=self.outcomes.append))
 
 
 @pytest.fixture
@@ -70,8 +77,10 @@ def call(seconds: float = SECONDS) -> Call:
 
 @BOTH_WAYS
 def test_an_answer_in_time_is_asked_for_once(pair: Pair, ask: Ask) -> None:
-    assert ask(pair.balancer, pair.prompt, call()) == "from the first"
-    time.sleep(3 * LATE)
+    balancer = pair.hedging(VERY_LATE)
+    assert ask(balancer, pair.prompt, call()) == "from the first"
+    time.sleep(1.2 * VERY_LATE)
+    balancer.stop(2)
     assert (len(pair.first.requests), pair.second.requests, pair.outcomes) == (1, [], [])
 
 
@@ -85,7 +94,7 @@ def test_the_sooner_answer_counts_and_the_other_request_is_cancelled(pair: Pair,
 
 @BOTH_WAYS
 def test_a_second_attempt_that_comes_later_is_cancelled(pair: Pair, ask: Ask) -> None:
-    pair.first.delay = 6 * LATE
+    pair.first.delay = 10 * LATE
     pair.second.fault = "hang"
     assert ask(pair.balancer, pair.prompt, call()) == "from the first"
     assert pair.second.requests[0].abandoned.wait(5)
@@ -94,7 +103,7 @@ def test_a_second_attempt_that_comes_later_is_cancelled(pair: Pair, ask: Ask) ->
 
 @BOTH_WAYS
 def test_a_second_attempt_that_fails_costs_nothing(pair: Pair, ask: Ask) -> None:
-    pair.first.delay = 6 * LATE
+    pair.first.delay = 10 * LATE
     pair.second.fault = 500
     assert ask(pair.balancer, pair.prompt, call()) == "from the first"
     until(lambda: pair.outcomes == ["failed"])
@@ -104,15 +113,22 @@ def test_a_second_attempt_that_fails_costs_nothing(pair: Pair, ask: Ask) -> None
 def test_a_first_attempt_that_fails_waits_for_the_second(pair: Pair, ask: Ask) -> None:
     pair.first.fault = "hang"
     pair.second.delay = 10 * LATE
-    threading.Timer(4 * LATE, pair.first.kill).start()
+
+    def fail() -> None:
+        until(lambda: bool(pair.second.requests))
+        pair.first.kill()
+
+    threading.Thread(target=fail).start()
     assert ask(pair.balancer, pair.prompt, call()) == "from the second"
 
 
 def test_what_fails_in_time_is_not_sent_again(pair: Pair) -> None:
     pair.first.fault = 500
+    balancer = pair.hedging(VERY_LATE)
     with pytest.raises(ServerFailed):
-        whole(pair.balancer, pair.prompt, call())
-    time.sleep(3 * LATE)
+        whole(balancer, pair.prompt, call())
+    time.sleep(1.2 * VERY_LATE)
+    balancer.stop(2)
     assert pair.second.requests == []
 
 
@@ -120,7 +136,7 @@ def test_what_fails_in_time_is_not_sent_again(pair: Pair) -> None:
 def test_both_attempts_end_with_the_deadline(pair: Pair, ask: Ask) -> None:
     pair.first.fault = pair.second.fault = "hang"
     with pytest.raises(DeadlineExceeded):
-        ask(pair.balancer, pair.prompt, call(6 * LATE))
+        ask(pair.balancer, pair.prompt, call(VERY_LATE))
     for server in (pair.first, pair.second):
         assert server.requests[0].abandoned.wait(5)
 
@@ -147,33 +163,32 @@ def test_both_attempts_end_with_their_caller(pair: Pair, ask: Ask) -> None:
         assert server.requests[0].abandoned.wait(5)
 
 
-def test_hedges_keep_to_their_budget(pair: Pair) -> None:
-    pair.first.delay = 2 * LATE
+def test_hedges_keep_to_their_budget(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedging, "MOST_SAVED", 2.0)
+    balancer = pair.hedging(LATE)
+    pair.first.delay = 6 * LATE
     pair.second.fault = "hang"
-    calls = 2 * int(MOST_SAVED)
-    for _ in range(calls):
-        whole(pair.balancer, pair.prompt, call())
-    until(lambda: len(pair.outcomes) == calls)
-    assert pair.outcomes.count("lost") == len(pair.second.requests) == int(MOST_SAVED) + calls // 10 - 1
-    assert set(pair.outcomes) == {"lost", "no_budget"}
+    for _ in range(6):
+        whole(balancer, pair.prompt, call())
+    until(lambda: sorted(pair.outcomes) == ["lost"] * 2 + ["no_budget"] * 4)
+    balancer.stop(2)
+    assert len(pair.second.requests) == 2
 
 
 def test_an_endpoint_that_is_away_gets_no_second_attempt(pair: Pair) -> None:
     pair.second.kill()
     pair.first.delay = 3 * LATE
     with pytest.raises(ModelError):
-        whole(Balancer([pair.balancer._endpoints[1]]), "x", call())
+        whole(Balancer([pair.endpoints[1]]), "x", call())
     assert whole(pair.balancer, pair.prompt, call()) == "from the first"
     assert pair.outcomes == []
 
 
 def test_by_the_95th_percentile_few_requests_are_late(pair: Pair) -> None:
-    outcomes: list[str] = []
-    balancer = Balancer(pair.balancer._endpoints, hedging=Hedging(None, count=outcomes.append))
-    pair.first.delay = 0.01
+    balancer = pair.hedging(None)
     for _ in range(32):
         whole(balancer, pair.prompt, call())
-    assert len(pair.second.requests) <= 4
+    assert pair.second.requests == []  # nothing is known yet
     pair.first.fault = "hang"
     assert whole(balancer, pair.prompt, call()) == "from the second"
     balancer.stop(2)
@@ -186,8 +201,12 @@ def fallen(server: ModelServer, other: ModelServer, http: httpx2.Client) -> Iter
     other.answer = "from the fallback"
     times: list[None] = []
     endpoint, fallback = (Endpoint(Address.parse(each.url), http, patience=0.0) for each in (server, other))
-    hedging = Hedging(LATE, count=lambda outcome: None)
-    balancer = Balancer([endpoint], hedging=hedging, fallback=fallback, count_fallback=lambda: times.append(None))
+    balancer = Balancer(
+        [endpoint],
+        hedging=Hedging(VERY_LATE, count=lambda outcome: None),
+        fallback=fallback,
+        count_fallback=lambda: times.append(None),
+    )
     yield balancer, times
     balancer.stop(2)
 
