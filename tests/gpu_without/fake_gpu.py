@@ -10,6 +10,7 @@ an error, and so is whatever needs to know what the GPU would compute: there the
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
 import pytest
@@ -28,7 +29,6 @@ from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.backends import probe, triton_lora
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
-from tgi_server.engine.kernels.triton import split_kv, w4a16_gemm
 from tgi_server.engine.linear import gpu, grouped_experts, triton_quantized
 from tgi_server.engine.runners import graphs
 from tgi_server.engine.sampling import torch_sampler
@@ -150,14 +150,13 @@ class FakeGpu(TorchDispatchMode):
             "max_memory_allocated": lambda device=None: self.peak,
             "reset_peak_memory_stats": self._forget_peak,
             "get_device_capability": lambda device=None: self.capability,
+            "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=_PROCESSORS),
         }
         for name, stand_in in cuda.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
         monkeypatch.setattr(Sampled, "start_copy", lambda sampled: None)
         monkeypatch.setattr(graphs, "_CudaRecorder", lambda device: _Recorder(self))
-        for module in (split_kv, w4a16_gemm):
-            monkeypatch.setattr(module, "multiprocessors", lambda device: _PROCESSORS)
         monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
         monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
         monkeypatch.setattr(torch_sampler, "share_equal", lambda left, right: 1.0)
