@@ -1,7 +1,19 @@
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
+from shared.stubs import generate_pb2 as pb
 from tgi_server import wire
-from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarKind, SamplingParameters
+from tgi_server.contract import (
+    BlockCopy,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    ReportParameters,
+    SamplingParameters,
+    StoppingParameters,
+)
 
 
 @pytest.mark.parametrize("kind", GrammarKind)
@@ -32,6 +44,16 @@ def test_sampling_parameters_survive_the_wire() -> None:
         logit_bias={3: -1.5, 0: 4.0},
     )
     assert wire.sampling_from_message(wire.sampling_to_message(sampling)) == sampling
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [(SamplingParameters, pb.SamplingParameters), (StoppingParameters, pb.Request), (ReportParameters, pb.Request)],
+)
+def test_messages_have_every_parameter_by_its_name(parameters: type, message: Any) -> None:
+    names = {field.name for field in fields(parameters)}
+    assert names <= message.DESCRIPTOR.fields_by_name.keys()
+    assert parameters is not SamplingParameters or names == message.DESCRIPTOR.fields_by_name.keys()
 
 
 def test_an_empty_message_of_sampling_parameters_is_greedy_decoding() -> None:
