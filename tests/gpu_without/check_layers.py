@@ -132,7 +132,9 @@ def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch:
     monkeypatch.setattr(CudaModel, "_layer", watched)
     probe._run_long(model, 12)
     # The first layer of a pass also plans the parts for all of them.
-    assert max(map(len, counted[1 :: len(model.decoder.layers)])) <= MOST_KERNELS, " ".join(counted[1])
+    for names in counted[1 :: len(model.decoder.layers)]:
+        beside_prompts = 2 * (names.count("_attend_part") - 1)  # attention of rows that decode, and its joining
+        assert len(names) <= MOST_KERNELS + beside_prompts, " ".join(names)
 
 
 def test_a_layer_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
