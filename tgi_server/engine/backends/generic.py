@@ -7,6 +7,7 @@ and read hidden states.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION, PagedCache
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
+from tgi_server.engine.backends.threads import FEW_TOKENS
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
 
@@ -48,6 +50,7 @@ class GenericModel(PagedModel):
         self._current = CurrentRows()
         self._cache = PagedCache(attention)
         self._cache.attach(source)
+        self.threads_of_few_tokens: Callable[[], AbstractContextManager[None]] = nullcontext
         self._keep: Keep | None = None
         self._tapped: list[Tensor] = []
         self._taps: list[RemovableHandle] = []
@@ -55,13 +58,14 @@ class GenericModel(PagedModel):
     def forward(self, inputs: PassInput) -> Tensor:
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
         self._current.rows = inputs.adapters
-        output = self.source(
-            input_ids=inputs.tokens.unsqueeze(0),
-            position_ids=inputs.positions.unsqueeze(0),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
-        )
+        with self.threads_of_few_tokens() if len(inputs.tokens) <= FEW_TOKENS else nullcontext():
+            output = self.source(
+                input_ids=inputs.tokens.unsqueeze(0),
+                position_ids=inputs.positions.unsqueeze(0),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
+            )
         self._current.rows = None  # whoever drafts may use layers of the model for other rows
         if self._keep is not None:
             *layers, head = self._tapped

@@ -192,7 +192,7 @@ def measure(
     dtype = next(weights.dtype for weights, _ in candidates.values())
     times = {name: dict.fromkeys(numbers_of_rows, 0.0) for name in candidates}
     # OpenMP's threads wait for each other: where other programs want the cores, too, every kernel would take as long.
-    before = torch.ops.oatmill.use_own_threads(True)
+    before = torch.ops.oatmill.set_own_threads(torch.get_num_threads())
     try:
         for depth, outputs in outputs_by_depth.items():
             share = _WEIGHT_BYTES // len(candidates)
@@ -212,7 +212,7 @@ def measure(
             for (name, rows), of_output in best.items():
                 times[name][rows] += of_output * outputs
     finally:
-        torch.ops.oatmill.use_own_threads(before)
+        torch.ops.oatmill.set_own_threads(before)
     return times
 
 

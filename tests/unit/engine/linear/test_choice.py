@@ -108,29 +108,35 @@ def test_what_is_measured_on_busy_cores_is_not_kept(cache, caplog, monkeypatch) 
     assert caplog.text.count("so the next start measures again") == 2
 
 
+def own_threads() -> int:
+    now: int = torch.ops.oatmill.set_own_threads(0)
+    torch.ops.oatmill.set_own_threads(now)
+    return now
+
+
 def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
     plain, own = float_weights(torch.float32), []
 
     def make(*arguments) -> FloatLinear:
         layer = plain.make(*arguments)
-        layer.register_forward_pre_hook(lambda *_: own.append(torch.ops.oatmill.use_own_threads(True)))
+        layer.register_forward_pre_hook(lambda *_: own.append(own_threads()))
         return layer
 
-    before = torch.ops.oatmill.use_own_threads(False)
+    before = torch.ops.oatmill.set_own_threads(0)
     choice.measure({64: 96}, {"fma": (replace(plain, make=make), "fma")}, (1, 4))
     assert own
     assert all(own)
-    assert not torch.ops.oatmill.use_own_threads(before)
+    assert torch.ops.oatmill.set_own_threads(before) == 0
 
 
 def test_a_trial_that_fails_gives_the_threads_back(cache) -> None:
     def make(*_) -> FloatLinear:
         raise MemoryError
 
-    before = torch.ops.oatmill.use_own_threads(False)
+    before = torch.ops.oatmill.set_own_threads(0)
     with pytest.raises(MemoryError):
         choice.measure({64: 96}, {"fma": (replace(float_weights(torch.float32), make=make), "fma")}, (1, 4))
-    assert not torch.ops.oatmill.use_own_threads(before)
+    assert torch.ops.oatmill.set_own_threads(before) == 0
 
 
 @pytest.mark.slow

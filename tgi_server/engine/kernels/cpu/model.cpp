@@ -380,7 +380,7 @@ class CausalLM : public torch::CustomClassHolder {
                                                           std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
                                                           bool greedy, bool head) const {
-    own_thread_pool = true;
+    own_threads = at::get_num_threads();
     at::Tensor hidden = embedded(tokens);
     if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));

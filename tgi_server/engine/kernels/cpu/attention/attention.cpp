@@ -30,7 +30,7 @@ struct Plan {
 // The rows of a prompt's item: as many as there may be, where all threads have several items nevertheless.
 int prompt_rows(int64_t all) {
   constexpr int ITEMS_A_THREAD = 4;
-  return all < int64_t(ITEMS_A_THREAD) * PREFILL_ROWS * at::get_num_threads() ? PREFILL_ROWS / 2 : PREFILL_ROWS;
+  return all < int64_t(ITEMS_A_THREAD) * PREFILL_ROWS * loop_threads() ? PREFILL_ROWS / 2 : PREFILL_ROWS;
 }
 
 template <typename T>
@@ -47,7 +47,7 @@ void plan_prompt(const AttentionLayer<T>& layer, const int32_t* table, int first
 // The KV heads of a reply's item, in a pass of so many sequences: several, which lie side by side in memory, as long as
 // there are items for all threads.
 int heads_together(int kv_heads, int item_heads, int64_t sequences) {
-  const int for_threads = static_cast<int>(kv_heads * sequences / at::get_num_threads());
+  const int for_threads = static_cast<int>(kv_heads * sequences / loop_threads());
   return std::clamp(for_threads, 1, std::max(1, std::min(DECODE_ROWS / item_heads, (kv_heads + 1) / 2)));
 }
 

@@ -183,7 +183,7 @@ std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const Pref
   const GemmArgs rough{numbers.data(), row_bytes, weights.packed, EACH * rows, weights.depth, outputs};
   parallel_for(tiles, [&](int64_t tile) {
     alignas(64) int32_t sums[MOST_PARTS * COLUMNS];
-    const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1), first = tile * COLUMNS;
+    const int64_t next_tile = std::min(tile + loop_threads(), tiles - 1), first = tile * COLUMNS;
     multiply_tile<Kernel>(rough, 0, EACH * rows, tile, next_tile, reinterpret_cast<char*>(sums));
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t* own = sums + EACH * r * COLUMNS;

@@ -195,7 +195,7 @@ int64_t rows_per_task(int64_t rows, int64_t tiles) {
   constexpr int64_t ENOUGH = 8;  // tasks of a thread
   int64_t chunk = CHUNK_ROWS;
   if constexpr (requires { Kernel::DEQUANTIZES; })
-    while (chunk < MAX_TASK_ROWS && tiles * ceil_div(rows, 2 * chunk) >= ENOUGH * at::get_num_threads()) chunk *= 2;
+    while (chunk < MAX_TASK_ROWS && tiles * ceil_div(rows, 2 * chunk) >= ENOUGH * loop_threads()) chunk *= 2;
   return chunk;
 }
 

@@ -116,7 +116,7 @@ at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& chosen, const
 void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
   constexpr int64_t ENOUGH = 4;  // items of a thread
   const auto count = static_cast<int64_t>(works.size());
-  const int64_t shares = count == 0 ? 1 : ceil_div(ENOUGH * at::get_num_threads(), count);
+  const int64_t shares = count == 0 ? 1 : ceil_div(ENOUGH * loop_threads(), count);
   const auto begin = [&](Work& work) {
     const auto rows = static_cast<int64_t>(work.tokens.size());
     work.rows = x.size(0) == 1 ? x : rows_of(x, at::from_blob(work.tokens.data(), {rows}, at::kLong));

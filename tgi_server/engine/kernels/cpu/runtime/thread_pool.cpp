@@ -147,6 +147,8 @@ void run_items(int64_t items, int threads, ItemWork work, const void* context) {
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  // Says whether kernels have threads of their own from now on. Returns what held before.
-  library.def("use_own_threads(bool prefetched) -> bool", [](bool prefetched) { return oatmill::own_thread_pool.exchange(prefetched); });
+  // From now on loops run in so many threads of our own; 0: in OpenMP's. Returns the number before.
+  library.def("set_own_threads(int threads) -> int", [](int64_t threads) -> int64_t {
+    return oatmill::own_threads.exchange(static_cast<int>(threads));
+  });
 }
