@@ -86,7 +86,7 @@ class Steps:
         """decoding: rows that decode. chunks: texts, and how many of their tokens are computed."""
         made = [PromptChunk.next_of(self._sequences[i], tokens) for i, tokens in chunks]
         self.logits.append(self.runner.forward(decoding, made).clone())
-        self.likeliest.append(None if self.runner.likeliest is None else self.runner.likeliest.clone())
+        self.likeliest.append(None if self.runner.argmax_ids is None else self.runner.argmax_ids.clone())
         self.runner.accept(0, torch.arange(5, 5 + decoding))
         for chunk in made:
             if chunk.completes:

@@ -384,7 +384,7 @@ class Engine:
             assert logits is not None
             own = plan.logits
             check = DraftCheck(
-                drafts, logits[own:], partial(self._choose, batch), self._likeliest(drafts, logits[own:])
+                drafts, logits[own:], partial(self._choose, batch), self._greedy_tokens(drafts, logits[own:])
             )
             logits = logits[:own]
         if plan.chunks:
@@ -441,7 +441,7 @@ class Engine:
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
-    def _likeliest(self, drafts: Sequence[Draft], logits: Tensor) -> PendingTokens | None:
+    def _greedy_tokens(self, drafts: Sequence[Draft], logits: Tensor) -> PendingTokens | None:
         """Chooses the tokens behind all drafted ones at once; None where that needs more than their logits."""
         if not all(draft.is_greedy for draft in drafts):
             return None
@@ -461,7 +461,7 @@ class Engine:
         if len(plan.picked) != len(logits):
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))
-        sampled = self._sampler.sample(logits, rows, mask, self._runner.likeliest)
+        sampled = self._sampler.sample(logits, rows, mask, self._runner.argmax_ids)
         self._sampler.accept(sampled.token_ids, rows)
         self._runner.accept(plan.first_row, sampled.token_ids)
         return sampled.start_copy()

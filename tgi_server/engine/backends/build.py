@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
-from tgi_server.engine.backends.head import ScreenedHead
+from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
@@ -202,8 +202,8 @@ def _head(model: PreTrainedModel, linear: LinearFactory) -> Any:
     """Returns the head, which replaces the model's own: drafters may use it, too."""
     own: Any = model.get_output_embeddings()
     plain = type(own) is nn.Linear and own.bias is None
-    if plain and linear.layer is FloatLinear and ScreenedHead.pays(own.weight):
-        head: Any = ScreenedHead(own.weight, None, linear.kernels)
+    if plain and linear.layer is FloatLinear and PrefilteredHead.pays(own.weight):
+        head: Any = PrefilteredHead(own.weight, None, linear.kernels)
     else:
         head = _in_parallel(own, linear)
     model.set_output_embeddings(head)

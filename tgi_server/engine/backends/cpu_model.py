@@ -12,7 +12,7 @@ from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.build import NORMS
 from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm, inner
-from tgi_server.engine.backends.head import ScreenedHead
+from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
 from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.errors import UnsupportedModel
@@ -112,7 +112,7 @@ class CpuModel(PagedModel):
 def _kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.CausalLM`. Raises UnsupportedModel."""
     spec, head, weight = decoder.spec, inner(decoder.head), decoder.embedding_weight
-    screen, screened_rows = head.screen if isinstance(head, ScreenedHead) else ([], 0)
+    prefilter, prefilter_rows = head.prefilter if isinstance(head, PrefilteredHead) else ([], 0)
     return torch.classes.oatmill.CausalLM(
         _layers_kernel(decoder),
         weight,
@@ -122,8 +122,8 @@ def _kernel(decoder: Decoder) -> Any:
         _linear_kernel(head),
         spec.logits_divisor,
         spec.logits_softcap,
-        screen,
-        screened_rows,
+        prefilter,
+        prefilter_rows,
     )
 
 

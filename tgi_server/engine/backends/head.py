@@ -11,15 +11,15 @@ from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.sampling.processors import TokenMask
 
-# Smaller weights are read so fast that screening saves nothing.
+# Smaller weights are read so fast that a pre-filter saves nothing.
 _LARGE_BYTES = 8 << 20
 
 
-class ScreenedHead(FloatLinear):
-    """y = x W^T, and a copy of W in 8 bits that tells which outputs can be the largest without computing all.
+class PrefilteredHead(FloatLinear):
+    """y = x W^T, and an int8 copy of W that bounds all outputs: the pre-filter of the argmax.
 
-    The copy is read in passes of which no more is needed than the largest output of each row. That is the same to the
-    last bit, and so is its place, whichever way it is found.
+    Passes that need no more than the argmax of each row read the copy first, and compute exactly only the outputs whose
+    bounds allow them to be the largest. The argmax, and its output, are the same to the last bit in both ways.
     """
 
     @classmethod
@@ -29,42 +29,42 @@ class ScreenedHead(FloatLinear):
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
-        self._screen = _screen(weight)
-        self._most = torch.ops.oatmill.prefilter_rows(self._screen[0]) * self.in_features
+        self._prefilter = _prefilter(weight)
+        self._max_inputs = torch.ops.oatmill.prefilter_rows(self._prefilter[0]) * self.in_features
         malloc_trim()
         super()._pack(weight, bias, kernels)
 
-    def largest(self, x: Tensor, mask: TokenMask | None = None) -> Tensor:
-        """Returns the outputs of which one is the largest of its row, [rows, outputs]; the others are minus infinity.
+    def argmax_logits(self, x: Tensor, mask: TokenMask | None = None) -> Tensor:
+        """Returns the outputs that may be the argmax of their row, [rows, outputs], and minus infinity for all others.
 
-        x: [rows, inputs]. mask: the largest output is one of those that the row's mask allows.
+        x: [rows, inputs]. mask: the argmax is one of the tokens that the row's mask allows.
         """
-        if x.numel() > self._most:
+        if x.numel() > self._max_inputs:
             return self(x)
         bits, positions = (mask.bits, list(mask.positions)) if mask else (None, [])
-        y: Tensor = self._layer.screened(x, *self._screen, bits, positions)
+        y: Tensor = self._layer.screened(x, *self._prefilter, bits, positions)
         return y
 
     @property
-    def screen(self) -> tuple[list[Tensor], int]:
-        """Returns the copy as kernels take it, and the rows up to which it is read."""
-        return list(self._screen), self._most // self.in_features
+    def prefilter(self) -> tuple[list[Tensor], int]:
+        """Returns the int8 copy as kernels take it, and the number of rows up to which it is used."""
+        return list(self._prefilter), self._max_inputs // self.in_features
 
 
-def _screen(weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns the copy in 8 bits, arranged for the kernels, and what `_rounded` returns of each output, padded."""
-    packed, (scales, sums, lost, kept) = packed_in_parts(weight, ROUNDED_AT_ONCE, _rounded)
-    return packed, padded(scales), padded(sums * INPUT_ZERO_POINT, torch.int32), padded(lost), padded(kept)
+def _prefilter(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns the int8 copy, packed for the kernels, and what `_quantized` returns of each output, padded."""
+    packed, (scales, sums, error_norms, norms) = packed_in_parts(weight, ROUNDED_AT_ONCE, _quantized)
+    return packed, padded(scales), padded(sums * INPUT_ZERO_POINT, torch.int32), padded(error_norms), padded(norms)
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns rows of a weight as bytes, their scales, their sums, and upper bounds of two lengths for each row.
+def _quantized(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns rows of a weight in int8, their scales, their sums, and upper bounds of two Euclidean norms of each row.
 
-    The lengths are the Euclidean norms of the part that rounding lost, and of the part that it kept.
+    The norms are those of the quantization error and of the quantized row.
     """
     exact = weight.float()
-    rounded, scales = rounded_to_bytes(exact)
-    kept = rounded.float()
-    lost = (exact / scales.unsqueeze(1)).sub_(kept)
+    quantized, scales = rounded_to_bytes(exact)
+    values = quantized.float()
+    error = (exact / scales.unsqueeze(1)).sub_(values)
     margin = scales * (1 + 2**-12)
-    return rounded, scales, rounded.sum(1), lost.norm(dim=1) * margin, kept.norm(dim=1) * margin
+    return quantized, scales, quantized.sum(1), error.norm(dim=1) * margin, values.norm(dim=1) * margin

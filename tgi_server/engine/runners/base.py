@@ -73,13 +73,13 @@ class Runner(ABC):
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
     has. backend: what the model computes with.
-    likeliest: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
+    argmax_ids: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
     it: these are the next inputs of the rows, too, unless `accept` is told of others.
     """
 
     paged: bool
     block_size: int
-    likeliest: Tensor | None = None
+    argmax_ids: Tensor | None = None
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend

@@ -156,10 +156,10 @@ class PagedRunner(Runner):
         batch.block_tables.flush()
         decoded = None if chunks else self._decode_in_one(decoding, greedy)
         if decoded is not None:
-            logits, self.likeliest = decoded
+            logits, self.argmax_ids = decoded
             batch.count_pass()
             return logits
-        self.likeliest = None
+        self.argmax_ids = None
         inputs = batch.mixed_input(decoding, chunks, greedy) if chunks else batch.decode_input(decoding, greedy)
         recorded = self._recorded.prompts.run(inputs) if chunks and self._recorded.prompts else None
         logits = self.model.forward(inputs) if recorded is None else recorded
@@ -176,7 +176,7 @@ class PagedRunner(Runner):
         recorded = self._recorded.drafting
         if recorded is None or decoding > recorded.sizes[-1] or self._batch.adapted(decoding):
             return None
-        self.likeliest = None
+        self.argmax_ids = None
         self._batch.draft(drafts)
         outputs = recorded.run(decoding)
         assert outputs is not None
@@ -203,7 +203,7 @@ class PagedRunner(Runner):
         self._batch.place(row, position, sequence.blocks)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
-        if token_ids is self.likeliest:
+        if token_ids is self.argmax_ids:
             return  # the recorded step has done it
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
@@ -238,9 +238,9 @@ class PagedRunner(Runner):
             self.model.attention.reserve(highest + 1, self._blocks_ahead)
 
     def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
-        """Returns logits and the likeliest tokens, which are the next inputs; None if no step in one call fits.
+        """Returns logits and the argmax of each row, its next input; None if no step in one call fits.
 
-        It is a recorded step, or on a CPU a kernel call, whose likeliest tokens are None where not all rows are greedy,
+        It is a recorded step, or on a CPU a kernel call, whose argmax is None where not all rows are greedy,
         or one has a mask.
         """
         adapted = bool(self._batch.adapted(rows))

@@ -24,7 +24,7 @@ _MOST_DRAFTING_ROWS = 64
 class RecordedSteps:
     """The steps that have been recorded, by what they are; None: there are none of the kind.
 
-    decoding: steps in which rows without adapters decode; they return logits and the likeliest tokens, and have made
+    decoding: steps in which rows without adapters decode; they return logits and the argmax of each row, and have made
     those the rows' next inputs. adapted: the same with adapters. drafting: with drafted tokens; they return logits.
     prompts: with prompts.
     """
@@ -83,12 +83,12 @@ class StepRecorder:
         return graphs
 
     def _decode(self, rows: int, *, any_adapters: bool) -> tuple[Tensor, Tensor]:
-        """Decodes, however long the sequences are. Returns logits, [rows, vocab_size], and the likeliest tokens."""
+        """Decodes, however long the sequences are. Returns logits, [rows, vocab_size], and the argmax of each row."""
         longest = self._batch.max_total_tokens
         logits = self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
-        likeliest = argmax(logits)
-        self._batch.follow(likeliest)
-        return logits, likeliest
+        argmax_ids = argmax(logits)
+        self._batch.follow(argmax_ids)
+        return logits, argmax_ids
 
     def _draft(self, rows: int) -> tuple[Tensor]:
         """Returns logits, [rows, 1 + drafted tokens, vocab_size]."""

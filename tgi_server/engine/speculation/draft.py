@@ -117,17 +117,17 @@ class DraftCheck:
     """
 
     def __init__(
-        self, drafts: Sequence[Draft], logits: Tensor, choose: Choose, likeliest: PendingTokens | None = None
+        self, drafts: Sequence[Draft], logits: Tensor, choose: Choose, greedy: PendingTokens | None = None
     ) -> None:
         """logits: [drafted tokens, vocab_size], one draft's after the other's.
 
-        likeliest: the largest of each row, where all drafts are greedy, with its log-probability where a sequence
+        greedy: the argmax of each row, where all drafts are greedy, with its log-probability where a sequence
             reports that: then nothing else has to be computed.
         """
         self.drafts = drafts
         self._logits = logits
         self._choose = choose
-        self._likeliest = likeliest
+        self._greedy = greedy
         self._going = list(drafts)
         self._first: dict[int, int] = {}  # row of the logits of each draft's first token, by request id
         row = 0
@@ -149,9 +149,9 @@ class DraftCheck:
             return None
         rows = [self._first[draft.sequence.request_id] + draft.accepted - 1 for draft in self._going]
         sequences = [draft.sequence for draft in self._going]
-        if self._likeliest is not None:
-            likeliest = self._likeliest.wait()
-            logprobs = {place: likeliest.logprobs[row] for place, row in enumerate(rows) if row in likeliest.logprobs}
-            return sequences, Tokens([likeliest.ids[row] for row in rows], logprobs, {})
+        if self._greedy is not None:
+            greedy = self._greedy.wait()
+            logprobs = {place: greedy.logprobs[row] for place, row in enumerate(rows) if row in greedy.logprobs}
+            return sequences, Tokens([greedy.ids[row] for row in rows], logprobs, {})
         logits = self._logits.index_select(0, to_device(rows, torch.int64, self._logits.device))
         return sequences, self._choose(logits, sequences)

@@ -59,5 +59,5 @@ class DraftModel(PagedDrafter):
             room -= end - start
         return chunks
 
-    def _likeliest(self, logits: Tensor) -> Tensor:
+    def _argmax(self, logits: Tensor) -> Tensor:
         return argmax(logits[:, : self._vocab_size].contiguous())

@@ -109,6 +109,6 @@ class Eagle(PagedDrafter, StateDrafter):
         self._features[sequence] = _Features(stored.end)
         return chunk
 
-    def _likeliest(self, logits: Tensor) -> Tensor:
-        likeliest = super()._likeliest(logits)
-        return likeliest if self._token_ids is None else self._token_ids[likeliest]
+    def _argmax(self, logits: Tensor) -> Tensor:
+        ids = super()._argmax(logits)
+        return ids if self._token_ids is None else self._token_ids[ids]

@@ -64,17 +64,17 @@ class PagedDrafter(ModelDrafter):
         logits = self._runner.forward(0, list(chunks), GreedyOnly(None))
         if not rows:
             return []
-        drafted = [self._likeliest(logits)]
+        drafted = [self._argmax(logits)]
         for row, sequence in enumerate(rows):
             self._runner.place(sequence, row, sequence.length - self._behind)
         for place in range(1, lengths[0]):
             going = sum(length > place for length in lengths)
             self._runner.truncate(going)  # the rows whose drafts are whole: a recorded pass would go on with them
             self._runner.accept(0, drafted[-1][:going])
-            drafted.append(self._likeliest(self._runner.forward(going, [], GreedyOnly(None))))
+            drafted.append(self._argmax(self._runner.forward(going, [], GreedyOnly(None))))
         tokens = [each.tolist() for each in drafted]
         return [[tokens[place][row] for place in range(length)] for row, length in enumerate(lengths)]
 
-    def _likeliest(self, logits: Tensor) -> Tensor:
-        """Returns the likeliest tokens, [rows] int64, by logits, [rows, the drafter's vocabulary]."""
+    def _argmax(self, logits: Tensor) -> Tensor:
+        """Returns the argmax, [rows] int64, of logits, [rows, the drafter's vocabulary]."""
         return argmax(logits)

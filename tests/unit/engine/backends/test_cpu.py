@@ -125,8 +125,8 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
         runner.truncate(rows)
         logits = runner.forward(rows, [], GreedyOnly(None) if greedy else None)
         steps.append(logits)
-        given.append(runner.likeliest is not None)
-        chosen = logits.max(-1).indices if runner.likeliest is None else runner.likeliest
+        given.append(runner.argmax_ids is not None)
+        chosen = logits.max(-1).indices if runner.argmax_ids is None else runner.argmax_ids
         if number == 1:
             chosen = chosen.clone()
             chosen[2] = 11

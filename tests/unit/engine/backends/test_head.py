@@ -1,4 +1,4 @@
-"""The screened LM head against the same head computed whole."""
+"""The LM head with a pre-filter against the same head computed whole."""
 
 import multiprocessing
 import sys
@@ -10,7 +10,7 @@ import torch
 from tests.tiny_models import make
 from tests.unit.engine.own_memory import Peak, own_bytes
 from tests.unit.engine.requests import expected_tokens, generate_alone, load_engine, load_reference, prompts
-from tgi_server.engine.backends.head import ScreenedHead
+from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import low_mmap_threshold
 from tgi_server.engine.sampling.processors import TokenMask
@@ -44,17 +44,17 @@ _INPUTS = {
 @pytest.mark.parametrize("inputs", _INPUTS)
 @pytest.mark.parametrize("weights", ["random", "alike", "outliers", "with no numbers"])
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
-def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(dtype, weights, inputs) -> None:
+def test_a_prefiltered_head_finds_the_largest_output_as_if_it_had_computed_all(dtype, weights, inputs) -> None:
     weight = (_outliers if weights == "outliers" else torch.randn)(7001, 96)
     if weights == "alike":  # so close to each other that many outputs are equal once they are rounded
         weight = weight[:1] + torch.randn(7001, 96) * 1e-3
     if weights == "with no numbers":
         weight[5000, 3] = torch.nan
-    head = ScreenedHead(weight.to(dtype))
+    head = PrefilteredHead(weight.to(dtype))
     most = torch.ops.oatmill.prefilter_rows(torch.ops.oatmill.linear_pack(torch.zeros(1, 96, dtype=torch.int8)))
     for rows in (0, 1, 2, 7, most, most + 1):
         x = _INPUTS[inputs](rows, 96).to(dtype)
-        wanted, actual = head(x), head.largest(x)
+        wanted, actual = head(x), head.argmax_logits(x)
         torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
         left_out = actual == -torch.inf
         torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
@@ -65,10 +65,10 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(dtyp
 @pytest.mark.parametrize("inputs", ["random", "outliers", "no numbers"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_head_whose_depth_suits_matrices_finds_the_largest_output(rows, inputs) -> None:
-    head = ScreenedHead(torch.randn(7001, 128).bfloat16())
+    head = PrefilteredHead(torch.randn(7001, 128).bfloat16())
     mask = TokenMask(torch.randint(-(2**31), 2**31, (2, 219)).to(torch.int32), [1, 3]) if rows > 1 else None
     x = _INPUTS[inputs](rows, 128).bfloat16()
-    wanted, actual = head(x), head.largest(x, mask)
+    wanted, actual = head(x), head.argmax_logits(x, mask)
     chosen = (mask.bits, mask.positions) if mask else (None, [])
     torch.testing.assert_close(*(torch.ops.oatmill.argmax(each, *chosen) for each in (actual, wanted)))
     if inputs == "random":
@@ -77,8 +77,8 @@ def test_a_head_whose_depth_suits_matrices_finds_the_largest_output(rows, inputs
 
 @pytest.mark.parametrize("inputs", ["random", "outliers", "infinite", "no numbers"])
 @pytest.mark.parametrize("words", [1, 150, 219])
-def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) -> None:
-    head = ScreenedHead(torch.randn(7001, 96).bfloat16())
+def test_a_prefiltered_head_finds_the_largest_of_what_masks_allow(words, inputs) -> None:
+    head = PrefilteredHead(torch.randn(7001, 96).bfloat16())
     everywhere, nowhere = torch.full((2, words), -1, dtype=torch.int32), torch.zeros(2, words, dtype=torch.int32)
     one = nowhere[:1].clone()
     one[0, words // 2] = 1 << 30
@@ -89,23 +89,23 @@ def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) ->
         chosen = [i for i, position in enumerate(positions) if position < rows]
         mask = TokenMask(bits[chosen], [positions[i] for i in chosen])
         x = _INPUTS[inputs](rows, 96).bfloat16()
-        wanted, actual = head(x), head.largest(x, mask)
+        wanted, actual = head(x), head.argmax_logits(x, mask)
         largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
         torch.testing.assert_close(*largest)
 
 
 def test_a_prompt_in_parts_with_nobody_beside_it_is_answered_as_whole(tmp_path) -> None:
-    folder = make("llama", tmp_path, vocab_size=33_000)  # of which the head is large enough to be screened
-    assert ScreenedHead.pays(load_reference(folder).get_output_embeddings().weight)
+    folder = make("llama", tmp_path, vocab_size=33_000)  # of which the head is large enough for a pre-filter
+    assert PrefilteredHead.pays(load_reference(folder).get_output_embeddings().weight)
     texts = prompts((70, 12))
     assert generate_alone(load_engine(folder), texts) == expected_tokens(folder, texts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_screened_head_leaves_the_weight_that_embeddings_share_with_it(dtype) -> None:
+def test_a_prefiltered_head_leaves_the_weight_that_embeddings_share_with_it(dtype) -> None:
     weight = torch.randn(2_000, 64).to(dtype)
     before = weight.clone()
-    ScreenedHead(weight)
+    PrefilteredHead(weight)
     assert torch.equal(weight, before)
 
 
@@ -114,10 +114,10 @@ def bytes_of_a_head(weight_rows: int, size: int) -> int:
     load_kernels()
     weight = torch.randn(weight_rows, size).bfloat16()
     with low_mmap_threshold():
-        ScreenedHead(weight[: weight_rows // 4])  # which brings along what any head does
+        PrefilteredHead(weight[: weight_rows // 4])  # which brings along what any head does
         before, peak = own_bytes(), Peak()
         with peak.watching():
-            ScreenedHead(weight)
+            PrefilteredHead(weight)
     return peak.bytes - before
 
 
