@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,20 @@ async def test_whole_replies_have_no_token_times(serve: Any, api: OpenAi) -> Non
     assert {(record.first_token, record.new_tokens, record.prompt_tokens) for record in outcome.records} == {
         (None, 4, 9)
     }
+
+
+@pytest.mark.parametrize("api", [OpenAi("m"), Tgi("m")], ids=["openai", "tgi"])
+@pytest.mark.parametrize("turns", [1, 2], ids=["prompts", "chats"])
+async def test_sampled_loads_send_other_requests_than_greedy_ones(serve: Any, api: OpenAi, turns: int) -> None:
+    server = SlowServer()
+    url = await serve(server.app)
+    greedy = Workload("X", users=1, words=3, new_tokens=1, turns=turns, repeat=1)
+    for workload in (greedy, replace(greedy, sampled=True)):
+        await run_workload(Target(url, api), workload, warm_up=False)
+    bodies = [body.get("parameters", body) for body in server.bodies]
+    sampled = [body for body in bodies if body.get("temperature")]
+    assert len(bodies) == 2 * len(sampled) == 2 * turns
+    assert all((body["temperature"], body["top_p"]) == (0.7, 0.9) for body in sampled)
 
 
 async def test_all_users_wait_for_their_own_replies_only(serve: Any) -> None:
