@@ -41,7 +41,7 @@ def test_kernels_have_all_threads_until_the_pass_ends_or_fails() -> None:
     assert threads() == (2, 0)
 
 
-@pytest.mark.parametrize("name", ["mamba", "gpt_neox"])
+@pytest.mark.parametrize("name", ["lfm2", "gpt_neox"])
 def test_decoding_in_layers_of_transformers_leaves_torch_one_thread(
     name: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sampling import CpuSampler, Sampler, TokenMask, Tokens
 
-from .conftest import CPU, new_torch_sampler
+from .conftest import new_torch_sampler
 from .reference import processed
 
-pytestmark = pytest.mark.skipif(not CpuSampler.supports(CPU), reason="the kernels cannot be compiled here")
+pytestmark = pytest.mark.skipif(not load_kernels(), reason="the kernels cannot be compiled here")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARAMETERS = st.builds(

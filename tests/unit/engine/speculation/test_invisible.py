@@ -99,7 +99,7 @@ def test_tokens_of_greedy_requests_by_themselves_are_chosen_at_once(
     engine: Engine, plain: Outputs, monkeypatch: pytest.MonkeyPatch, kernels: bool
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(engine, "_custom_kernels", False)
+        monkeypatch.setattr(engine._backend, "samples_on_cpu", False)
     monkeypatch.setattr(engine, "_choose", lambda *_: pytest.fail("tokens are chosen one by one"))
     assert engine.speculation is not None
     engine.speculation.drafters = [Guesses(_replies(plain), 512)]
