@@ -120,7 +120,8 @@ class PaddedBatch:
     @property
     def has_keys(self) -> bool:
         """Returns True if the model has keys of each token; some models only have a state of fixed size."""
-        return any(getattr(layer, "keys", None) is not None for layer in self.cache.layers)
+        layers = getattr(self.cache, "layers", None)  # a cache of encoder and decoder has none, and always keys
+        return layers is None or any(getattr(layer, "keys", None) is not None for layer in layers)
 
     def row_bytes(self) -> tuple[int, int]:
         """Returns the bytes that a row takes for each token, and those that it takes whatever its length.
