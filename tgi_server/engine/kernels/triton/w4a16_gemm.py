@@ -162,13 +162,13 @@ def _multiply_codes(
     x_rows = x + row.to(tl.int64)[:, None] * x_stride
     begin = tl.program_id(2) * share
     end = tl.minimum(begin + share, blocks)
-    # Scales are loaded one block ahead, where nothing looks at them, and the group that they are of two blocks ahead.
-    scale, zero = _loaded_scale(scales, zeros, tl.load(groups + begin) * outputs + output, real_outputs)
+    # Scales are loaded one block ahead, and the group that they are of two blocks ahead.
+    scale, zero = _scale(scales, zeros, tl.load(groups + begin) * outputs + output, real_outputs, kind)
     group = tl.load(groups + tl.minimum(begin + 1, blocks - 1))
     # The weight comes first in a product, for there its numbers stay in the registers that they were computed in.
     sums = tl.zeros([own_outputs, own_rows], tl.float32)
     for index in range(begin, end):
-        next_scale, next_zero = _loaded_scale(scales, zeros, group * outputs + output, real_outputs)
+        next_scale, next_zero = _scale(scales, zeros, group * outputs + output, real_outputs, kind)
         group = tl.load(groups + tl.minimum(index + 2, blocks - 1))
         own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
         read = tl.load(own_codes + place[None, :], mask=real_outputs[:, None], other=0)
@@ -181,10 +181,9 @@ def _multiply_codes(
             if zeros is not None:
                 ones = tl.full([own_outputs, words], 1.0, tl.float32).to(own.dtype)
                 inputs_sum = tl.dot(ones, tl.trans(own), inputs_sum, input_precision="ieee")
-        factor, offset = _scale(scale, zero, kind)
         if zeros is not None:
-            products -= inputs_sum * offset[:, None]
-        sums += products * factor[:, None]
+            products -= inputs_sum * zero[:, None]
+        sums += products * scale[:, None]
         scale, zero = next_scale, next_zero
     sums = tl.trans(sums)
     target = row.to(tl.int64)[:, None] * outputs + output[None, :]
@@ -226,8 +225,7 @@ def _expand(
     index = tl.program_id(0)
     output = tl.program_id(1) * own_outputs + tl.arange(0, own_outputs)
     place, real = tl.arange(0, words), output < outputs
-    scale, zero = _loaded_scale(scales, zeros, tl.load(groups + index) * outputs + output, real)
-    scale, zero = _scale(scale, zero, kind)
+    scale, zero = _scale(scales, zeros, tl.load(groups + index) * outputs + output, real, kind)
     own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
     read = tl.load(own_codes + place[None, :], mask=real[:, None], other=0)
     target = weight + output.to(tl.int64)[:, None] * places + index * block + place[None, :]
@@ -240,22 +238,15 @@ def _expand(
 
 
 @triton.jit
-def _loaded_scale(scales, zeros, at, real):
-    """Returns scales and zeros of some outputs, as they are in memory; of no zeros, the scales."""
-    scale = tl.load(scales + at, mask=real, other=0.0)
+def _scale(scales, zeros, at, real, kind: tl.constexpr):
+    """Returns what the numbers of some outputs are multiplied by, and before that their zeros, float32."""
+    scale = tl.load(scales + at, mask=real, other=0.0).to(tl.float32)
+    if kind == "fp8":
+        scale = scale * E4M3_UNIT
     zero = scale
     if zeros is not None:
-        zero = tl.load(zeros + at, mask=real, other=0.0)
+        zero = tl.load(zeros + at, mask=real, other=0.0).to(tl.float32)
     return scale, zero
-
-
-@triton.jit
-def _scale(scale, zero, kind: tl.constexpr):
-    """Returns what the numbers of some outputs are multiplied by, and before that their zeros, float32."""
-    factor = scale.to(tl.float32)
-    if kind == "fp8":
-        factor = factor * E4M3_UNIT
-    return factor, zero.to(tl.float32)
 
 
 @triton.jit
