@@ -227,7 +227,7 @@ def _weight(outputs: int, inputs: int, kind: str) -> QuantizedWeight:
     return QuantizedWeight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn), None, scales, None, groups)
 
 
-def _arrangement(groups: Tensor) -> tuple[int, None, Tensor]:
+def _arrangement(groups: Tensor, sizes: Iterable[int]) -> tuple[int, None, Tensor]:
     """Blocks of inputs that stand where they were: which group each has, nobody knows."""
     return _GROUP, None, torch.empty(-(-len(groups) // _GROUP), dtype=torch.int32, device=groups.device)
 
