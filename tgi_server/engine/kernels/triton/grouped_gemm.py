@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, _inputs, _loaded_scale, _numbers, _scale, bits_of
+from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, _inputs, _numbers, _scale, bits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +197,11 @@ def _multiply_quantized_groups(
     of_all, all_outputs = expert * outputs + output, experts * outputs
     word = tl.arange(0, words)
     x_rows = x + source[:, None] * inputs
-    scale, zero = _loaded_scale(scales, zeros, tl.load(input_groups) * all_outputs + of_all, real_outputs)
+    scale, zero = _scale(scales, zeros, tl.load(input_groups) * all_outputs + of_all, real_outputs, kind)
     group = tl.load(input_groups + tl.minimum(1, blocks - 1))
     sums = tl.zeros([own_outputs, own_rows], tl.float32)
     for index in range(0, blocks):
-        next_scale, next_zero = _loaded_scale(scales, zeros, group * all_outputs + of_all, real_outputs)
+        next_scale, next_zero = _scale(scales, zeros, group * all_outputs + of_all, real_outputs, kind)
         group = tl.load(input_groups + tl.minimum(index + 2, blocks - 1))
         own_codes = codes + (index * all_outputs + of_all).to(tl.int64)[:, None] * words
         read = tl.load(own_codes + word[None, :], mask=real_outputs[:, None], other=0)
@@ -214,10 +214,9 @@ def _multiply_quantized_groups(
             if zeros is not None:
                 ones = tl.full([own_outputs, words], 1.0, tl.float32).to(own.dtype)
                 inputs_sum = tl.dot(ones, tl.trans(own), inputs_sum, input_precision="ieee")
-        factor, offset = _scale(scale, zero, kind)
         if zeros is not None:
-            products -= inputs_sum * offset[:, None]
-        sums += products * factor[:, None]
+            products -= inputs_sum * zero[:, None]
+        sums += products * scale[:, None]
         scale, zero = next_scale, next_zero
     sums = tl.trans(sums)
     if bias is not None:
