@@ -78,15 +78,15 @@ def same(draw: st.DataObject, values: Tensor, parameters: Sequence[SamplingParam
             sampler.accept(theirs.token_ids, range(rows))
 
 
-# torch adds up float32: with 256,000 tokens its log-probabilities are wrong by 1e-5.
+# torch adds up float32: with 256,000 tokens its log-probabilities are wrong by 2e-4.
 def compare(ours: Tokens, theirs: Tokens) -> None:
     assert ours.ids == theirs.ids
-    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4, nan_ok=True)
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=5e-4, nan_ok=True)
     assert ours.top_tokens.keys() == theirs.top_tokens.keys()
     for row, top in theirs.top_tokens.items():
         # torch leaves open which ties are reported where there are too many
         assert [value for _, value in ours.top_tokens[row]] == pytest.approx(
-            [value for _, value in top], abs=1e-4
+            [value for _, value in top], abs=5e-4
         ) or len(top) > 16
         if len(top) <= 16:
             assert [token for token, _ in ours.top_tokens[row]] == [token for token, _ in top]
