@@ -82,9 +82,9 @@ class ModelSettings(CheckpointSettings):
     )
     linear_kernels: str | None = Field(
         None,
-        description="kernels of linear layers on a CPU, as the log names them at load, such as fma or "
-        "bf16,amx@16 (amx from 16 rows on); w4a8 quantizes the inputs of 4-bit weights to 8 bits; default: "
-        "the fastest ones at load, of which w4a8 is never one",
+        description="kernels of linear layers on a CPU, such as fma or fma,fma_dequant@32 (the second from 32 rows "
+        "on); w4a16 keeps the inputs of 4-bit weights exact; measure: the fastest in trials at load, so that results "
+        "may differ between starts; default: those of a table for each kind of CPU",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(

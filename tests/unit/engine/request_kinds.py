@@ -88,13 +88,13 @@ def run_overlapping(driver: Driver, sequences: Sequence[RunningSequence], preemp
             outputs[generation.request_id].generations.append(generation)
         due = [each for each in leaving if each.generated >= _TOKENS_BEFORE]
         leaving = [each for each in leaving if each not in due]
-        again = [_again(each) for each in due if not each.ended]
+        again = [resumed(each) for each in due if not each.ended]
         driver.leave(*(each.request_id for each in again))
         waiting += again
     return outputs
 
 
-def _again(sequence: RunningSequence) -> RunningSequence:
+def resumed(sequence: RunningSequence) -> RunningSequence:
     """Returns the request as it comes back after it was preempted."""
     return RunningSequence(
         sequence.request_id,

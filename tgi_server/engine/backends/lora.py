@@ -153,8 +153,10 @@ class CpuLora(LoraBackend):
         self.kernel.drop(number)
 
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
-        changed: Tensor = self.kernel.apply(x, y, rows.of(x.numel() // x.shape[-1]), relu, residual)
-        return changed
+        changed: Tensor = self.kernel.apply(x, y, rows.of(x.numel() // x.shape[-1]))
+        if relu:
+            torch.relu_(changed)
+        return changed if residual is None else residual + changed
 
 
 class AdaptedLinear:

@@ -29,8 +29,9 @@ HEADERS = sorted(FOLDER.rglob("*.h"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
 FLAGS = [
     *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
-    # Sums are added up in the order that is written: a row's result must not depend on the rows beside it.
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-Wno-psabi"),
+    # Sums are added up in the order that is written, and products and sums are rounded together only where `fma` is
+    # written: a row's result must not depend on the rows beside it, nor on the loop that computes it.
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=off", "-Wno-psabi"),
     # A register is read as one of floats, of words or of bytes, as its bits are wanted.
     "-fno-strict-aliasing",
     # For aarch64 the compiler would load ahead until sums no longer fit the registers; elsewhere it does not by itself.

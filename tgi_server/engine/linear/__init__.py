@@ -1,5 +1,6 @@
 """Linear layers, y = x W^T + b: one file for each kind of weights, and the choice among kernels."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,10 +17,13 @@ from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
+from tgi_server.engine.linear.trials import fastest
 from tgi_server.engine.parallel import ShardGroup
 
 __all__ = ["KernelTable", "LinearFactory", "PackedLinear", "linear_factory"]
 
+# In place of the names of kernels: trials at load decide.
+MEASURE = "measure"
 Linear = nn.Linear | QuantizedLinear
 QuantizedLayerMaker = Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear]
 
@@ -108,8 +112,9 @@ def linear_factory(
     """Returns what makes a model's linear layers on a CPU, quantized if that is requested.
 
     pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
-    those that are measured to be the fastest. Raises UnsupportedModel for kernels that this CPU has not. Where the
-    kernels are not compiled, oneDNN computes dense layers, and quantized ones stay what they are.
+    those of the table in the repository; MEASURE: those that are fastest in trials, which may differ from start to
+    start. Raises UnsupportedModel for kernels that this CPU has not. Where the kernels are not compiled, oneDNN computes
+    dense layers, and quantized ones stay what they are.
     """
     if not load_kernels():
         return LinearFactory(OneDnnLinear)
@@ -122,14 +127,22 @@ def linear_factory(
         of_quantized = {}
     quantized = {}
     for kind in sorted(of_quantized):
-        weights = Weights.quantized(kind, dtype)
-        quantized[kind] = (
-            choose_kernels(of_quantized[kind], weights, group) if pinned is None else _pinned(pinned, weights)
-        )
-    weights = Weights.plain(layer, dtype)
-    measured = pinned is None or bool(quantized)
-    table = choose_kernels(shapes, weights, group) if measured else _pinned(str(pinned), weights)
+        quantized[kind] = _table(pinned, of_quantized[kind], Weights.quantized(kind, dtype), group)
+    named = pinned != MEASURE and bool(quantized)
+    table = _table(None if named else pinned, shapes, Weights.plain(layer, dtype), group)
     return LinearFactory(layer, table, quantized, dtype)
+
+
+def _table(
+    pinned: str | None, shapes: Counter[tuple[int, int]], weights: Weights, group: ShardGroup | None
+) -> KernelTable:
+    """Returns the kernels for weights of these shapes, the same for all shards of a model."""
+    if pinned is None:
+        return choose_kernels(weights)
+    if pinned != MEASURE:
+        return _pinned(pinned, weights)
+    answer = str(fastest(shapes, weights)) if group is None or group.rank == 0 else ""
+    return KernelTable.of(group.exchange(answer)[0] if group else answer)
 
 
 def _pinned(text: str, weights: Weights) -> KernelTable:

@@ -34,3 +34,9 @@ class KernelTable:
     def __str__(self) -> str:
         pairs = zip(self.kernels, self.from_rows, strict=True)
         return ",".join(name if rows == 1 else f"{name}@{rows}" for name, rows in pairs)
+
+    def at(self, rows: int) -> str:
+        """Returns the kernel that computes so many rows."""
+        return next(
+            name for name, first in reversed(list(zip(self.kernels, self.from_rows, strict=True))) if first <= rows
+        )

@@ -1,17 +1,17 @@
-"""The choice of kernels from made-up times, from real ones, and by name."""
+"""The choice of kernels: by the table in the repository, by name, and from trials, real ones and made-up ones."""
 
 import logging
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.kernels import equal_bits, kinds_of_weights
 from tests.unit.engine.checkpoint.test_safetensors_files import own_bytes
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import build, load_kernels
-from tgi_server.engine.linear import choice, linear_factory
+from tgi_server.engine.linear import choice, linear_factory, trials
 from tgi_server.engine.linear.choice import Weights
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
@@ -35,16 +35,49 @@ def times(**by_kernel: list[float]) -> dict[str, dict[int, float]]:
     ],
 )
 def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
-    assert str(choice.choose(measured)) == chosen
+    assert str(trials.choose(measured)) == chosen
 
 
-def test_inputs_of_32_bits_are_not_rounded_to_16() -> None:
+def test_inputs_of_32_bits_are_not_rounded() -> None:
     assert load_kernels()
     assert "w4a16" in Weights.quantized("int4", torch.bfloat16).kernels
     for kind in ("int4", "codebook", "int8", "fp8"):
-        assert Weights.quantized(kind, torch.float32).kernels == ("fma", "fma_dequant")
+        weights = Weights.quantized(kind, torch.float32)
+        assert weights.kernels == ("fma",)
+        assert str(choice.choose_kernels(weights)) == "fma"
     assert "w4a16" not in Weights.quantized("codebook", torch.float16).kernels  # to 14 with a codebook
-    assert "w4a8" not in Weights.quantized("int4", torch.bfloat16).kernels
+
+
+ALL_WEIGHTS = {f"{weights.kind} {weights.dtype}": weights for each in kinds_of_weights().values() for weights in each}
+
+
+@pytest.mark.parametrize("name", ALL_WEIGHTS)
+def test_kernels_of_one_table_give_the_same_bits(name: str) -> None:
+    """Those of the section of this CPU, of the rules, and of sections of other CPUs with kernels that this one has."""
+    weights, sections = ALL_WEIGHTS[name], choice.tables().values()
+    named = [section.get(weights.kind, {}).get(str(weights.dtype).removeprefix("torch."), []) for section in sections]
+    texts = {text for each in named for text in ([each] if isinstance(each, str) else each)}
+    chosen = choice.choose_kernels(weights)
+    known = [table for table in map(KernelTable.of, sorted(texts)) if set(table.kernels) <= set(weights.kernels)]
+    assert chosen in known
+    for table in known:
+        assert equal_bits(weights, *table.kernels), str(table)
+
+
+def test_a_cpu_without_a_section_goes_by_the_rules(monkeypatch, tmp_path) -> None:
+    weights = Weights.plain(FloatLinear, torch.bfloat16)
+    file = tmp_path / "kernels.toml"
+    monkeypatch.setattr(choice, "TABLE", file)
+    rules = '[rules.dense]\nbfloat16 = ["magic", "fma,magic@4", "fma,fma_dequant@8"]\n'
+    for section, expected in (
+        ("", "fma,fma_dequant@8"),
+        ('bfloat16 = "fma"', "fma"),
+        ('bfloat16 = "magic"', "fma,fma_dequant@8"),
+    ):
+        file.write_text(f"{rules}[{torch.ops.oatmill.isa()}.dense]\n{section}\n")
+        assert str(choice.choose_kernels(weights)) == expected
+    file.write_text("")
+    assert choice.choose_kernels(weights).kernels == weights.kernels[:1]
 
 
 @pytest.mark.parametrize("text", ["fma", "bf16,amx@16"])
@@ -89,22 +122,22 @@ def float_weights(dtype: torch.dtype) -> Weights:
 )
 def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, monkeypatch, weights) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(choice, "_SMALL_BYTES", 8 << 20)
-    monkeypatch.setattr(choice, "_QUIET_SECONDS", 60)
+    monkeypatch.setattr(trials, "_SMALL_BYTES", 8 << 20)
+    monkeypatch.setattr(trials, "_QUIET_SECONDS", 60)
     shapes, kind = choice.plain_shapes(Model(torch.bfloat16)), weights(torch.bfloat16)
-    first = choice.choose_kernels(shapes, kind, None)
+    first = trials.fastest(shapes, kind)
     assert f"linear layers: {first}, measured in" in caplog.text
-    assert choice.choose_kernels(shapes, kind, None) == first
+    assert trials.fastest(shapes, kind) == first
     assert f"linear layers: {first}, as measured on this machine before" in caplog.text
     assert set(first.kernels) <= {*kind.kernels}
 
 
 def test_what_is_measured_on_busy_cores_is_not_kept(cache, caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(choice, "_SMALL_BYTES", 8 << 20)
-    monkeypatch.setattr(choice, "_QUIET_SECONDS", 0)
+    monkeypatch.setattr(trials, "_SMALL_BYTES", 8 << 20)
+    monkeypatch.setattr(trials, "_QUIET_SECONDS", 0)
     for _ in range(2):
-        choice.choose_kernels(choice.plain_shapes(Model(torch.float32)), float_weights(torch.float32), None)
+        trials.fastest(choice.plain_shapes(Model(torch.float32)), float_weights(torch.float32))
     assert caplog.text.count("so the next start measures again") == 2
 
 
@@ -123,7 +156,7 @@ def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
         return layer
 
     before = torch.ops.oatmill.set_own_threads(0)
-    choice.measure({64: 96}, {"fma": (replace(plain, make=make), "fma")}, (1, 4))
+    trials.measure({64: 96}, {"fma": (replace(plain, make=make), "fma")}, (1, 4))
     assert own
     assert all(own)
     assert torch.ops.oatmill.set_own_threads(before) == 0
@@ -135,25 +168,25 @@ def test_a_trial_that_fails_gives_the_threads_back(cache) -> None:
 
     before = torch.ops.oatmill.set_own_threads(0)
     with pytest.raises(MemoryError):
-        choice.measure({64: 96}, {"fma": (replace(float_weights(torch.float32), make=make), "fma")}, (1, 4))
+        trials.measure({64: 96}, {"fma": (replace(float_weights(torch.float32), make=make), "fma")}, (1, 4))
     assert torch.ops.oatmill.set_own_threads(before) == 0
 
 
 @pytest.mark.slow
 def test_the_memory_of_trials_goes_back_to_the_system(cache, monkeypatch) -> None:
-    monkeypatch.setattr(choice, "_read", lambda place: None)
+    monkeypatch.setattr(trials, "_read", lambda place: None)
     weights, shapes = float_weights(torch.float32), choice.plain_shapes(Model(torch.float32))
-    choice.choose_kernels(shapes, weights, None)  # what computing for the first time takes stays
+    trials.fastest(shapes, weights)  # what computing for the first time takes stays
     before = own_bytes()
     for _ in range(3):
-        choice.choose_kernels(shapes, weights, None)
+        trials.fastest(shapes, weights)
         assert own_bytes() - before < 8 << 20
 
 
 def test_small_models_are_not_measured(cache, caplog) -> None:
     caplog.set_level(logging.INFO)
     weights = float_weights(torch.float32)
-    chosen = choice.choose_kernels(choice.plain_shapes(nn.Sequential(nn.Linear(64, 64))), weights, None)
+    chosen = trials.fastest(choice.plain_shapes(nn.Sequential(nn.Linear(64, 64))), weights)
     assert chosen.kernels == weights.kernels[:1]
     assert "measured" not in caplog.text
 
@@ -170,10 +203,13 @@ class Group:
 
 
 def test_all_shards_take_what_the_first_has_measured(cache) -> None:
-    shapes, weights = choice.plain_shapes(Model(torch.float32)), float_weights(torch.float32)
-    first = choice.choose_kernels(shapes, weights, Group(0, ""))
-    assert choice.choose_kernels(Counter(), weights, Group(1, str(first))) == first
-    assert str(choice.choose_kernels(shapes, weights, Group(1, "fma,amx@16"))) == "fma,amx@16"
+    model = Model(torch.float32)
+    settings = {"pinned": "measure"}
+    first = linear_factory(model, torch.float32, None, group=Group(0, ""), **settings)
+    assert first.kernels
+    assert linear_factory(model, torch.float32, None, group=Group(1, str(first.kernels)), **settings) == first
+    other = linear_factory(model, torch.float32, None, group=Group(1, "fma,amx@16"), **settings)
+    assert str(other.kernels) == "fma,amx@16"
 
 
 def test_kernels_can_be_pinned() -> None:

@@ -472,13 +472,16 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<int64_t>())
       .def("put", &Adapters::put)
       .def("drop", &Adapters::drop)
-      .def("apply", &Adapters::apply);
+      .def("apply", [](const AdaptersPtr& self, const at::Tensor& x, at::Tensor y, const at::Tensor& numbers) {
+        return self->apply(x, std::move(y), LoraRows(*self, numbers), false, {});
+      });
   library.class_<Linear>("Linear")
       .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
                        std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>,
                        std::optional<QuantizedWeightsPtr>>())
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
+      .def("adapted", &Linear::adapted)
       .def("screened", &Linear::screened);
   library.class_<Ranks>("Ranks")
       .def(torch::init<at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>())

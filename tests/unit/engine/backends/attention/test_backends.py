@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -132,12 +133,9 @@ def run(
     return backend.attend(0, query, metadata, there).float().cpu(), torch.cat(outcomes)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1), (71, 1)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_heads, kind) -> None:
+def make_variant(kind: str, heads: int) -> AttentionVariant:
     sinks = torch.linspace(-4, 12, heads)  # below all scores, and above them
-    variant = {
+    return {
         "plain": AttentionVariant(0.2),
         "window": AttentionVariant(0.2, window=5),
         "wide window": AttentionVariant(0.2, window=20),
@@ -149,6 +147,13 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
         "sinks": AttentionVariant(0.2, sinks=sinks),
         "window, softcap, sinks": AttentionVariant(0.2, window=20, softcap=3.0, sinks=sinks),
     }[kind]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1), (71, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_heads, kind) -> None:
+    variant = make_variant(kind, heads)
     instance = create(backend, kv_heads)
     actual, wanted = run(instance, heads, kv_heads, [1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)], variant)
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
@@ -220,6 +225,35 @@ def test_numbers_in_8_bits_are_the_nearest_ones(backend, cached) -> None:
     torch.testing.assert_close(torch.cat(outputs)[: len(numbers)], wanted, rtol=1e-6, atol=0)
 
 
+def attended(backend: AttentionBackend, key: Tensor, value: Tensor, query: Tensor, parts: list[int], variant) -> Tensor:
+    """Returns what each query gets, [tokens, heads, head_dim], where they are computed in parts of so many tokens."""
+    size, tokens = backend.block_size, len(query)
+    tables = torch.arange(1, tokens // size + 3, dtype=torch.int32)[None]
+    slots, outputs = torch.arange(tokens) + size, []
+    for end, count in zip(accumulate(parts), parts, strict=True):
+        own = slice(end - count, end)
+        lengths, starts = torch.tensor([end], dtype=torch.int32), torch.tensor([0, count], dtype=torch.int32)
+        metadata = ForwardMetadata(slots[own], tables, lengths, starts, 0, [ChunkSpan(0, count, end)], end)
+        backend.write(0, key[own], value[own], metadata)
+        outputs.append(backend.attend(0, query[own], metadata, variant))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cached", [None, *FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_query_has_the_same_bits_however_its_prompt_is_cut(dtype, cached, kind) -> None:
+    for heads, kv_heads, head_dim in ((4, 2, 64), (3, 3, 48), (8, 1, 32)):
+        backend = create(CpuAttention, kv_heads, dtype, fp8(cached) if cached else None, head_dim)
+        backend.allocate(14)
+        key, value = (part.to(dtype) for part in history(300, kv_heads, 5, head_dim))
+        query = (torch.randn(300, heads, head_dim, generator=torch.Generator().manual_seed(7)) * 4).to(dtype)
+        variant = make_variant(kind, heads)
+        whole = attended(backend, key, value, query, [300], variant)
+        for parts in ([1] * 300, [127, 1, 1, 171], [33, 3, 2, 5, 4, 100, 153], [260, 40], [7] * 42 + [6]):
+            assert torch.equal(attended(backend, key, value, query, parts, variant), whole), parts
+
+
 class DirtyAttention(CpuAttention):
     """A cache in which other sequences have left what is no number."""
 
@@ -243,6 +277,22 @@ def test_prompts_are_as_exact_as_their_inputs(dtype, head_dim) -> None:
         prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
         actual, wanted = run(instance, 6, 2, [130], prompts, variant)
         torch.testing.assert_close(actual, wanted, **exact)
+
+
+def test_threads_write_both_values_of_a_pair_wherever_they_stand_in_a_pass() -> None:
+    """As drafted tokens do, which stand behind all others; other threads write those."""
+    own = torch.ops.oatmill.set_own_threads(3)
+    slots = torch.cat([torch.arange(32, 32 * 41, 32), torch.arange(33, 32 * 41 + 1, 32)])
+    backend = create(CpuAttention, 2, torch.bfloat16)
+    key, value = torch.randn(2, len(slots), 2, HEAD_DIM).bfloat16()
+    metadata = ForwardMetadata(slots, torch.zeros(1, 1), torch.zeros(0), torch.zeros(0), 0, [], 0)
+    for _ in range(200):
+        backend.allocate(42)
+        backend.write(0, key, value, metadata)
+        pairs = backend.values[0].view(42, 2, 16, HEAD_DIM, 2)[1:41, :, 0]
+        assert torch.equal(pairs[..., 0], value[:40])
+        assert torch.equal(pairs[..., 1], value[40:])
+    torch.ops.oatmill.set_own_threads(own)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

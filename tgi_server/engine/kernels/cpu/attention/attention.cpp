@@ -44,19 +44,20 @@ void plan_prompt(const AttentionLayer<T>& layer, const int32_t* table, int first
                          head * group + h, std::min(item_heads, group - h)});
 }
 
-// The KV heads of a reply's item, in a pass of so many sequences: several, which lie side by side in memory, as long as
-// there are items for all threads.
-int heads_together(int kv_heads, int item_heads, int64_t sequences) {
+// The KV heads of a reply's item, at most so many, in a pass of so many sequences: several, which lie side by side in
+// memory, as long as there are items for all threads.
+int heads_together(int kv_heads, int item_heads, int64_t sequences, int most) {
   const int for_threads = static_cast<int>(kv_heads * sequences / loop_threads());
-  return std::clamp(for_threads, 1, std::max(1, std::min(DECODE_ROWS / item_heads, (kv_heads + 1) / 2)));
+  return std::clamp(for_threads, 1, std::max(1, std::min({DECODE_ROWS / item_heads, (kv_heads + 1) / 2, most})));
 }
 
-// Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. sequences: of the pass.
+// Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. sequences: of the pass. kv_heads: the
+// most of an item.
 template <typename T>
 void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, int first, int count, int length, int64_t sequences,
-                std::vector<AttentionItem>& items) {
+                int kv_heads, std::vector<AttentionItem>& items) {
   const int group = layer.group(), item_heads = std::min(group, DECODE_ROWS);
-  const int together = count > 1 ? 1 : heads_together(layer.kv_heads, item_heads, sequences);
+  const int together = count > 1 ? 1 : heads_together(layer.kv_heads, item_heads, sequences, kv_heads);
   for (int head = 0; head < layer.kv_heads; head += together)
     for (int h = 0; h < group; h += item_heads)
       items.push_back({table, first, length - count, count, head, std::min(together, layer.kv_heads - head),
@@ -65,7 +66,7 @@ void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, int first,
 
 template <typename T>
 Plan plan(const AttentionLayer<T>& layer, const at::Tensor& tables, const at::Tensor& kv_lengths,
-          const at::Tensor& query_starts) {
+          const at::Tensor& query_starts, int kv_heads) {
   Plan plan;
   const int32_t* lengths = kv_lengths.const_data_ptr<int32_t>();
   const int32_t* starts = query_starts.const_data_ptr<int32_t>();
@@ -74,7 +75,7 @@ Plan plan(const AttentionLayer<T>& layer, const at::Tensor& tables, const at::Te
     const int count = starts[s + 1] - starts[s];
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.stride(0);
     if (count == 1 || count * layer.group() <= DECODE_ROWS)
-      plan_reply(layer, table, starts[s], count, lengths[s], kv_lengths.size(0), plan.replies);
+      plan_reply(layer, table, starts[s], count, lengths[s], kv_lengths.size(0), kv_heads, plan.replies);
     else
       plan_prompt(layer, table, starts[s], count, lengths[s], rows, plan.prompts);
   }
@@ -82,21 +83,23 @@ Plan plan(const AttentionLayer<T>& layer, const at::Tensor& tables, const at::Te
 }
 
 template <typename T>
-void attend(const AttentionLayer<T>& layer, const Plan& plan, Prefill<T> prefill) {
+void attend(const AttentionLayer<T>& layer, const Plan& plan, const AttentionKernel<T>& kernel) {
   const int64_t prompts = static_cast<int64_t>(plan.prompts.size()), replies = static_cast<int64_t>(plan.replies.size());
   parallel_for(prompts + replies, [&](int64_t i, int64_t next) {
-    if (i < prompts) return prefill(layer, plan.prompts[i]);
-    attend_decode(layer, plan.replies[i - prompts], plan.replies[next - prompts]);
+    const auto item = [&](int64_t at) -> const AttentionItem& {
+      return at < prompts ? plan.prompts[at] : plan.replies[at - prompts];
+    };
+    (i < prompts ? kernel.prompts : kernel.replies)(layer, item(i), item(next));
   });
 }
 
-// Returns the best kernel for prompts that this CPU has, and that takes heads of this size.
+// Returns the best kernel that this CPU has, and that takes heads of this size.
 template <typename T>
-Prefill<T> prefill_for(int64_t head_dim) {
-  const auto kernels = prefill_kernels<T>();
-  return std::find_if(kernels.begin(), kernels.end(), [&](const PrefillKernel<T>& kernel) {
-           return kernel.available() && head_dim % kernel.head_dim == 0;
-         })->run;
+const AttentionKernel<T>& kernel_for(int64_t head_dim) {
+  const auto kernels = attention_kernels<T>();
+  return *std::find_if(kernels.begin(), kernels.end(), [&](const AttentionKernel<T>& kernel) {
+    return kernel.available() && head_dim % kernel.head_dim == 0;
+  });
 }
 
 }  // namespace
@@ -139,7 +142,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                                   static_cast<int>(kv_heads),
                                   static_cast<int>(head_dim),
                                   variant};
-    attend(layer, plan(layer, tables, kv_lengths, query_starts), prefill_for<T>(head_dim));
+    const AttentionKernel<T>& kernel = kernel_for<T>(head_dim);
+    attend(layer, plan(layer, tables, kv_lengths, query_starts, kernel.kv_heads), kernel);
   });
   return output;
 }

@@ -86,29 +86,30 @@ struct AttentionItem {
 // Rows of an item of few queries. More are an item of a prompt, of so many rows at most.
 constexpr int DECODE_ROWS = 24, PREFILL_ROWS = 96;
 
-// Computes an item of few queries. next: the item that this thread will probably do next.
+// Computes an item. next: the item that this thread will probably do next.
+template <typename T>
+using Attend = void (*)(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next);
+
 template <typename T>
 void attend_decode(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next);
 
-// Ways to compute an item of a prompt, which has one KV head.
+// A way to compute attention. What prompts and replies give of a query is the same to the last bit.
 template <typename T>
-using Prefill = void (*)(const AttentionLayer<T>& layer, const AttentionItem& item);
-
-template <typename T>
-struct PrefillKernel {
+struct AttentionKernel {
   bool (*available)();  // on this CPU
   int head_dim;         // of which a head's must be a multiple
-  Prefill<T> run;
+  int kv_heads;         // the most of a reply's item
+  Attend<T> prompts, replies;
 };
 
 // The best of a CPU comes first.
 template <typename T>
-std::span<const PrefillKernel<T>> prefill_kernels();
+std::span<const AttentionKernel<T>> attention_kernels();
 template <>
-std::span<const PrefillKernel<float>> prefill_kernels();
+std::span<const AttentionKernel<float>> attention_kernels();
 template <>
-std::span<const PrefillKernel<c10::BFloat16>> prefill_kernels();
+std::span<const AttentionKernel<c10::BFloat16>> attention_kernels();
 template <>
-std::span<const PrefillKernel<c10::Half>> prefill_kernels();
+std::span<const AttentionKernel<c10::Half>> attention_kernels();
 
 }  // namespace oatmill

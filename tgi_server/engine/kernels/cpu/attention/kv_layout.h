@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "simd/fp8.h"
 #include "runtime/thread_pool.h"
@@ -72,13 +73,14 @@ const C* cached(const T* numbers, int64_t count, float scale, C* room) {
 }
 
 // Writes the values of one head of tokens `begin` to `end`. follows(t): whether token t stands right behind the one
-// before it, in this call or in another thread's; at(t): where its value is written; from(t): its value.
+// before it, in this call or in another thread's; apart(t): whether the second of its pair is written in this call, but
+// not right behind it; at(t): where its value is written; from(t): its value.
 //
 // Values of a pair are written together. The second one becomes zero when it is still to come: a weight of zero times
 // what another request left there may be NaN.
-template <typename C, typename Follows, typename At, typename From>
+template <typename C, typename Follows, typename Apart, typename At, typename From>
 void write_values(const int64_t* slot, int64_t begin, int64_t end, int64_t head_dim, const Follows& follows,
-                  const At& at, const From& from) {
+                  const Apart& apart, const At& at, const From& from) {
   for (int64_t t = begin; t < end; ++t) {
     const C* value = from(t);
     C* to = at(t);
@@ -88,7 +90,7 @@ void write_values(const int64_t* slot, int64_t begin, int64_t end, int64_t head_
     } else {
       const bool second = slot[t] % 2 == 1, pair_continues = follows(t + 1);
       if (second && t > begin && follows(t)) continue;
-      if (second || (pair_continues && t + 1 == end)) {
+      if (second || (pair_continues ? t + 1 == end : apart(t))) {
         for (int64_t d = 0; d < head_dim; ++d) to[d * 2] = value[d];
         continue;
       }
@@ -121,6 +123,13 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
     want_token(key_of(t, h), value_of(t, h), key_cache + block(t, h), value_cache + block(t, h), slot[t] % BLOCK,
                head_dim);
   };
+  // Slots in the second place of a pair that do not follow the first one: such as those of drafted tokens, which stand
+  // behind all others of a pass.
+  std::vector<int64_t> seconds;
+  if (PAIR<C> == 2)
+    for (int64_t t = 0; t < tokens; ++t)
+      if (slot[t] % 2 == 1 && (t == 0 || slot[t] != slot[t - 1] + 1)) seconds.push_back(slot[t]);
+  std::sort(seconds.begin(), seconds.end());
   const int64_t items = ceil_div(tokens, WRITTEN_TOGETHER) * kv_heads;
   parallel_for(items, [&](int64_t item, int64_t next) {
     const int64_t head = item % kv_heads, begin = item / kv_heads * WRITTEN_TOGETHER;
@@ -141,6 +150,7 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
         std::memcpy(places[i] + key_place<C>(d, 0), kept + i * size + d, PAIR<C> * sizeof(C));
     write_values<C>(
         slot, begin, end, head_dim, [&](int64_t t) { return t < tokens && slot[t] == slot[t - 1] + 1; },
+        [&](int64_t t) { return std::binary_search(seconds.begin(), seconds.end(), slot[t] + 1); },
         [&](int64_t t) { return value_cache + block(t, head) + value_place<C>(slot[t] % BLOCK, 0, head_dim); },
         [&](int64_t t) { return cached(value_of(t, head), head_dim, scales.values, codes); });
   });

@@ -82,47 +82,28 @@ struct TileProduct {
   int words;
 };
 
-// sums[r][v] += the products of R rows with V registers of columns. P: partial sums; the number of words is a multiple
-// of it. A register is added to only as fast as one sum follows another; with few rows there are few sums, so each is
-// split into as many partial ones as keep the processor busy. wanted: a tile that is needed soon, of which as much is
-// asked for as is read of this one, since the processor itself does not guess which tile comes next; or null.
-template <typename Dot, int R, int V, int P>
+// sums[r][v] += the products of R rows with V registers of columns, one word after the other whatever R and V are.
+// prefetched: a tile that is needed soon, of which as much is prefetched as is read of this one, since the processor itself
+// does not guess which tile comes next; or null.
+template <typename Dot, int R, int V>
 inline void add_products(const TileProduct& product, const char* prefetched, typename Dot::Accumulator (&sums)[R][V]) {
-  using Accumulator = typename Dot::Accumulator;
   constexpr int REGISTER_BYTES = WIDTH * Dot::WORD_BYTES;
   constexpr int IN_LINE = std::max(1, 64 / REGISTER_BYTES);
-  Accumulator partial[P][R][V];
-#pragma GCC unroll 4
-  for (int p = 0; p < P; ++p)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) partial[p][r][v] = p == 0 ? sums[r][v] : Accumulator{};
-  for (int k = 0; k < product.words; k += P)
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      const char* words = product.tile + (k + p) * product.word_bytes;
-      if (prefetched)
+  const auto add_words = [&](auto prefetches) {
+    for (int k = 0; k < product.words; ++k) {
+      const char* words = product.tile + k * product.word_bytes;
+      if constexpr (prefetches)
 #pragma GCC unroll 8
         for (int v = 0; v < V; v += IN_LINE)
-          __builtin_prefetch(prefetched + (k + p) * product.word_bytes + v * REGISTER_BYTES, 0, 2);
+          __builtin_prefetch(prefetched + k * product.word_bytes + v * REGISTER_BYTES, 0, 2);
 #pragma GCC unroll 2
       for (int step = 0; step < Dot::STEPS; ++step)
         add_outer<Dot>(
-            [&](int r) {
-              return Dot::row(product.rows + r * product.row_bytes + ((k + p) * Dot::STEPS + step) * Dot::NUMBER);
-            },
-            [&](int v) { return Dot::column(words, v * WIDTH, step); }, partial[p]);
+            [&](int r) { return Dot::row(product.rows + r * product.row_bytes + (k * Dot::STEPS + step) * Dot::NUMBER); },
+            [&](int v) { return Dot::column(words, v * WIDTH, step); }, sums);
     }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      F32 sum = __builtin_bit_cast(F32, partial[0][r][v]);
-#pragma GCC unroll 4
-      for (int p = 1; p < P; ++p) sum += __builtin_bit_cast(F32, partial[p][r][v]);
-      sums[r][v] = __builtin_bit_cast(Accumulator, sum);
-    }
+  };
+  prefetched ? add_words(std::true_type()) : add_words(std::false_type());
 }
 
 // Loads what rows have summed of values so far, [R, columns] with so many floats from a row to the next, times their decays.

@@ -42,10 +42,9 @@ inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 // To a few units in the last place of 1.
 inline F32 hyperbolic_tangent(F32 x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
-// Softcap, alibi and the mask, on a row's scaled scores against tokens from `start` on. first, last: the columns that it
-// may look at.
-inline void adjust_scores(const Variant& variant, int head, int64_t position, int64_t start, int64_t first,
-                          int64_t last, int columns, float* scores) {
+// Scales a row's scores against tokens from `start` on, with softcap and alibi.
+inline void adjust_scores(const Variant& variant, int head, int64_t position, int64_t start, int columns, float* scores) {
+  for (int c = 0; c < columns; ++c) scores[c] *= variant.score_scaling;
   if (variant.softcap != 0)
     for (int j = 0; j < columns; j += WIDTH)
       store_as(scores + j, variant.softcap * hyperbolic_tangent(load_as<F32>(scores + j) / variant.softcap));
@@ -57,8 +56,6 @@ inline void adjust_scores(const Variant& variant, int head, int64_t position, in
     else
       for (int j = 0; j < columns; ++j) scores[j] += slope * static_cast<float>(start - position + j);
   }
-  std::fill(scores, scores + first, MASKED);
-  std::fill(scores + last, scores + columns, MASKED);
 }
 
 // Turns the scores of the query at a position against tokens from `start` on into softmax weights, in their place, and
@@ -69,11 +66,12 @@ inline void weigh_row(const Variant& variant, int head, int64_t position, int64_
   float scaling = variant.score_scaling;
   const int64_t last = std::clamp<int64_t>(position - start + 1, 0, tokens);
   const int64_t first = std::clamp<int64_t>(variant.first_token(position) - start, 0, columns);
-  if (first > 0 || last < columns || !variant.plain()) {
-    for (int c = 0; c < columns; ++c) scores[c] *= scaling;
-    adjust_scores(variant, head, position, start, first, last, columns, scores);
+  if (!variant.plain()) {
+    adjust_scores(variant, head, position, start, columns, scores);
     scaling = 1;
   }
+  std::fill(scores, scores + first, MASKED);
+  std::fill(scores + last, scores + columns, MASKED);
   F32 highest = load_as<F32>(scores) * scaling;
   for (int c = WIDTH; c < columns; c += WIDTH) highest = vmax(highest, load_as<F32>(scores + c) * scaling);
   F32 total = load_as<F32>(softmax.acc + row * WIDTH);
@@ -89,7 +87,7 @@ inline void weigh_row(const Variant& variant, int head, int64_t position, int64_
     return;
   }
   for (int c = 0; c < columns; c += WIDTH) {
-    const F32 weight = exponential(load_as<F32>(scores + c) * scaling - reference);
+    const F32 weight = exponential(fma(load_as<F32>(scores + c), F32{} + scaling, F32{} - reference));
     store_as(scores + c, weight);
     total += weight;
   }

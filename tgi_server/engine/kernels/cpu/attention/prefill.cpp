@@ -1,6 +1,5 @@
-// Attention of many queries, as prompts have them: bound by what is computed. Rows go chunk by chunk over keys and
-// values: a chunk is a few neighbouring blocks of a sequence, of one KV head. The products are made of vector registers,
-// or of AMX tiles (amx.h).
+// Attention of many queries, as prompts have them: bound by what is computed. The products are made of vector registers,
+// or of AMX tiles (amx.h), which then compute replies as well.
 
 #include <algorithm>
 #include <array>
@@ -8,116 +7,15 @@
 #include <type_traits>
 
 #include "attention/attention.h"
-#include "attention/microkernel.h"
-#include "attention/online_softmax.h"
-#include "simd/dtypes.h"
-#include "simd/simd16.h"
+#include "attention/chunks.h"
 #include "gemm/amx.h"
 
 namespace oatmill {
 
 namespace {
 
-constexpr int CHUNK_BLOCKS = 4, CHUNK = CHUNK_BLOCKS * BLOCK;
-
-// Blocks of KV cache, of one dtype, from the token `start` on.
-struct Chunk {
-  at::ScalarType cache;
-  const void* keys[CHUNK_BLOCKS];
-  const void* values[CHUNK_BLOCKS];
-  int64_t start;
-  int tokens;
-
-  int blocks() const { return static_cast<int>(ceil_div(tokens, BLOCK)); }
-};
-
-// Some rows of an item, of which the last one looks at so many tokens of a chunk.
-struct Rows {
-  int first, count, tokens;
-};
-
-// An item's rows, `most` at a time, without those that look at nothing in a chunk.
-struct RowBlocks {
-  std::array<Rows, PREFILL_ROWS> blocks;
-  int count = 0;
-
-  RowBlocks(const AttentionItem& item, int most, int64_t start, int tokens) {
-    for (int first = 0; first < item.rows(); first += most) {
-      const int rows = std::min(most, item.rows() - first);
-      const int64_t seen = item.position(first + rows - 1) - start + 1;
-      if (seen > 0) blocks[count++] = {first, rows, static_cast<int>(std::min<int64_t>(seen, tokens))};
-    }
-  }
-  const Rows* begin() const { return blocks.data(); }
-  const Rows* end() const { return blocks.data() + count; }
-};
-
-// The blocks of a chunk as numbers of type To, to which the cache's are turned if they are others.
-template <typename To>
-struct Tile {
-  const To* keys[CHUNK_BLOCKS];
-  const To* values[CHUNK_BLOCKS];
-
-  template <typename T>
-  void load(const Chunk& chunk, int head_dim) {
-    by_cache<T>(chunk.cache, [&]<typename C>(C*) {
-      for (int b = 0; b < chunk.blocks(); ++b) {
-        const C* block_keys = static_cast<const C*>(chunk.keys[b]);
-        const C* block_values = static_cast<const C*>(chunk.values[b]);
-        if constexpr (std::is_same_v<C, To>) {
-          keys[b] = block_keys;
-          values[b] = block_values;
-        } else {
-          constexpr int64_t TOGETHER = std::max(PAIR<C>, PAIR<To>);
-          const int64_t tokens = ceil_div(std::min(BLOCK, chunk.tokens - b * BLOCK), TOGETHER) * TOGETHER;
-          keys[b] = converted(block_keys, head_dim, BLOCK, room()[0][b]);
-          values[b] = converted(block_values, tokens, head_dim, room()[1][b]);
-        }
-      }
-    });
-  }
-
- private:
-  // A thread's, for keys and values.
-  using Room = To[2][CHUNK_BLOCKS][BLOCK * MAX_HEAD_DIM];
-  static Room& room() {
-    alignas(64) static thread_local Room room;
-    return room;
-  }
-};
-
 // Registers of columns that are computed together.
 constexpr int VECTORS = WIDTH == 4 && REGISTERS == 32 ? 4 : 2;
-
-// scores[r][j] = sum over d of query[r][d] * keys[d][j], for the columns of one block that rows look at
-template <typename Dot, int R, typename Number>
-void score_rows(const char* query, const Number* keys, int head_dim, int columns, float* scores) {
-  constexpr int V = VECTORS;
-  const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Dot::Operand);
-  for (int j = 0; j < columns; j += V * WIDTH) {
-    typename Dot::Accumulator sums[R][V] = {};
-    const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<Number>),
-                              BLOCK * PAIR<Number> * sizeof(Number), head_dim / PAIR<Number>};
-    add_products<Dot, R, V, 1>(product, nullptr, sums);
-    store_block(reinterpret_cast<char*>(scores + j), CHUNK * sizeof(float), sums);
-  }
-}
-
-// output[r][d] = output[r][d] * decays[r] + sum over j of weights[r][j] * values[j][d], for V registers of columns
-template <typename Dot, int R, int V, typename Number>
-void value_rows(const char* weights, const float* decays, const Number* const* values, int64_t first, int tokens,
-                int head_dim, float* output) {
-  typename Dot::Accumulator sums[R][V];
-  load_decayed(output, head_dim, decays, sums);
-  for (int j = 0; j < tokens; j += BLOCK) {
-    const TileProduct product{weights + j * sizeof(typename Dot::Operand), CHUNK * sizeof(typename Dot::Operand),
-                              reinterpret_cast<const char*>(values[j / BLOCK] + first * PAIR<Number>),
-                              int64_t(head_dim) * PAIR<Number> * static_cast<int64_t>(sizeof(Number)),
-                              static_cast<int>(ceil_div(std::min(BLOCK, tokens - j), PAIR<Number>))};
-    add_products<Dot, R, V, 1>(product, nullptr, sums);
-  }
-  store_block(reinterpret_cast<char*>(output), head_dim * sizeof(float), sums);
-}
 
 // Products in vector registers. Numbers of 16 bits are turned into floats once for all rows, where floats are multiplied.
 template <typename T>
@@ -130,14 +28,18 @@ class VectorTiles {
   using Operand = typename Dot::Operand;
   static constexpr int ROWS = Dot::ROWS;
 
-  void load(const Chunk& chunk, int head_dim) { tile_.template load<T>(chunk, head_dim); }
+  template <typename C>
+  void load(const Chunk<C>& chunk, const Chunk<C>&, int head_dim) {
+    tile_.load(chunk, head_dim);
+  }
 
   void score(const RowBlocks& blocks, const Operand* query, int head_dim, float* scores) {
     for (int b = 0; b < CHUNK_BLOCKS; ++b)
       for (const Rows& rows : blocks)
         if (rows.tokens > b * BLOCK)
-          SCORES[rows.count - 1](reinterpret_cast<const char*>(query + rows.first * head_dim), tile_.keys[b], head_dim,
-                                 std::min(BLOCK, rows.tokens - b * BLOCK), scores + rows.first * CHUNK + b * BLOCK);
+          SCORES[rows.count - 1](reinterpret_cast<const char*>(query + rows.first * head_dim), tile_.keys[b], nullptr,
+                                 head_dim, std::min(BLOCK, rows.tokens - b * BLOCK),
+                                 scores + rows.first * CHUNK + b * BLOCK);
   }
 
   void add_values(const RowBlocks& blocks, const Operand* weights, const float* decays, int head_dim, float* output) {
@@ -153,10 +55,10 @@ class VectorTiles {
                    int head_dim, int d, float* output) {
     for (const Rows& rows : blocks)
       functions[rows.count - 1](reinterpret_cast<const char*>(weights + rows.first * CHUNK), decays + rows.first,
-                                tile_.values, d, rows.tokens, head_dim, output + rows.first * head_dim + d);
+                                tile_.values, nullptr, d, rows.tokens, head_dim, output + rows.first * head_dim);
   }
 
-  static constexpr auto SCORES = by_rows<ROWS>([]<int R>() { return &score_rows<Dot, R, Number>; });
+  static constexpr auto SCORES = by_rows<ROWS>([]<int R>() { return &score_rows<Dot, R, VECTORS, Number>; });
   template <int V>
   static constexpr auto VALUES = by_rows<ROWS>([]<int R>() { return &value_rows<Dot, R, V, Number>; });
 
@@ -173,8 +75,9 @@ class MatrixTiles {
 
   // A block is multiplied as a whole. Weights of tokens that nobody looks at are zero, but what stands there may be no
   // number.
-  void load(const Chunk& chunk, int head_dim) {
-    tile_.template load<Operand>(chunk, head_dim);
+  template <typename C>
+  void load(const Chunk<C>& chunk, const Chunk<C>&, int head_dim) {
+    tile_.load(chunk, head_dim);
     alignas(64) static thread_local Operand padded[BLOCK * MAX_HEAD_DIM];
     const int last = chunk.tokens / BLOCK, numbers = static_cast<int>(ceil_div(chunk.tokens % BLOCK, 2)) * 2 * head_dim;
     if (numbers == 0) return;
@@ -255,84 +158,21 @@ class MatrixTiles {
   Tile<Operand> tile_;
 };
 
-template <typename Operand>
-struct Scratch {
-  alignas(64) Operand query[PREFILL_ROWS * MAX_HEAD_DIM];
-  alignas(64) Operand weights[PREFILL_ROWS * CHUNK];
-  alignas(64) float output[PREFILL_ROWS * MAX_HEAD_DIM];
-  alignas(64) float scores[PREFILL_ROWS * CHUNK];
-  Softmax<PREFILL_ROWS> softmax;
-};
-
-// The part of a chunk at `start` that an item looks at. Chunks begin at multiples of CHUNK, whatever item looks at them.
-template <typename T>
-Chunk chunk_at(const AttentionLayer<T>& layer, const AttentionItem& item, int64_t start) {
-  const int64_t end = std::min(start / CHUNK * CHUNK + CHUNK, item.end());
-  Chunk chunk{layer.cache, {}, {}, start, static_cast<int>(end - start)};
-  by_cache<T>(layer.cache, [&]<typename C>(C*) {
-    for (int b = 0; b < chunk.blocks(); ++b) {
-      const int64_t place = layer.place(item.table[start / BLOCK + b], item.kv_head);
-      chunk.keys[b] = layer.template keys_at<C>(place);
-      chunk.values[b] = layer.template values_at<C>(place);
-    }
-  });
-  return chunk;
-}
-
-// Returns the rows' weights.
-template <typename T, typename Operand>
-const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, const RowBlocks& blocks,
-                     const Chunk& chunk, Scratch<Operand>& scratch) {
-  const Operand* weights = nullptr;
-  for (const Rows& rows : blocks) {
-    for (int r = rows.first; r < rows.first + rows.count; ++r) {
-      float* scores = scratch.scores + r * CHUNK;
-      const int64_t position = item.position(r);
-      const int seen = static_cast<int>(std::clamp<int64_t>(position - chunk.start + 1, 1, rows.tokens));
-      const int columns = static_cast<int>(ceil_div(seen, LANES)) * LANES;
-      weigh_row(layer.variant, item.head(r), position, chunk.start, columns, rows.tokens, r, scratch.softmax,
-                scores);
-      std::fill(scores + columns, scores + CHUNK, 0.0f);
-    }
-    weights = as_operands(scratch.scores, rows.first * CHUNK, rows.count * CHUNK, scratch.weights);
-  }
-  return weights;
-}
-
 template <typename T, typename Tiles>
-void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item) {
-  static thread_local Scratch<typename Tiles::Operand> scratch;
-  Tiles tiles;
-  const int head_dim = layer.head_dim, rows = item.rows();
-  scratch.softmax.begin(layer.variant, item);
-  std::fill_n(scratch.output, rows * head_dim, 0.0f);
-  for (int r = 0; r < rows; ++r)
-    std::copy_n(layer.query_of(item.token(r), item.head(r)), head_dim, scratch.query + r * head_dim);
-  int64_t start = layer.variant.first_token(item.first_position) / BLOCK * BLOCK;
-  while (start < item.end()) {
-    const Chunk chunk = chunk_at(layer, item, start);
-    const RowBlocks blocks(item, Tiles::ROWS, start, chunk.tokens);
-    tiles.load(chunk, head_dim);
-    tiles.score(blocks, scratch.query, head_dim, scratch.scores);
-    const auto* weights = weigh(layer, item, blocks, chunk, scratch);
-    tiles.add_values(blocks, weights, scratch.softmax.decays, head_dim, scratch.output);
-    start += chunk.tokens;
-  }
-  for (int r = 0; r < rows; ++r) {
-    T* to = layer.output_of(item.token(r), item.head(r));
-    const float scale = layer.variant.value_scale / scratch.softmax.total(r);
-    for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
-  }
+void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
+  by_cache<T>(layer.cache, [&]<typename C>(C*) { attend_chunks<Tiles, PREFILL_ROWS, C>(layer, item, next); });
 }
 
 bool always() { return true; }
 
 template <typename T>
-constexpr PrefillKernel<T> BY_VECTORS{always, 1, attend_prefill<T, VectorTiles<T>>};
+constexpr AttentionKernel<T> BY_VECTORS{always, 1, DECODE_ROWS, attend_prefill<T, VectorTiles<T>>, attend_decode<T>};
 
+// A matrix of SIDE rows is multiplied as a whole, so other KV heads have no rows in its place.
 template <typename Tiles>
-constexpr PrefillKernel<c10::BFloat16> tiles(bool (*available)()) {
-  return {available, 2 * SIDE, attend_prefill<c10::BFloat16, MatrixTiles<Tiles>>};
+constexpr AttentionKernel<c10::BFloat16> by_matrices(bool (*available)()) {
+  constexpr auto ATTEND = attend_prefill<c10::BFloat16, MatrixTiles<Tiles>>;
+  return {available, 2 * SIDE, 1, ATTEND, ATTEND};
 }
 
 // The best is the first.
@@ -340,9 +180,9 @@ constexpr std::array FLOAT_KERNELS{BY_VECTORS<float>};
 constexpr std::array HALF_KERNELS{BY_VECTORS<c10::Half>};
 constexpr std::array BF16_KERNELS{
 #if defined(OATMILL_EMULATED_TILES)
-    tiles<EmulatedTiles<Bf16Weights>>(always),
+    by_matrices<EmulatedTiles<Bf16Weights>>(always),
 #elif OATMILL_AMX
-    tiles<AmxTiles<Bf16Weights>>(amx_permitted),
+    by_matrices<AmxTiles<Bf16Weights>>(amx_permitted),
 #endif
     BY_VECTORS<c10::BFloat16>,
 };
@@ -350,15 +190,15 @@ constexpr std::array BF16_KERNELS{
 }  // namespace
 
 template <>
-std::span<const PrefillKernel<float>> prefill_kernels() {
+std::span<const AttentionKernel<float>> attention_kernels() {
   return FLOAT_KERNELS;
 }
 template <>
-std::span<const PrefillKernel<c10::Half>> prefill_kernels() {
+std::span<const AttentionKernel<c10::Half>> attention_kernels() {
   return HALF_KERNELS;
 }
 template <>
-std::span<const PrefillKernel<c10::BFloat16>> prefill_kernels() {
+std::span<const AttentionKernel<c10::BFloat16>> attention_kernels() {
   return BF16_KERNELS;
 }
 

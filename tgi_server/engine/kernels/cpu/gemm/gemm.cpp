@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "simd/dtypes.h"
@@ -26,15 +27,16 @@ namespace {
 bool always() { return true; }
 
 template <typename Kernel>
-void run_dense(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
-             const std::vector<int64_t>* tiles, at::Tensor& output) {
+void run_dense(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
+               at::Tensor& output) {
   const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1);
   by_dtype(x, [&]<typename T>(T*) {
     const Input input = Kernel::prepare(x.const_data_ptr<T>(), rows, layer.inputs, depth);
     const GemmArgs product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows,
                           depth, layer.outputs};
-    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
-                           residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
+    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, finish.relu,
+                              finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
+                              output.mutable_data_ptr<T>(), finish.adapted};
     if constexpr (std::is_same_v<typename Kernel::Weights, Int8Weights>) {
       const float* scales = layer.scales->const_data_ptr<float>();
       const float* compensation = layer.compensation->const_data_ptr<float>();
@@ -134,6 +136,32 @@ at::Tensor linear_unpack(const at::Tensor& packed, int64_t outputs, int64_t inpu
   });
 }
 
+// Returns the name of the instruction set that the kernels were compiled for: the newest part of it that they use.
+std::string isa() {
+#if OATMILL_AMX
+  if (amx_permitted()) return "amx";
+#endif
+#if defined(__AVX512BF16__)
+  return "avx512_bf16";
+#elif defined(__AVX512VNNI__)
+  return "avx512_vnni";
+#elif defined(__AVX512BW__)
+  return "avx512";
+#elif defined(__AVXVNNI__)
+  return "avx_vnni";
+#elif defined(__AVX2__)
+  return "avx2";
+#elif OATMILL_MMLA
+  return "neon_i8mm";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "neon_dotprod";
+#elif defined(__aarch64__)
+  return "neon";
+#else
+  return "generic";
+#endif
+}
+
 // Returns the names of the kernels for these weights on this CPU, the default first.
 std::vector<std::string> linear_kernels(const at::Tensor& packed) {
   return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel> variants) {
@@ -171,7 +199,8 @@ Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional
   });
 }
 
-at::Tensor Linear::operator()(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual) const {
+at::Tensor Linear::run(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual,
+                       const bool* adapted) const {
   TORCH_CHECK(x.size(-1) == inputs, "the input has ", x.size(-1), " features, the weights ", inputs);
   const at::Tensor dense = x.contiguous(), added = residual ? residual->contiguous() : at::Tensor();
   auto shape = x.sizes().vec();
@@ -179,18 +208,24 @@ at::Tensor Linear::operator()(const at::Tensor& x, bool relu, const std::optiona
   at::Tensor output = at::empty(shape, x.options());
   TORCH_CHECK(!residual || (added.numel() == output.numel() && added.scalar_type() == x.scalar_type()));
   const int64_t rows = x.numel() / inputs;
-  if (rows > 0) kernel_for(rows).run(*this, dense, relu, residual ? &added : nullptr, nullptr, output);
+  if (rows > 0) kernel_for(rows).run(*this, dense, {relu, residual ? &added : nullptr, adapted}, nullptr, output);
   return output;
+}
+
+at::Tensor Linear::operator()(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual) const {
+  return run(x, relu, residual, nullptr);
 }
 
 at::Tensor Linear::adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu,
                            const std::optional<at::Tensor>& residual) const {
-  if (!numbers || !adapters || adapters->empty()) return (*this)(x, relu, residual);
-  return adapters->apply(x, (*this)(x), *numbers, relu, residual);
+  if (!numbers || !adapters) return run(x, relu, residual, nullptr);
+  const LoraRows rows(*adapters, *numbers);
+  if (!rows.any()) return run(x, relu, residual, nullptr);
+  return adapters->apply(x, run(x, relu, residual, rows.adapted()), rows, relu, residual);
 }
 
 void Linear::write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const {
-  if (!tiles.empty()) kernel_for(x.numel() / inputs).run(*this, x, false, nullptr, &tiles, output);
+  if (!tiles.empty()) kernel_for(x.numel() / inputs).run(*this, x, {}, &tiles, output);
 }
 
 const LinearKernel& Linear::kernel_for(int64_t rows) const {
@@ -207,6 +242,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("linear_pack_into(Tensor weight, Tensor(a!) packed) -> ()");
   library.def("linear_unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear_kernels(Tensor packed) -> str[]");
+  library.def("isa() -> str", &oatmill::isa);
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {

@@ -113,13 +113,15 @@ struct GemmArgs {
   int64_t rows, depth, outputs;
 };
 
-// Epilogue: bias, ReLU, residual.
+// Epilogue: bias, ReLU, residual. adapted: of each row true if a LoRA delta comes before ReLU and residual, which are left to
+// what adds it; null: of none.
 template <typename T>
 struct Epilogue {
   const float* bias;  // [outputs, padded to a tile], or null
   bool relu;
   const T* residual;  // [rows, outputs], or null
   T* output;          // [rows, outputs]
+  const bool* adapted;
 };
 
 // Calls work(first, count) for blocks of rows, or of words, of nearly the same size, at most `most` each.
@@ -170,18 +172,20 @@ void prefetch_row(const GemmArgs& product, const Epilogue<T>& epilogue, int64_t 
 template <typename T, typename Number>
 void apply_epilogue(const GemmArgs& product, const Epilogue<T>& epilogue, const char* acc, int64_t row, int64_t first,
                 const Number& number) {
+  const bool finishes = !epilogue.adapted || !epilogue.adapted[row];
+  const bool relu = epilogue.relu && finishes, adds = epilogue.residual && finishes;
   for (int64_t n = first; n < std::min(first + COLUMNS, product.outputs); n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, product.outputs - n), place = row * product.outputs + n;
     F32 value = number(acc + (n - first) * WORD, row, n);
     if (epilogue.bias) value += load_f32(epilogue.bias + n);
-    if (epilogue.relu) value = vmax(value, F32{});
+    if (relu) value = vmax(value, F32{});
     if (count == WIDTH) {
-      if (epilogue.residual) value += load_f32(epilogue.residual + place);
+      if (adds) value += load_f32(epilogue.residual + place);
       store(epilogue.output + place, value);
     } else {
       T edge[WIDTH] = {};
-      if (epilogue.residual) std::copy_n(epilogue.residual + place, count, edge);
-      if (epilogue.residual) value += load_f32(edge);
+      if (adds) std::copy_n(epilogue.residual + place, count, edge);
+      if (adds) value += load_f32(edge);
       store(edge, value);
       std::copy_n(edge, count, epilogue.output + place);
     }

@@ -9,9 +9,11 @@
 //   input_sum(product, place), the sum of a group's inputs; GROUP_SUMS, if that needs those of the product;
 //   TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
 //   Loads, the static part of the policy that loads its weights.
-// One whose unpacked weights may be stored for other blocks of rows has
-//   unpacked(words, step, zeros) and operand(unpacked), zeros being in every byte of words;
-//   MANY, the most rows of a block that shares them with others, and UNPACKED_VECTORS, such a block's registers of outputs.
+//   MANY, the most rows of a block that shares unpacked weights with others, and UNPACKED_VECTORS, such a block's registers
+//   of outputs.
+// Weights are unpacked by
+//   unpacked(words, step, zeros) and operand(unpacked), zeros being in every byte of words; or by
+//   numbers(words, part, to), several at once, which are operands as they are.
 
 #pragma once
 
@@ -45,17 +47,16 @@ struct GroupGemm {
                   next_tile * product.groups * COLUMNS};
     float* sums = reinterpret_cast<float*>(acc);
     std::fill_n(sums, rows * COLUMNS, 0.0f);
-    if constexpr (UNPACKS) {
-      if (rows > Dot::ROWS) return multiply_unpacked(dot, product, first_row, rows, at, sums);
-    }
+    if (rows > Dot::ROWS) return multiply_unpacked(dot, product, first_row, rows, at, sums);
     for_each_block(rows, Dot::ROWS, [&](int64_t first, int64_t count) {
       BLOCKS[count - 1](dot, product, first_row + first, at, sums + first * COLUMNS);
     });
   }
 
  private:
-  static constexpr bool UNPACKS = requires { Dot::MANY; }, FIRST_UNPACKS = REGISTERS == 32;
-  static constexpr int64_t KEPT = 32;  // words that are unpacked into L1: 24 KiB at most, which leaves room beside them
+  static constexpr bool BY_STEPS = requires { &Dot::unpacked; }, FIRST_UNPACKS = BY_STEPS && REGISTERS == 32;
+  // Words that are unpacked into L1: 24 KiB at most, which leaves room beside them.
+  static constexpr int64_t KEPT = std::min<int64_t>(32, 24 * 1024 / (Dot::STEPS * TILE_WORD));
 
   // Returns true if sums of inputs are part of the result.
   static bool shifted(const Scales& scales) {
@@ -134,7 +135,7 @@ struct GroupGemm {
       return dot.unpacked(words.read(k, column + v * WIDTH), step, zeros.bytes[v]);
     }
     [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
-      if constexpr (UNPACKS)
+      if constexpr (BY_STEPS)
         return dot.operand(unpacked(k, step, v));
       else
         return dot.number_of(words.read(k, column + v * WIDTH), step);
@@ -158,8 +159,8 @@ struct GroupGemm {
     }
   };
 
-  // What another block of rows has unpacked.
-  struct UnpackedTile : OneAtATime {
+  // What has been unpacked before, in the order in which it is loaded.
+  struct UnpackedTile : Dot::Loads {
     const Dot& dot;
     const char* kept;
     int64_t first;
@@ -169,7 +170,17 @@ struct GroupGemm {
         : dot(dot), kept(kept), first(first), column(column) {}
     [[gnu::always_inline]] void prefetch(int64_t) const {}
     [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
-      return dot.operand(load_as<U32>(place(kept, k - first, step, column + v * WIDTH)));
+      const U32 numbers = load_as<U32>(place(kept, k - first, step, column + v * WIDTH));
+      if constexpr (BY_STEPS)
+        return dot.operand(numbers);
+      else
+        return as_floats(numbers);
+    }
+    template <int TOGETHER>
+    [[gnu::always_inline]] void load(int64_t k, int part, int v, F32 (&columns)[TOGETHER]) const {
+#pragma GCC unroll 4
+      for (int i = 0; i < TOGETHER; ++i)
+        columns[i] = load_as<F32>(place(kept, k - first, part * TOGETHER + i, column + v * WIDTH));
     }
   };
 
@@ -213,11 +224,23 @@ struct GroupGemm {
     for (int64_t k = part.first; k < part.last; ++k) {
       tile.words.template prefetch<V>(k, 0);
 #pragma GCC unroll 6
-      for (int v = 0; v < V; ++v)
+      for (int v = 0; v < V; ++v) {
+        const U32 words = tile.words.read(k, v * WIDTH);
+        char* to = place(kept, k - part.first, 0, v * WIDTH);
+        if constexpr (BY_STEPS) {
 #pragma GCC unroll 4
-        for (int step = 0; step < Dot::STEPS; ++step)
-          store_as(place(kept, k - part.first, step, v * WIDTH),
-                   dot.unpacked(tile.words.read(k, v * WIDTH), step, zeros.bytes[v]));
+          for (int step = 0; step < Dot::STEPS; ++step) store_as(to + step * TILE_WORD, dot.unpacked(words, step, zeros.bytes[v]));
+        } else {
+          constexpr int TOGETHER = Dot::Loads::TOGETHER;
+#pragma GCC unroll 8
+          for (int64_t step = 0; step < Dot::STEPS; step += TOGETHER) {
+            F32 numbers[TOGETHER];
+            dot.numbers(words, step / TOGETHER, numbers);
+#pragma GCC unroll 4
+            for (int i = 0; i < TOGETHER; ++i) store_as(to + (step + i) * TILE_WORD, numbers[i]);
+          }
+        }
+      }
     }
   }
 
@@ -269,12 +292,7 @@ struct GroupGemm {
   static constexpr auto BLOCKS = by_rows<Dot::ROWS>([]<int R>() -> Block { return &multiply_block<R>; });
 
   template <bool FIRST>
-  static constexpr auto UNPACKED_BLOCKS = [] {
-    if constexpr (UNPACKS)
-      return by_rows<Dot::MANY>([]<int R>() { return &multiply_unpacked_block<R, FIRST>; });
-    else
-      return 0;
-  }();
+  static constexpr auto UNPACKED_BLOCKS = by_rows<Dot::MANY>([]<int R>() { return &multiply_unpacked_block<R, FIRST>; });
   static constexpr auto FIRST_BLOCKS = UNPACKED_BLOCKS<FIRST_UNPACKS>, OTHER_BLOCKS = UNPACKED_BLOCKS<false>;
 };
 
@@ -289,7 +307,8 @@ struct FmaW4Dot {
     static constexpr int TOGETHER = Kind::TOGETHER;
     static constexpr int step(int part, int i) { return Kind::step(part, i); }
   };
-  static constexpr int64_t MOST = int64_t{1} << 32;
+  static constexpr int64_t MOST = 128 / Kind::DEPTH;
+  static constexpr int MANY = WIDTH == 16 ? 8 : 6, UNPACKED_VECTORS = REGISTERS == 32 ? 3 : 2;
   static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = false;
 
   static constexpr int vectors(int rows) {

@@ -18,14 +18,21 @@ namespace oatmill {
 
 struct Linear;
 
+// What comes after the products, as in Epilogue; residual and adapted: or null.
+struct Finish {
+  bool relu = false;
+  const at::Tensor* residual = nullptr;
+  const bool* adapted = nullptr;
+};
+
 // A kernel (variant) for a kind of weights.
 struct LinearKernel {
   const char* name;
   bool (*available)();  // on this CPU
   int64_t depth;        // words, of which a weight must have a multiple
   // tiles: those of which outputs are computed, or null for all.
-  void (*run)(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
-              const std::vector<int64_t>* tiles, at::Tensor& output);
+  void (*run)(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
+              at::Tensor& output);
 };
 
 // Codes of 4 or 8 bits, beside the words that quantized_pack makes of them; w4_gemm.h says how they are multiplied.
@@ -65,7 +72,8 @@ struct Linear : torch::CustomClassHolder {
   at::Tensor operator()(const at::Tensor& x, bool relu = false,
                         const std::optional<at::Tensor>& residual = {}) const;
 
-  // The same, with each row changed by its adapter. numbers: as Adapters::apply takes them; none: no row has one.
+  // The same, with each row changed by its adapter; those of other rows are to the last bit what the call above gives.
+  // numbers: as Adapters::apply takes them; none: no row has one.
   at::Tensor adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu = false,
                      const std::optional<at::Tensor>& residual = {}) const;
 
@@ -82,6 +90,7 @@ struct Linear : torch::CustomClassHolder {
 
  private:
   const LinearKernel& kernel_for(int64_t rows) const;
+  at::Tensor run(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual, const bool* adapted) const;
 
   std::vector<const LinearKernel*> variants_;
   std::vector<int64_t> from_rows_;

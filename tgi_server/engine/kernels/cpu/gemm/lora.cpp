@@ -26,10 +26,10 @@ constexpr int64_t OUTPUTS_OF_ITEM = 256; // its outputs, of b, or a multiple
 constexpr int64_t WORK_OF_ITEM = 1 << 16; // products; other threads would take longer to begin with fewer
 constexpr int LANE_REGISTERS = LANES / WIDTH;
 
-// The rows of one adapter; of none where there is no change.
+// The rows of one adapter.
 struct Group {
-  const LoraDelta* delta;
-  std::vector<int64_t> rows;
+  const LoraDelta& delta;
+  const std::vector<int64_t>& rows;
   int64_t first_sum;  // where the products of its rows with a begin
 };
 
@@ -42,12 +42,12 @@ struct LoraEpilogue {
   int64_t outputs;
 
   // Up to LANES outputs of a row.
-  void operator()(const LoraDelta* delta, int64_t row, int64_t first, int64_t count, F32x16 added) const {
+  void operator()(const LoraDelta& delta, int64_t row, int64_t first, int64_t count, F32x16 added) const {
     const int64_t place = row * outputs + first;
     F32x16 value = read(y + place, count);
-    if (delta && delta->dora_scale) value *= read(delta->dora_scale->const_data_ptr<float>() + first, count);
+    if (delta.dora_scale) value *= read(delta.dora_scale->const_data_ptr<float>() + first, count);
     value += added;
-    if (delta && delta->bias_delta) value += read(delta->bias_delta->const_data_ptr<float>() + first, count);
+    if (delta.bias_delta) value += read(delta.bias_delta->const_data_ptr<float>() + first, count);
     if (relu) value = vmax(value, F32x16{});
     if (residual) value += read(residual + place, count);
     if (count == LANES) return store(y + place, value);
@@ -118,7 +118,7 @@ void shrink(const T* x, const int64_t* rows, int64_t count, const at::Tensor& a,
 
 // Adds b^T sums to outputs first .. last - 1 of a part, for ROWS rows. sums: of the first row, `stride` before the next.
 template <int ROWS, typename T>
-void expand_rows(const float* sums, int64_t stride, const LoraDelta* delta, const LoraPart& part, int64_t first, int64_t last,
+void expand_rows(const float* sums, int64_t stride, const LoraDelta& delta, const LoraPart& part, int64_t first, int64_t last,
                 const int64_t* rows, const LoraEpilogue<T>& epilogue) {
   const T* b = part.ranks ? part.b.const_data_ptr<T>() : nullptr;
   int64_t n = first;
@@ -168,7 +168,7 @@ void for_each_block(const std::vector<Group>& groups, int64_t step, const Size& 
   });
 }
 
-int64_t ranks_of(const Group& group) { return group.delta ? group.delta->a.size(0) : 0; }
+int64_t ranks_of(const Group& group) { return group.delta.a.size(0); }
 
 template <typename T>
 void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, int64_t inputs,
@@ -176,24 +176,21 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, int6
   std::vector<float> sums(sums_needed);
   for_each_block(groups, RANKS_OF_ITEM, ranks_of, [&](const Group&) { return inputs; },
                  [&](const Group& group, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-                   shrink(x, group.rows.data() + row, rows, group.delta->a, begin, end,
+                   shrink(x, group.rows.data() + row, rows, group.delta.a, begin, end,
                           sums.data() + group.first_sum + row * ranks_of(group));
                  });
-  const LoraPart all{0, epilogue.outputs, 0, 0, {}};
   for_each_block(
       groups, OUTPUTS_OF_ITEM, [&](const Group&) { return epilogue.outputs; },
       [](const Group& group) { return 1 + ranks_of(group); },
       [&](const Group& group, int64_t row, int64_t rows, int64_t begin, int64_t end) {
         const int64_t ranks = ranks_of(group);
-        const LoraPart* parts = group.delta ? group.delta->parts.data() : &all;
-        const int64_t count = group.delta ? static_cast<int64_t>(group.delta->parts.size()) : 1;
-        for (const LoraPart* part = parts; part < parts + count; ++part) {
-          const int64_t first = std::max(begin, part->first), last = std::min(end, part->first + part->outputs);
+        for (const LoraPart& part : group.delta.parts) {
+          const int64_t first = std::max(begin, part.first), last = std::min(end, part.first + part.outputs);
           if (first >= last) continue;
           for (int64_t r = row; r < row + rows; r += SIDE_BY_SIDE)
             with_count(std::min<int64_t>(SIDE_BY_SIDE, row + rows - r), [&](auto number) {
-              expand_rows<decltype(number)::value>(sums.data() + group.first_sum + r * ranks + part->first_rank, ranks, group.delta,
-                                 *part, first - part->first, last - part->first, group.rows.data() + r, epilogue);
+              expand_rows<decltype(number)::value>(sums.data() + group.first_sum + r * ranks + part.first_rank, ranks, group.delta,
+                                 part, first - part.first, last - part.first, group.rows.data() + r, epilogue);
             });
         }
       });
@@ -223,30 +220,32 @@ void Adapters::put(int64_t number, at::Tensor a, std::vector<at::Tensor> b, std:
   deltas_.insert_or_assign(number, std::move(delta));
 }
 
-at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const at::Tensor& numbers, bool relu,
-                           const std::optional<at::Tensor>& residual) const {
-  const at::Tensor dense = x.contiguous(), added = residual ? residual->contiguous() : at::Tensor();
-  const int64_t rows = numbers.numel(), inputs = x.size(-1);
-  TORCH_CHECK(y.is_contiguous() && y.numel() == rows * outputs_ && x.numel() == rows * inputs);
-  TORCH_CHECK(!residual || (added.numel() == y.numel() && added.scalar_type() == y.scalar_type()));
-  std::vector<Group> groups;
+LoraRows::LoraRows(const Adapters& adapters, const at::Tensor& numbers) : adapted_(new bool[numbers.numel()]) {
   std::unordered_map<const LoraDelta*, size_t> places;
   const int32_t* number = numbers.const_data_ptr<int32_t>();
-  for (int64_t row = 0; row < rows; ++row) {
-    const auto found = deltas_.find(number[row]);
-    const LoraDelta* delta = found == deltas_.end() ? nullptr : &found->second;
-    if (!delta && !relu && !residual) continue;
-    const auto [place, is_new] = places.try_emplace(delta, groups.size());
-    if (is_new) groups.push_back({delta, {}, 0});
-    groups[place->second].rows.push_back(row);
+  for (int64_t row = 0; row < numbers.numel(); ++row) {
+    const LoraDelta* delta = number[row] == 0 ? nullptr : adapters.find(number[row]);
+    adapted_[row] = delta;
+    if (!delta) continue;
+    const auto [place, is_new] = places.try_emplace(delta, groups_.size());
+    if (is_new) groups_.push_back({delta, {}});
+    groups_[place->second].rows.push_back(row);
   }
+}
+
+at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows, bool relu,
+                           const std::optional<at::Tensor>& residual) const {
+  const at::Tensor dense = x.contiguous(), added = residual ? residual->contiguous() : at::Tensor();
+  const int64_t inputs = x.size(-1);
+  TORCH_CHECK(y.is_contiguous() && y.size(-1) == outputs_ && x.numel() / inputs == y.numel() / outputs_);
+  TORCH_CHECK(!residual || (added.numel() == y.numel() && added.scalar_type() == y.scalar_type()));
+  std::vector<Group> groups;
   int64_t sums = 0;
-  for (Group& group : groups) {
-    group.first_sum = sums;
-    sums += static_cast<int64_t>(group.rows.size()) * ranks_of(group);
-    if (group.delta)
-      TORCH_CHECK(group.delta->a.size(1) == inputs && group.delta->a.scalar_type() == x.scalar_type(),
-                  "an adapter's tiles are not for this input");
+  for (const LoraRows::Group& group : rows.groups()) {
+    TORCH_CHECK(group.delta->a.size(1) == inputs && group.delta->a.scalar_type() == x.scalar_type(),
+                "an adapter's tiles are not for this input");
+    groups.push_back({*group.delta, group.rows, sums});
+    sums += static_cast<int64_t>(group.rows.size()) * group.delta->a.size(0);
   }
   by_dtype(x, [&]<typename T>(T*) {
     const LoraEpilogue<T> epilogue{y.mutable_data_ptr<T>(), residual ? added.const_data_ptr<T>() : nullptr, relu, outputs_};

@@ -6,6 +6,7 @@
 #include <torch/custom_class.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -25,6 +26,29 @@ struct LoraDelta {
   std::optional<at::Tensor> dora_scale, bias_delta;  // [outputs] float32
 };
 
+class Adapters;
+
+// The rows of a pass, grouped by the adapter that changes them in one layer; without those that none changes.
+class LoraRows {
+ public:
+  struct Group {
+    const LoraDelta* delta;
+    std::vector<int64_t> rows;
+  };
+
+  // numbers: [rows] int32, of the adapter of each row; 0, or one that does not change this layer: none.
+  LoraRows(const Adapters& adapters, const at::Tensor& numbers);
+
+  bool any() const { return !groups_.empty(); }
+  // Returns of each row true if an adapter changes it.
+  const bool* adapted() const { return adapted_.get(); }
+  const std::vector<Group>& groups() const { return groups_; }
+
+ private:
+  std::unique_ptr<bool[]> adapted_;
+  std::vector<Group> groups_;
+};
+
 class Adapters : public torch::CustomClassHolder {
  public:
   explicit Adapters(int64_t outputs) : outputs_(outputs) {}
@@ -38,10 +62,15 @@ class Adapters : public torch::CustomClassHolder {
 
   bool empty() const { return deltas_.empty(); }
 
-  // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are overwritten and returned. numbers:
-  // [rows] int32, of the adapter of each row; 0, or one that does not change this layer: none. Then come the activation
-  // and the residual, of every row.
-  at::Tensor apply(const at::Tensor& x, at::Tensor y, const at::Tensor& numbers, bool relu,
+  // Returns an adapter's delta, or null.
+  const LoraDelta* find(int64_t number) const {
+    const auto found = deltas_.find(number);
+    return found == deltas_.end() ? nullptr : &found->second;
+  }
+
+  // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are returned with the deltas of some rows.
+  // After its delta come a row's activation and residual; those of the other rows are in y.
+  at::Tensor apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows, bool relu,
                    const std::optional<at::Tensor>& residual) const;
 
  private:

@@ -16,12 +16,9 @@
 #include "gemm/w4a8.h"
 #include "gemm/w4a16.h"
 #include "simd/dtypes.h"
-#include "gemm/dequant_gemm.h"
 #include "gemm/group_gemm.h"
 #include "gemm/linear.h"
-#include "gemm/mmla.h"
 #include "gemm/microkernel.h"
-#include "gemm/amx.h"
 
 namespace oatmill {
 
@@ -156,8 +153,8 @@ std::vector<float> group_input_sums(const T* from, int64_t rows, int64_t inputs,
 }
 
 template <typename Kind, typename Kernel>
-void run_quantized(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
-               const std::vector<int64_t>* tiles, at::Tensor& output) {
+void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
+               at::Tensor& output) {
   const QuantizedWeights& codes = *layer.codes;
   const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1), groups = codes.starts.size(0) - 1;
   const int32_t* starts = codes.starts.const_data_ptr<int32_t>();
@@ -185,8 +182,9 @@ void run_quantized(const Linear& layer, const at::Tensor& x, bool relu, const at
         codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,
         sums.data(),
         input.scales.data()};
-    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
-                           residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
+    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, finish.relu,
+                              finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
+                              output.mutable_data_ptr<T>(), finish.adapted};
     run_gemm<Kernel>(product, epilogue, tiles,
                         [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
   });
@@ -201,22 +199,7 @@ constexpr LinearKernel kernel(const char* name, bool (*available)() = always) {
 
 // The default is the first.
 template <typename Kind>
-constexpr std::array KERNELS{
-    kernel<Kind, GroupGemm<FmaW4Dot<Kind>>>("fma"),
-    kernel<Kind, DequantGemm<Kind, Gemm<FmaDot<FloatWeights>>>>("fma_dequant"),
-#if OATMILL_BF16
-    kernel<Kind, DequantGemm<Kind, Gemm<Bf16Dot>>>("bf16_dequant"),
-#endif
-#if OATMILL_MMLA
-    kernel<Kind, DequantGemm<Kind, MmlaGemm<Bf16Mmla>>>("bf16_mmla_dequant"),
-#endif
-#if OATMILL_AMX
-    kernel<Kind, DequantGemm<Kind, AmxGemm<AmxTiles<Bf16Weights>>>>("amx_dequant", amx_permitted),
-#endif
-#if defined(OATMILL_EMULATED_TILES)
-    kernel<Kind, DequantGemm<Kind, AmxGemm<EmulatedTiles<Bf16Weights>>>>("amx_dequant_emulated"),
-#endif
-};
+constexpr std::array KERNELS{kernel<Kind, GroupGemm<FmaW4Dot<Kind>>>("fma")};
 
 // Kernels that quantize their inputs: to 16 bits where the model has no more, to 8 bits if they are named only. None where
 // this CPU has no instructions for them.

@@ -2,8 +2,8 @@
 //
 // Codes are packed in the tiles of gemm.h, 8 or 4 to a word: even k in the low 16 bits, odd k in the high ones, so that
 // vpmaddwd and vdpbf16ps take neighbours. The inputs of a group follow each other; its words are those from starts[g] to
-// starts[g + 1]. A weight is number(code) * scale + offset. For few rows weights are dequantized in registers (group_gemm.h,
-// w4a16.h, w4a8.h); for many rows a panel of a tile is dequantized once (dequant_gemm.h).
+// starts[g + 1]. A weight is number(code) * scale + offset. group_gemm.h has the loops around the products, w4a16.h and
+// w4a8.h what is multiplied.
 
 #pragma once
 

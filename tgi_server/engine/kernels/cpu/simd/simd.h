@@ -261,18 +261,6 @@ inline U32 round_bf16(F32 floats) {
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-// Words of two bfloat16 numbers, the nearest to a float of each vector, ties to even. NaN may become infinity.
-inline U32 bf16_pairs(F32 low, F32 high) {
-#if defined(__AVX512BF16__)
-  const __m512i in_turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
-                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512&>(high), reinterpret_cast<__m512&>(low));
-  return reinterpret_cast<U32>(_mm512_permutexvar_epi16(in_turns, reinterpret_cast<const __m512i&>(halves)));
-#else
-  return round_bf16(low) >> 16 | (round_bf16(high) & 0xffff0000);
-#endif
-}
-
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 inline void store(c10::BFloat16* to, F32 floats) {
 #if defined(__AVX512BF16__)
@@ -398,13 +386,13 @@ inline F32 exponential(F32 x) {
   const F32 clamped = vmin(vmax(x, F32{} - 87.0f), F32{} + 88.0f);
   const I32 whole = round_i32(clamped * 1.44269504f);
   const F32 turns = __builtin_convertvector(whole, F32);
-  const F32 rest = (clamped - turns * 0.693359375f) + turns * 2.12194440e-4f;
-  F32 series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  series = series * rest + 8.3334519073e-3f;
-  series = series * rest + 4.1665795894e-2f;
-  series = series * rest + 1.6666665459e-1f;
-  series = series * rest + 5.0000001201e-1f;
-  series = series * (rest * rest) + (rest + 1.0f);
+  const F32 rest = fma(turns, F32{} + 2.12194440e-4f, fma(turns, F32{} - 0.693359375f, clamped));
+  F32 series = fma(rest, F32{} + 1.9875691500e-4f, F32{} + 1.3981999507e-3f);
+  series = fma(series, rest, F32{} + 8.3334519073e-3f);
+  series = fma(series, rest, F32{} + 4.1665795894e-2f);
+  series = fma(series, rest, F32{} + 1.6666665459e-1f);
+  series = fma(series, rest, F32{} + 5.0000001201e-1f);
+  series = fma(series, rest * rest, rest + 1.0f);
   const I32 exponent = (whole + 127) << 23;
   return x < -87.0f ? F32{} : series * reinterpret_cast<const F32&>(exponent);
 }

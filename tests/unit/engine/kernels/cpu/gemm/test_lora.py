@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.float import FloatLinear
 
 pytestmark = pytest.mark.skipif(not load_kernels(), reason="the CPU kernels are not available")
 
@@ -30,21 +31,27 @@ def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, relu: bool, with
         dense[number] = (product, 1 if dora_scale is None else dora_scale, 0 if bias_delta is None else bias_delta)
     numbers = torch.tensor([0, 1, 3, 1, 2, 4, 3, 1, 1, 1, 1, 0] + [4] * 70, dtype=torch.int32)
     x = torch.randn(len(numbers), INPUTS).to(dtype)
-    y = torch.randn(len(numbers), OUTPUTS).to(dtype)
+    weight = torch.randn(OUTPUTS, INPUTS).to(dtype) / 8
+    layer = FloatLinear(weight)
+    layer.kernel().adapt(adapters)
+    y = x.float() @ weight.float().t()
     residual = torch.randn(len(numbers), OUTPUTS).to(dtype) if with_residual else None
     expected = []
-    for number, given, own in zip(numbers.tolist(), x.float(), y.float(), strict=True):
+    for number, given, own in zip(numbers.tolist(), x.float(), y, strict=True):
         product, dora_scale, bias_delta = dense.get(number, (torch.zeros(OUTPUTS, INPUTS), 1, 0))
         expected.append(dora_scale * own + product @ given + bias_delta)
     wanted = torch.stack(expected)
     wanted = wanted.relu() if relu else wanted
     wanted = wanted if residual is None else wanted + residual.float()
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-1, torch.float16: 2e-2}[dtype]
-    actual = adapters.apply(x, y.clone(), numbers, relu, residual)
+    actual = layer.kernel().adapted(x, numbers, relu, residual)
     torch.testing.assert_close(actual.float(), wanted, atol=tolerance, rtol=1e-2)
+    # Those that no adapter changes are as without adapters, to the last bit.
+    plain, unchanged = layer.kernel().forward(x, relu, residual), (numbers == 0) | (numbers == 2)
+    assert torch.equal(actual[unchanged], plain[unchanged])
     adapters.drop(3)
-    row = adapters.apply(x[2:3], y[2:3].clone(), numbers[2:3], False, None)
-    torch.testing.assert_close(row, y[2:3])
+    row = layer.kernel().adapted(x[2:3], numbers[2:3], False, None)
+    assert torch.equal(row, layer.kernel().forward(x[2:3], False, None))
 
 
 def test_a_row_has_the_same_bits_whoever_is_beside_it() -> None:
@@ -52,9 +59,7 @@ def test_a_row_has_the_same_bits_whoever_is_beside_it() -> None:
     adapters = torch.classes.oatmill.Adapters(OUTPUTS)
     adapters.put(1, torch.randn(5, INPUTS), [torch.randn(5, OUTPUTS)], [0], None, None)
     x, y = torch.randn(7, INPUTS), torch.randn(7, OUTPUTS)
-    together = adapters.apply(x, y.clone(), torch.ones(7, dtype=torch.int32), False, None)
+    together = adapters.apply(x, y.clone(), torch.ones(7, dtype=torch.int32))
     for row in range(7):
-        alone = adapters.apply(
-            x[row : row + 1], y[row : row + 1].clone(), torch.ones(1, dtype=torch.int32), False, None
-        )
+        alone = adapters.apply(x[row : row + 1], y[row : row + 1].clone(), torch.ones(1, dtype=torch.int32))
         assert torch.equal(alone[0], together[row])
