@@ -2,6 +2,7 @@
 
     python -m benchmarks.perplexity tgi_server/demo_model/weights
     python -m benchmarks.perplexity MODEL --text a.txt b.txt --quantize int4 bitsandbytes-nf4
+    python -m benchmarks.perplexity MODEL --text a.txt --quantize int4 --linear-kernels w4a16 w4a8
     python -m benchmarks.perplexity QUANTISED_MODEL --text a.txt --quantize none
     python -m benchmarks.perplexity tgi_server/demo_model/weights --quantize none --context 2000 \
         --kv-cache-dtype none fp8_e4m3fn fp8_e5m2
@@ -102,6 +103,12 @@ def main() -> None:
         metavar="DTYPE",
         help="values of --kv-cache-dtype, and none for the dtype of the model (default: none)",
     )
+    parser.add_argument(
+        "--linear-kernels",
+        nargs="+",
+        default=("default",),
+        help="values of --linear-kernels; default: those of the table",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
     results: dict[str, tuple[float, int]] = {}
@@ -113,16 +120,21 @@ def main() -> None:
             documents = joined(held_out_documents(tokenizer, arguments.documents), arguments.context)
     except OSError as error:
         sys.exit(f"error: {error}")
-    for way, cached in product(arguments.quantize, arguments.kv_cache_dtype):
-        quantize, kv_cache_dtype = (None if asked == "none" else asked for asked in (way, cached))
+    for way, cached, named in product(arguments.quantize, arguments.kv_cache_dtype, arguments.linear_kernels):
+        quantize, kv_cache_dtype = (None if requested == "none" else requested for requested in (way, cached))
+        kernels = None if named == "default" else named
         dtype = DTYPES[arguments.dtype]
         try:
-            engine = Engine(EngineConfig(arguments.model, dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype))
+            config = EngineConfig(
+                arguments.model, dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, linear_kernels=kernels
+            )
+            engine = Engine(config)
         except EngineError as error:
             tell(f"{way}, KV cache {cached} is left out: {error}")
         else:
             weights = quantize or engine.info.quantization or arguments.dtype
-            results[f"{weights}, KV cache {engine.info.kv_cache_dtype}"] = perplexity(engine, documents)
+            name = f"{weights}, {engine.info.linear_kernels}, KV cache {engine.info.kv_cache_dtype}"
+            results[name] = perplexity(engine, documents)
     rows = [[numbers, f"{value:.4f}", number(tokens)] for numbers, (value, tokens) in results.items()]
     print(table(("numbers", "perplexity", "tokens"), rows))
     finish(results, arguments.output)

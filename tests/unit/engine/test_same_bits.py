@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -57,8 +57,8 @@ class Guesses(Drafter):
         self.replies: dict[int, list[int]] = {}
         self.numbers = random.Random(0)
 
-    def propose(self, sequences, most) -> list[list[int]]:
-        return [self._guess(each, count) for each, count in zip(sequences, most, strict=True)]
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        return {sequence: self._guess(sequence, most) for sequence, most in room.items()}
 
     def _guess(self, sequence: RunningSequence, count: int) -> list[int]:
         known = self.replies.get(sequence.request_id, [])[sequence.generated :][: self.numbers.randrange(count + 1)]

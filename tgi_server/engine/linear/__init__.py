@@ -113,8 +113,8 @@ def linear_factory(
 
     pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
     those of the table in the repository; MEASURE: those that are fastest in trials, which may differ from start to
-    start. Raises UnsupportedModel for kernels that this CPU has not. Where the kernels are not compiled, oneDNN computes
-    dense layers, and quantized ones stay what they are.
+    start. Raises UnsupportedModel for kernels that this CPU has not. Where the kernels are not compiled, oneDNN
+    computes dense layers, and quantized ones stay what they are.
     """
     if not load_kernels():
         return LinearFactory(OneDnnLinear)

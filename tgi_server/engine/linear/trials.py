@@ -1,5 +1,4 @@
-"""Times kernels of linear layers on this machine, for `--linear-kernels measure` and for the table in the repository.
-"""
+"""Times kernels of linear layers on this machine, for `--linear-kernels measure` and the table in the repository."""
 
 import hashlib
 import json
