@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu_without.fake_gpu import FakeGpu
+from tests.gpu_without.fake_gpu import CONTEXT, FakeGpu
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import RunningSequence
 from tgi_server.engine.engine import MOST_DEMANDING
@@ -33,13 +33,15 @@ GEMMA = {
     "max_position_embeddings": 8192,
 }
 BLOOM = {"vocab_size": 250_880, "hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
-MODELS = {"llama": LLAMA, "gemma2": GEMMA, "bloom": BLOOM}
+MIXTRAL = LLAMA | {"vocab_size": 32_000, "num_local_experts": 8, "num_experts_per_tok": 2}
+MODELS = {"llama": LLAMA, "gemma2": GEMMA, "bloom": BLOOM, "mixtral": MIXTRAL}
 CASES = [
     (24, "llama", ""),
     (24, "bloom", ""),
     (40, "gemma2", ""),
     *((gigabytes, "llama", "") for gigabytes in (40, 80, 141)),
     (24, "llama", "int4"),
+    (48, "mixtral", "int4"),
 ]
 
 
@@ -50,7 +52,9 @@ def test_the_largest_step_fits(gigabytes: int, architecture: str, codes: str, mo
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", prompt_graphs.TOKEN_COUNTS[-1:])  # it takes the memory
     with FakeGpu(monkeypatch, total) as gpu:
         model = gpu.model(architecture, quantized=codes, **MODELS[architecture])
+        gpu.peak = gpu.live
         engine = gpu.engine(model, memory_fraction=FRACTION, cuda_graphs=(rows,))
+        assert gpu.peak < total - CONTEXT, "packing the weights takes more than there is"
         capacity = engine.warm_up(rows, PREFILL)
         filled = gpu.live
         stopping, report = StoppingParameters(60, ignore_eos=True), ReportParameters(logprobs=True, top_n_tokens=5)
