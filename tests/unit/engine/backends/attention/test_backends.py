@@ -42,7 +42,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVarian
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     positions = torch.arange(len(key) - len(query), len(key))
     distance = positions[:, None] - torch.arange(len(key))[None]
-    if variant.rounded_alibi:
+    if variant.rounded_alibi and variant.alibi_slopes is not None:
         bias = variant.alibi_slopes.bfloat16()[:, None] * torch.arange(len(key)).bfloat16()
         scores = scores + bias[:, None].float() * variant.scaling
     elif variant.alibi_slopes is not None:
@@ -109,7 +109,8 @@ def run(
         slot = blocks[places // size] * size + places % size
         empty = torch.zeros(0)
         whole = ForwardMetadata(slot.to(backend.device), tables, empty, empty, 0, [], 0)
-        backend.write(0, *(part.to(backend.device, backend.dtype) for part in (key, value)), whole)
+        key_there, value_there = (part.to(backend.device, backend.dtype) for part in (key, value))
+        backend.write(0, key_there, value_there, whole)
         query = torch.randn(count, heads, head_dim, generator=torch.Generator().manual_seed(100 + index))
         if index >= len(decodes):
             chunks.append(ChunkSpan(starts[-1], count, total))
@@ -185,7 +186,7 @@ def test_16_bits_are_as_exact_as_their_inputs(backend, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, cached, dtype) -> None:
     instance = create(backend, 2, dtype, fp8(cached))
-    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 6e-2, "atol": 6e-2}
+    rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (6e-2, 6e-2)
     slopes = torch.linspace(0.02, 0.6, 6).bfloat16().float()
     for variant in (
         AttentionVariant(0.2),
@@ -193,7 +194,7 @@ def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, ca
         AttentionVariant(0.2, alibi_slopes=slopes, rounded_alibi=True),
     ):
         actual, wanted = run(instance, 6, 2, [1, 7, 130], [(0, 1), (0, 50), (126, 40)], variant)
-        torch.testing.assert_close(actual, wanted, **exact)
+        torch.testing.assert_close(actual, wanted, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("cached", FP8)
@@ -267,7 +268,7 @@ class DirtyAttention(CpuAttention):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_prompts_are_as_exact_as_their_inputs(dtype, head_dim) -> None:
     instance = DirtyAttention(KVShape((2,), head_dim), torch.device("cpu"), dtype)
-    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (3e-2, 3e-2)
     for variant in (
         AttentionVariant(0.2),
         AttentionVariant(0.2, window=70),
@@ -276,7 +277,7 @@ def test_prompts_are_as_exact_as_their_inputs(dtype, head_dim) -> None:
     ):
         prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
         actual, wanted = run(instance, 6, 2, [130], prompts, variant)
-        torch.testing.assert_close(actual, wanted, **exact)
+        torch.testing.assert_close(actual, wanted, rtol=rtol, atol=atol)
 
 
 def test_threads_write_both_values_of_a_pair_wherever_they_stand_in_a_pass() -> None:
@@ -284,6 +285,7 @@ def test_threads_write_both_values_of_a_pair_wherever_they_stand_in_a_pass() -> 
     own = torch.ops.oatmill.set_own_threads(3)
     slots = torch.cat([torch.arange(32, 32 * 41, 32), torch.arange(33, 32 * 41 + 1, 32)])
     backend = create(CpuAttention, 2, torch.bfloat16)
+    assert isinstance(backend, CpuAttention)
     key, value = torch.randn(2, len(slots), 2, HEAD_DIM).bfloat16()
     metadata = ForwardMetadata(slots, torch.zeros(1, 1), torch.zeros(0), torch.zeros(0), 0, [], 0)
     for _ in range(200):
