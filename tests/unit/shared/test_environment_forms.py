@@ -52,6 +52,8 @@ OWN: dict[str, dict[str, Any]] = {
     "bits": {"4": 4, "8": 8},
     "quantize": {name: name for name in ("bitsandbytes", "bitsandbytes-nf4", "gptq", "awq", "eetq", "fp8", "marlin")},
     "hostname": {"::": "::"},
+    "fallback_endpoint": {"a": "http://a:80", "https://a.b:1": "https://a.b:1"},
+    "hedge_after_ms": {"250": "250", "p95": "p95"},
 }
 # They are taken together with others only, of which their programs' tests are.
 BESIDE_OTHERS = {

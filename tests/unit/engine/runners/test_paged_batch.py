@@ -6,18 +6,15 @@ import torch
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence
 from tgi_server.engine.backends.attention.base import GreedyOnly
-from tgi_server.engine.runners import paged_batch
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged_batch import PagedBatch
 
 BLOCK = 4
 
 
-@pytest.fixture(params=["kernels", "torch"])
-def batch(request, monkeypatch) -> PagedBatch:
+@pytest.fixture
+def batch() -> PagedBatch:
     """Returns a batch whose rows 0 and 1 stand at positions 5 and 2."""
-    if request.param == "torch":
-        monkeypatch.setattr(paged_batch, "load_kernels", lambda: False)
     batch = PagedBatch(rows=4, num_blocks=9, max_total_tokens=12, block_size=BLOCK, device=torch.device("cpu"))
     batch.place(0, 5, [3, 7])
     batch.place(1, 2, [4])
