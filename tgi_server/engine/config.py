@@ -24,7 +24,7 @@ class EngineConfig:
     linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "fma,fma_dequant@32"; "measure": those that
         are fastest in trials at load; None: those of a table for each kind of CPU.
     quantize: how the weights of linear layers are rounded while they are loaded, or how the checkpoint is quantised
-        (`quantization/recognition.py`); None: as the checkpoint is.
+        (`checkpoint/quantized/recognition.py`); None: as the checkpoint is.
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
     cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: nothing is, nor are steps with prompts;
         None: the default ones. On a CPU, and for models whose steps cannot be recorded, there are none.

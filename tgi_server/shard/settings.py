@@ -83,8 +83,8 @@ class ModelSettings(CheckpointSettings):
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, such as fma or fma,fma_dequant@32 (the second from 32 rows "
-        "on); w4a16 keeps the inputs of 4-bit weights exact; measure: the fastest in trials at load, so that results "
-        "may differ between starts; default: those of a table for each kind of CPU",
+        "on); w4a16: 4-bit weights with inputs in 16 bits, not 8; measure: the fastest in trials at load, so results "
+        "may differ between starts; default: those of a table in the repository, by kind of CPU",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
