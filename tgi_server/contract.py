@@ -1,7 +1,7 @@
 """The terms that router and engine share: generation options, grammar, finish reason, block copy.
 
-They are defined here once. `wire.py` turns them into the messages of `generate.proto` and back. A new option of a
-request is a field here, a field of the same name there, and what acts on it.
+They are defined here once. `wire.py` converts them to the messages of `generate.proto` and back. A new option of a
+request is a field here, a field of the same name there, and the code that applies it.
 """
 
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The values that a number may have; of a text, the number of its characters. None: not bounded on that side."""
+    """The bounds of a number, or of a text's number of characters. None: no bound on that side."""
 
     least: float | None = None
     above: float | None = None
@@ -89,7 +89,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is known of a generation option beside its name, type and default. example: a value, for documentation."""
+    """The metadata of a generation option beside its name, type and default. example: a value, for documentation."""
 
     description: str
     bounds: Bounds
@@ -113,7 +113,7 @@ def _option(
     below: float | None = None,
     example: object = None,
 ) -> Any:
-    """Declares an option that a request may set: a field of a dataclass, which every interface then takes by the same
+    """Declares an option that a request may set: a field of a dataclass, which every interface then accepts by the same
     name. `router/options.py` says where an interface has another name, other bounds, or no such option.
     """
     return field(default=default, metadata=_row(description, Bounds(least, above, most, below), example))
@@ -126,9 +126,9 @@ def _row(description: str, bounds: Bounds, example: object = None) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """The rules by which the next token is chosen. The defaults are greedy decoding: each switches its rule off.
+    """The rules by which the next token is chosen. Each default switches its rule off, which leaves greedy decoding.
 
-    frequency_penalty, count_penalty: TGI's penalty goes by a token's share of prompt and generated text, OpenAI's by
+    frequency_penalty, count_penalty: TGI's penalty depends on a token's share of prompt and generated text, OpenAI's on
     how often it was generated. late_tokens: tokens that end the text, and may come only after `min_tokens` others.
     """
 
@@ -160,7 +160,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParameters:
-    """The end of generation. max_new_tokens: those generated before a preemption count, too."""
+    """The rules that end generation. max_new_tokens: tokens generated before a preemption count, too."""
 
     max_new_tokens: int = _option(0, "Tokens to generate; unset: as many as fit.", least=1, most=_INT32, example=40)
     ignore_eos: bool = _option(False, "Generate as many tokens as may be, whatever the model says.")
@@ -170,7 +170,7 @@ class StoppingParameters:
 class ReportParameters:
     """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
-    logprobs: of the generated tokens. prefill_top_n: most likely tokens to report in the place of each prompt token.
+    logprobs: of the generated tokens. prefill_top_n: number of most likely tokens to report at each prompt token.
     """
 
     logprobs: bool = False
@@ -181,7 +181,7 @@ class ReportParameters:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """All that a request says about its generation, whichever interface it came by.
+    """All generation options of a request, from any interface.
 
     include_stop: a stop sequence is part of the text that it ends. truncate: 0 for the whole prompt.
     """

@@ -115,7 +115,7 @@ class Balancer:
         raise _worst(list(problems.values()))
 
     def _second_choice(self, prompt: str, first: Call) -> Endpoint | None:
-        """Returns the healthy endpoint that the prompt would go to without those that were tried; None without one."""
+        """Returns the healthy endpoint that is next for the prompt after those tried; None if there is none."""
         others = [each for each in self.choices(prompt) if each.name not in first.tried]
         if self._fallback is not None and self._fallback.name not in first.tried:
             others.append(self._fallback)

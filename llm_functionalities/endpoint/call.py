@@ -82,7 +82,7 @@ class Call:
         self._attempts: list[Call] = []
 
     def attempt(self) -> "Call":
-        """Returns a call of its own that ends with this one at the latest."""
+        """Returns a new call that ends with this one at the latest."""
         attempt = Call(self.deadline, self.headers)
         with self._lock:
             self._attempts.append(attempt)

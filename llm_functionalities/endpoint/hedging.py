@@ -1,4 +1,4 @@
-"""Hedged requests: a prompt whose first answer is late is sent to another endpoint, too, and the sooner answer counts.
+"""Hedged requests: if an answer is late, the prompt is also sent to another endpoint, and the sooner answer counts.
 
 Dean and Barroso, "The Tail at Scale", 2013. A budget keeps hedges from adding to an overload.
 """
@@ -35,14 +35,14 @@ Attempt = Callable[[Call], Generator[T, None, None]]
 
 
 class Hedging:
-    """Sends late requests a second time, at most `budget` for each call. Used from many threads."""
+    """Sends late requests a second time, on average at most `budget` hedges a call. Used from many threads."""
 
     def __init__(
         self, after: float | None, *, budget: float = 0.1, threads: int = 16, count: Callable[[str], None]
     ) -> None:
         """after: seconds until a request is late; None: the 95th percentile of the last calls.
 
-        threads: most hedges at a time. count: called with the outcome of each.
+        threads: maximum number of hedges at a time. count: called with the outcome of each.
         """
         self._after = after
         self._budget = budget
@@ -58,8 +58,8 @@ class Hedging:
     ) -> Iterator[T]:
         """Yields the pieces of the attempt whose first piece comes first; the other one is cancelled.
 
-        kind: of requests that take about as long. first: runs in this thread. second: returns the second attempt, given
-        the call of the first; None: there is no endpoint for it. Raises ModelError.
+        kind: a name for requests of similar duration. first: runs in this thread. second: returns the second attempt,
+        given the call of the first; None: there is no endpoint for it. Raises ModelError.
         """
         race = _Race[T](call)
         begun = time.monotonic()
@@ -101,7 +101,7 @@ class Hedging:
 
 
 class _Latencies:
-    """Seconds that the last requests of a kind took. percentile: the 95th; None as long as there are few."""
+    """Durations in seconds of the last requests of a kind. percentile: the 95th; None as long as there are few."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=LATENCIES)
@@ -174,11 +174,11 @@ class _Race(Generic[T]):
         return LOST if self._winner == 0 else outcome
 
     def end_second(self) -> None:
-        """Says that nothing more comes of the second attempt."""
+        """Records that the second attempt has ended."""
         self._pieces.put(None)
 
     def end(self) -> None:
-        """Ends what still runs."""
+        """Ends the attempts that still run."""
         self._claim(0)
         for call in self.calls:
             call.cancel()
@@ -192,7 +192,7 @@ class _Race(Generic[T]):
             return self._winner == number
 
     def _is_second_running(self) -> bool:
-        """Returns True if the second attempt has begun. It begins no more otherwise."""
+        """Returns True if the second attempt has begun. If not, it cannot begin any more."""
         with self._lock:
             if not self._second_begun:
                 self._winner = 0

@@ -190,7 +190,7 @@ class _Unanswered(Unresolvable):
 def _candidates(name: dns.name.Name, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
     """Returns the absolute names that a relative one may mean, in the order to try them (resolv.conf(5)).
 
-    The search of dnspython ends with the first name that a server fails for, or that has no address.
+    dnspython's own search stops at the first name for which a server fails, or that has no address.
     """
     if name.is_absolute():
         return [name]

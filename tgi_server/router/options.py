@@ -1,8 +1,8 @@
 """The table of generation options: every option of the contract, as each interface has it.
 
-An option is declared as a field in `contract.py`, and every interface takes it by that name. `_DIFFERENCES` has what is
-otherwise. From this table come the fields of request bodies with their bounds (`schemas/base.py`), the checks below,
-and docs/reference/options.md.
+An option is declared as a field in `contract.py`, and every interface accepts it by that name. `_DIFFERENCES` lists the
+exceptions. The fields of request bodies with their bounds (`schemas/base.py`), the checks below, and
+docs/reference/options.md are made from this table.
 """
 
 import random
@@ -54,8 +54,8 @@ _PROMPTS = {
 class Spelling:
     """An option as one interface has it.
 
-    names: of its fields, of which the first that is set counts; a message about an unset one uses the last. bounds:
-    None for those of the contract. note: what its description has to say in addition.
+    names: of its fields; the first that is set counts, and a message about an unset option has the last name. bounds:
+    None: those of the contract. note: an addition to its description.
     """
 
     names: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def _only(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None
 
 
 def _except(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None = None, note: str = "") -> Any:
-    """Returns an option's spelling in these interfaces; the others have it as the contract has."""
+    """Returns an option's spelling in these interfaces; the others have it as the contract does."""
     return dict.fromkeys(dialects, Spelling(names, bounds, note))
 
 
@@ -175,7 +175,7 @@ _SHAPING = ("temperature", "top_k", "top_p", "typical_p")
 
 
 def fault_of(bounds: Bounds, value: float) -> str | None:
-    """Returns the bound that a number breaks, in words, if it becomes what the shards get; None if it breaks none."""
+    """Returns the bound that a number would break if it were sent to the shards, in words; None if it breaks none."""
     if isinstance(value, float):
         if abs(value) > _LARGEST_FLOAT32:
             return f"at most {_LARGEST_FLOAT32:.2g}" if value > 0 else f"at least -{_LARGEST_FLOAT32:.2g}"
@@ -185,7 +185,7 @@ def fault_of(bounds: Bounds, value: float) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The options that a request sets, by their names in the contract, and by which field it sets each."""
+    """The options that a request sets, by their names in the contract, and the field that sets each."""
 
     dialect: Dialect
     values: Mapping[str, Any]
@@ -209,9 +209,9 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class OptionReader:
-    """Makes the options of a request, in whichever interface's words it came, and checks them.
+    """Makes the options of a request of any interface, and checks them.
 
-    limits: of TGI's interface. defaults: what the other interfaces take for sampling options that are not set.
+    limits: of TGI's interface. defaults: values of sampling options that are not set, in the other interfaces.
     vocab_size: tokens that the model can generate. end_tokens: those of them that end a text.
     """
 
@@ -221,7 +221,7 @@ class OptionReader:
     defaults: Mapping[str, float] | None = None
 
     def limits_of(self, dialect: Dialect) -> Limits:
-        """Returns the amounts that an interface allows."""
+        """Returns the limits of an interface."""
         return self.limits if dialect is Dialect.TGI else self.limits.of_openai()
 
     def read(self, request: object, dialect: Dialect) -> GenerationOptions:
@@ -242,7 +242,7 @@ class OptionReader:
         )
 
     def _derived(self, chosen: Mapping[str, Any], given: Given) -> dict[str, Any]:
-        """Returns the options that have other values in the contract than in a request."""
+        """Returns the options whose values differ between the contract and a request."""
         tgi = given.dialect is Dialect.TGI
         lists = {name: tuple(value) for name, value in chosen.items() if isinstance(value, list)}
         seed = chosen.get("seed")
@@ -269,7 +269,7 @@ class OptionReader:
         return derived
 
     def _check(self, given: Given) -> None:
-        """Checks what no bound of one option says. Raises InvalidRequest."""
+        """Checks the rules that bounds of single options do not cover. Raises InvalidRequest."""
         limits, values, name = self.limits_of(given.dialect), given.values, given.name
         if (sequences := values.get("n", 1)) > limits.max_client_batch_size:
             raise _invalid(name("n"), f"is {sequences}; it must be 1 to {limits.max_client_batch_size}")
@@ -330,7 +330,7 @@ def _check_names(request: object, dialect: Dialect) -> None:
 
 
 def check_streaming(options: GenerationOptions) -> None:
-    """Refuses options that only a response in one piece can have in TGI's interface. Raises InvalidRequest."""
+    """Refuses options that TGI's interface does not allow in streams. Raises InvalidRequest."""
     if options.best_of > 1:
         raise InvalidRequest("`best_of` cannot be used when streaming: the best sequence is known at the end only")
     if options.report.prefill_logprobs:
@@ -338,7 +338,7 @@ def check_streaming(options: GenerationOptions) -> None:
 
 
 def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOptions]:
-    """Returns the options so many times over, each with a seed of its own: the request's, and those after it."""
+    """Returns one copy of the options for each sequence, with seeds counting up from the request's."""
     if sequences == 1:
         return [options]
     seeds = ((options.sampling.seed + index) % 2**64 for index in range(sequences))

@@ -23,7 +23,7 @@ MakeLora = Callable[[int, int], LoraBackend]
 
 @dataclass(frozen=True, slots=True)
 class PassInput:
-    """The tokens of a step, and whatever it brings.
+    """The tokens of a step, with their positions, adapters and metadata.
 
     tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
     adapters: of the tokens; None: none has one.
@@ -52,7 +52,7 @@ class PagedModel(ABC):
         self._rope = LengthDependentRope(source)
 
     def allocate(self, num_blocks: int) -> None:
-        """Makes room for KV blocks 0 .. num_blocks - 1, forgetting what was there."""
+        """Allocates KV blocks 0 .. num_blocks - 1 and drops the earlier contents."""
         self.attention.allocate(num_blocks)
 
     def attach_rows(self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor) -> None:  # noqa: B027
@@ -64,12 +64,12 @@ class PagedModel(ABC):
     def decode(
         self, rows: int, longest: int, greedy: GreedyOnly | None, *, adapted: bool
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Decodes the first of the attached rows in one call, and moves their positions on.
+        """Decodes the first of the attached rows in one call, and advances their positions.
 
-        Returns their logits, [rows, vocab_size], and the likeliest tokens, [rows] int64, or None; None for both where
-        there is no such call. The likeliest tokens are the next inputs of the rows, too.
+        Returns their logits, [rows, vocab_size], and the argmax of each row, [rows] int64, or None; None for both if
+        the model has no such call. The argmax becomes the row's next input.
 
-        longest: at least the most tokens that any row has, this one included. adapted: a row has an adapter.
+        longest: an upper bound of the rows' lengths, this token included. adapted: some row has an adapter.
         """
         return None
 
@@ -78,11 +78,11 @@ class PagedModel(ABC):
         """Returns the logits of the wanted tokens, [rows, vocab_size]."""
 
     def tap(self, layers: Sequence[int], keep: Keep) -> None:
-        """Has every pass call `keep`. layers: indices of those whose inputs it gets, in ascending order."""
+        """Makes every pass call `keep` with the inputs of some layers. layers: their indices, in ascending order."""
         raise NotImplementedError(f"nobody reads the hidden states of a {type(self).__name__}")
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
-        """Returns the places for LoRA deltas, one for each linear layer. Steps look at them from then on."""
+        """Returns the places for LoRA deltas, one for each linear layer. Later passes apply the deltas found there."""
         return []
 
     def fix_length(self, tokens: int) -> None:
@@ -91,12 +91,12 @@ class PagedModel(ABC):
 
 
 class Backend(ABC):
-    """What one model computes with on a device: linear layers, attention, LoRA deltas, and whole models of specs.
+    """The parts that compute one model on a device: linear layers, attention, LoRA deltas, and whole models of specs.
 
-    linear_kernels: what computes linear layers, for people. fallbacks: why parts of the model are computed in a slower
-    way than the device has. where: the device, in a sentence. cheap_tokens: tokens that a step computes while it waits
-    for the weights. fixed_memory: what the largest step takes has to be found out before the cache is sized.
-    spare_cores: those that the model leaves to grammars. samples_on_cpu: tokens are chosen by the CPU's kernels.
+    linear_kernels: the kernels of linear layers, for people. fallbacks: why parts of the model run in a slower way than
+    the device allows. where: the device, in a sentence. cheap_tokens: tokens that a step computes while it waits for
+    the weights. fixed_memory: the memory of the largest step must be measured before the cache is sized.
+    spare_cores: cores that the model leaves to grammars. samples_on_cpu: the CPU's kernels sample.
     """
 
     linear_kernels = "torch"

@@ -32,7 +32,7 @@ SMALL_LAYER_BYTES = 1 << 20
 
 
 class Unfit(Exception):
-    """A model is not made of what its spec says, or of linear layers for which there are kernels."""
+    """Raised if a model differs from its spec, or has linear layers without a kernel."""
 
 
 def build_decoder(
@@ -46,8 +46,8 @@ def build_decoder(
 ) -> Decoder:
     """Fills a spec with the weights of a model of `transformers`, whose layers are emptied one by one.
 
-    variants: how each layer attends. linear: makes linear layers. pack: does so in a mixture of experts. keep: the
-    model keeps its own layers and its head.
+    variants: how each layer attends. linear: makes linear layers. pack: packs those of a mixture of experts. keep: the
+    model also keeps its own layers and its head.
 
     Raises Unfit before anything has changed.
     """
@@ -179,7 +179,7 @@ def _joined(modules: list[Any], linear: LinearFactory) -> PackedLinear | RowPara
 
 
 def _in_parallel(module: Any, linear: LinearFactory) -> Any:
-    """Returns the layer that replaces a linear layer, within one that brings the shards' results together if it was."""
+    """Returns the layer that replaces a linear layer; if that was inside a parallel layer, inside a new one."""
     if not isinstance(module, ShardedLayer):
         return linear(module)
     made = type(module)(linear(module.inner), module.group, module.share)
@@ -189,7 +189,7 @@ def _in_parallel(module: Any, linear: LinearFactory) -> Any:
 
 
 def _embedding(module: Any) -> nn.Embedding | VocabParallelEmbedding:
-    """Returns an embedding that does not scale what it looks up, as some of `transformers` do."""
+    """Returns an embedding without the scaling that some embeddings of `transformers` apply."""
     if isinstance(module, VocabParallelEmbedding):
         return VocabParallelEmbedding(_embedding(module.inner), module.group, module.share)
     tokens, size = module.weight.shape

@@ -33,7 +33,7 @@ class CpuBackend(ReferenceBackend):
     """Runs a spec as one kernel call, and other models in the layers of `transformers` with packed linear layers."""
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> None:
-        """alone: False: this process runs a larger model, too, and the number of threads suits that one."""
+        """alone: False: this process also runs a larger model, whose number of threads is used."""
         if alone:
             limit_threads(source)
         super().__init__(source, config)

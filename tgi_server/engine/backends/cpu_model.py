@@ -24,15 +24,15 @@ from tgi_server.engine.parallel.layers import VocabParallelHead
 
 
 class CpuModel(PagedModel):
-    """A decoder in one kernel call, whatever a pass brings."""
+    """A decoder that computes every kind of pass in one kernel call."""
 
     attention: CpuAttention
 
     def __init__(
         self, source: nn.Module, decoder: Decoder, attention: CpuAttention, group: ShardGroup | None = None
     ) -> None:
-        """group: the shards of the model, when this is one of them. Raises UnsupportedModel for what the kernels do
-        not know.
+        """group: the shards of the model, when this is one of them. Raises UnsupportedModel for parts without a
+        kernel.
         """
         super().__init__(source, attention)
         self.decoder = decoder
@@ -69,7 +69,7 @@ class CpuModel(PagedModel):
     def decode(
         self, rows: int, longest: int, greedy: GreedyOnly | None, *, adapted: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The likeliest tokens are None where not all rows are greedy, or one has a mask."""
+        """Decodes as the interface says. The argmax is None if not all rows are greedy, or one has a mask."""
         mask = greedy.mask if greedy else None
         tables = self._tables(longest)
         with self._faults():
@@ -78,7 +78,7 @@ class CpuModel(PagedModel):
         return self._finished(logits, taps, adapters, greedy), likeliest
 
     def forward(self, inputs: PassInput) -> Tensor:
-        """The wanted tokens are each sequence's last ones, in order; others take longer."""
+        """Returns logits. It is fastest if the wanted tokens are each sequence's last ones, in order."""
         metadata, adapters = inputs.metadata, inputs.adapters.numbers if inputs.adapters else None
         greedy, tables = metadata.greedy, self._tables(metadata.max_kv_length)
         places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts

@@ -31,7 +31,7 @@ _ROUNDING = 0.1
 
 
 class CudaBackend(ReferenceBackend):
-    """Takes plain torch for each part whose kernels fail or compute something else, and says so in `fallbacks`."""
+    """Uses plain torch for each part whose kernels fail or give other results, and reports it in `fallbacks`."""
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
         super().__init__(source, config)
@@ -73,7 +73,7 @@ class CudaBackend(ReferenceBackend):
         return proved or model
 
     def _of_spec(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec) -> PagedModel | None:
-        """Returns the model in layers of a few kernels; None where its first layer computes something else in them."""
+        """Returns the model in fused layers; None if its first layer has other outputs in them."""
         from tgi_server.engine.backends.cuda_model import CudaModel
 
         source, linear = self.source, self._linear
@@ -104,7 +104,7 @@ class CudaBackend(ReferenceBackend):
 
 @contextmanager
 def _first_layer(model: Any) -> Iterator[None]:
-    """Has a model of `transformers` compute its first layer only."""
+    """Makes a model of `transformers` compute only its first layer."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     layers = getattr(decoder, "layers", None)
     if layers is None:

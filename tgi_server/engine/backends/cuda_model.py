@@ -18,7 +18,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class CudaModel(PagedModel):
-    """Runs a decoder layer by layer. It looks at nothing that it computes, so that any step can be captured."""
+    """Runs a decoder layer by layer. The host never reads a result in between, so any step can be captured."""
 
     def __init__(self, source: nn.Module, decoder: Decoder, attention: AttentionBackend) -> None:
         super().__init__(source, attention)

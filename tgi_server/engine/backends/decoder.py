@@ -22,8 +22,8 @@ from tgi_server.engine.parallel.layers import (
 class Norm:
     """An RMS norm (Zhang and Sennrich 2019), or, if `centred`, a layer norm (Ba et al. 2016).
 
-    weight: [size], of the dtype of what is normalised, or for the former in float32: then the product with it is
-    rounded once, and not before it as well. A layer norm may have weights for each head, [heads, size]. bias: [size] or
+    weight: [size], in the dtype of the input, or for an RMS norm in float32: then the result is rounded once, after the
+    product with the weight. A layer norm may have weights for each head, [heads, size]. bias: [size] or
     None, of a layer norm. eps: added under the root. sharded: sums the squares over all shards; None: this one has all.
     """
 
@@ -103,7 +103,7 @@ class DecoderLayer:
 class Decoder:
     """A whole model. Names of modules in `transformers`: layers_path, of the list of layers; head_path.
 
-    positions: learned ones, [positions, hidden_size]; None: there are none. ropes: as in the spec. norm: behind the
+    positions: learned ones, [positions, hidden_size]; None: there are none. ropes: as in the spec. norm: after the
     layers; None: there is none.
     """
 
@@ -133,5 +133,5 @@ class Decoder:
 
 
 def inner(module: Any) -> Any:
-    """Returns the layer within one that brings the shards' results together, or else the module."""
+    """Returns the layer inside a parallel one, which combines the shards' results, or else the module itself."""
     return module.inner if isinstance(module, RowParallel | VocabParallelHead) else module

@@ -25,7 +25,7 @@ CPU_SHARE = 0.3
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> Callable[[torch.dtype | None], torch.dtype]:
-    """Returns what chooses the dtype to compute in by that of a checkpoint."""
+    """Returns a function that chooses the dtype to compute in from the checkpoint's."""
     return lambda checkpoint: resolve_dtype(config.dtype, checkpoint, device, custom_kernels=config.custom_kernels)
 
 

@@ -1,8 +1,7 @@
 """Models without a spec: the forward pass of `transformers` on the paged KV cache.
 
-What such a model does not do by itself is added from outside, and only here: modules that attend in their own way are
-replaced by others with the same weights, and hooks of torch change what linear layers compute for rows with an adapter,
-and read hidden states.
+Everything that such a model lacks is added here, from outside: modules with attention of their own are replaced by
+others with the same weights, and torch hooks add LoRA deltas to linear layers and read hidden states.
 """
 
 import importlib
@@ -110,10 +109,10 @@ def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> lis
 
 
 def install_paged_attention(model: PreTrainedModel, family: str | None) -> Callable[[], None]:
-    """Makes the model attend through its modules' `paged_cache`. Returns a function that takes that back.
+    """Makes the model attend through its modules' `paged_cache`. Returns a function that undoes it.
 
     family: the module of `paged_attention` with what takes the place of the model's own modules; None: the model goes
-    through `AttentionInterface`. It may ignore that: the caller has to find out if it attends in this way, and rightly.
+    through `AttentionInterface`. It may ignore that: the caller must check that it attends in this way, and correctly.
     """
     own = model.config._attn_implementation
     if family is None:

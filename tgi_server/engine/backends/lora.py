@@ -15,8 +15,8 @@ from tgi_server.engine.memory import to_device
 class AdapterRows:
     """The rows of a pass in which some have an adapter.
 
-    numbers: [rows] int32 on the device, the number of each row's adapter; 0: none. present: those that occur, but 0;
-    None: whichever are there when a recorded step is run.
+    numbers: [rows] int32 on the device, the number of each row's adapter; 0: none. present: the numbers that occur,
+    without 0; None: unknown, because a captured step reads them when it runs.
     wanted: [wanted] int64, the rows of which the head computes logits; None: of all, or of each sequence's last.
     """
 
@@ -87,7 +87,7 @@ class LoraBackend(ABC):
 
     @abstractmethod
     def put(self, number: int, change: LoraDelta) -> None:
-        """Has the rows of the adapter with that number computed with its change from the next pass on."""
+        """Applies the delta to rows with that adapter number, from the next pass on."""
 
     @abstractmethod
     def drop(self, number: int) -> None:
@@ -173,7 +173,7 @@ class AdaptedLinear:
         self._changed_by: set[int] = set()
 
     def put(self, number: int, change: LoraDelta) -> None:
-        """Has the rows of the adapter with that number computed with its change from the next pass on."""
+        """Applies the delta to rows with that adapter number, from the next pass on."""
         self._changed_by.add(number)
         self._backend.put(number, change)
 

@@ -1,12 +1,12 @@
-"""Finds out, before any request, if a model can take the paged path, and the shape of its keys.
+"""Checks at load if a model can take the paged path, and finds the shape of its keys.
 
 The model runs a short prompt with its own attention, then two packed prompts and a decode step in the paged way, with
 every key, value and query caught on the way. A model that silently ignores a registered attention function shows no
-calls; one that does more in its attention than the paged path knows, or looks past its own sequence, shows other
-logits. Both are noticed here, and never answer a request.
+calls; one whose attention does more than the paged path supports, or reads other sequences, has other logits. Neither
+is used on the paged path.
 
-Of a model that is split, every shard does so with its slices, together with the others. What that cannot show, whether
-the slices are the right ones, is settled by the plan of the architecture. Alibi's biases in `transformers` are those of
+If a model is split, all shards do this together, each with its slices. This cannot show if the slices are the right
+ones: the plan of the architecture decides that. Alibi's biases in `transformers` are those of
 all heads; such a model's logits are compared with those of one text on the paged path instead.
 """
 
@@ -124,9 +124,10 @@ def probe_paged_path(
 
 
 class LogitsProbe:
-    """The logits of some texts as a model on the paged path computes them in plain torch, to compare later ones with.
+    """The logits of some texts, computed by a paged model in plain torch, as the reference of later comparisons.
 
-    All shards of a model make one, and ask it the same. shape: of keys and values. variants: how each layer attends.
+    All shards of a model make one, and call it in the same order. shape: of keys and values. variants: how each layer
+    attends.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class LogitsProbe:
         self.variants = recorder.variants
 
     def difference(self, own: Tensor) -> str | None:
-        """Returns by how much logits differ from those with the model's own attention, if that is too much."""
+        """Returns the difference of logits from those with the model's own attention if it is too large, else None."""
         error = logits_error(own, self._expected)
         if error <= self._tolerance:
             return None
@@ -302,11 +303,11 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
 
 
 def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:
-    """Returns what difference of logits says nothing, since rounding alone can make it; 0 in float32.
+    """Returns the difference of logits that rounding alone can make; 0 in float32.
 
     Rounding adds up over the layers, and in a mixture of experts whose router is undecided the last bit of a number may
-    choose other experts. So the logits are computed anew with what each module returns a last bit off.
-    again: does so.
+    choose other experts. So the logits are computed again with each module's output a last bit off.
+    again: computes them.
     """
     if model.dtype is torch.float32:
         return 0.0

@@ -16,7 +16,7 @@ from tgi_server.engine.models.spec import DecoderSpec, Family
 
 
 class ReferenceBackend(Backend):
-    """Runs the forward pass of `transformers`, whatever spec there is."""
+    """Runs the forward pass of `transformers`, also for models with a spec."""
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
         super().__init__(source, config)

@@ -13,10 +13,10 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 class TritonLora(LoraBackend):
-    """Matrices stay where they are; tables have the address of each by the number of its adapter, 0 for none."""
+    """LoRA deltas by two Triton kernels. Tables have the address of each adapter's matrices by its number; 0: none."""
 
     def __init__(self, outputs: int, most_ranks: int, device: torch.device) -> None:
-        """most_ranks: that any adapter has in this layer."""
+        """most_ranks: the highest rank of an adapter in this layer."""
         self._outputs = outputs
         self._most_ranks = most_ranks
         self._deltas: dict[int, tuple[Tensor | None, ...]] = {}
@@ -57,7 +57,7 @@ class TritonLora(LoraBackend):
 
 
 def fault_of(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Computes something small. Returns why the kernels must not be used, in words; None if they are right."""
+    """Tests the kernels on a small input. Returns the reason not to use them; None if they are right."""
     if fault := device_fault(device):
         return fault
     generator = torch.Generator(device).manual_seed(0)

@@ -109,12 +109,12 @@ def linear_factory(
     group: ShardGroup | None = None,
     pinned: str | None = None,
 ) -> LinearFactory:
-    """Returns what makes a model's linear layers on a CPU, quantized if that is requested.
+    """Returns the factory of a model's linear layers on a CPU, quantized if that is requested.
 
     pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
     those of the table in the repository; MEASURE: those that are fastest in trials, which may differ from start to
-    start. Raises UnsupportedModel for kernels that this CPU has not. Where the kernels are not compiled, oneDNN
-    computes dense layers, and quantized ones stay what they are.
+    start. Raises UnsupportedModel for kernels that this CPU does not have. If the kernels are not compiled, oneDNN
+    computes dense layers, and quantized ones are left as they are.
     """
     if not load_kernels():
         return LinearFactory(OneDnnLinear)

@@ -1,7 +1,7 @@
-"""Chooses kernels of linear layers, by the table in the repository: the choice never changes a bit of an output.
+"""Chooses kernels of linear layers by the table in the repository, so that the choice is the same at every start.
 
-`kernels.toml` has the table, which `python -m benchmarks.kernels --write` makes of measured times. A machine that is
-not in it goes by the rules that the file begins with.
+`kernels.toml` has the table; `python -m benchmarks.kernels MODEL --write` writes it from measured times. A machine that
+is not in the table uses the rules at the beginning of the file.
 """
 
 import tomllib
@@ -45,8 +45,8 @@ class Weights:
     """A kind of weights, all of which are multiplied by the same kernels.
 
     kind: "dense", "rounded" (dense weights rounded to 8 bits with their inputs), or of quantized weights `kind_of`.
-    dtype: of the inputs. bits: of a weight. kernels: those of the engine's own that run on this CPU, the one to begin
-    with first. by_name: those that are taken by their name only.
+    dtype: of the inputs. bits: of a weight. kernels: the engine's kernels that run on this CPU, the default first.
+    by_name: kernels that are used only if they are named.
     make: returns a layer of so many outputs and inputs, with these kernels.
     """
 
@@ -59,7 +59,7 @@ class Weights:
 
     @classmethod
     def plain(cls, layer: type[FloatLinear], dtype: torch.dtype) -> Self:
-        """Weights that are dense, and become what such layers have."""
+        """Dense weights, in the form that layers of this class store."""
         int8 = layer is Int8Linear
         stored = torch.int8 if int8 else dtype
         packed = torch.ops.oatmill.linear_pack(torch.zeros(1, 64, dtype=stored))
@@ -100,7 +100,7 @@ def _generator() -> torch.Generator:
 
 
 def _repeated(rows: Tensor, outputs: int) -> Tensor:
-    """Returns [outputs, ...] of rows, which stand in it several times."""
+    """Returns a tensor [outputs, ...] in which the rows are repeated."""
     return rows.repeat(-(-outputs // len(rows)), 1)[:outputs]
 
 

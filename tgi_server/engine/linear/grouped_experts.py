@@ -1,4 +1,4 @@
-"""The experts of a mixture on a GPU, in two products for all of them: the host never needs to know who chose which."""
+"""The experts of a mixture on a GPU, in two grouped GEMMs: the host need not know which token chose which expert."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ _PACKED_AT_ONCE = 16
 
 
 def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None) -> list[str]:
-    """Has the experts of a mixture on a GPU multiplied by the engine's own kernels.
+    """Replaces the experts of mixtures on a GPU by ones that use the engine's own kernels.
 
-    Dense ones where torch's product would wait for the host; quantized ones, which stay so, everywhere. Returns the
-    fall-backs: why they are multiplied in a slower way. All shards choose the same.
+    Dense experts only where torch's grouped GEMM would make the host wait; quantized ones, which stay quantized,
+    always. Returns the fallbacks: why experts are computed in a slower way. All shards choose the same.
     """
     fallbacks = []
     dense: list[Any] = [module for module in model.modules() if Experts.fits(module)]
@@ -72,7 +72,7 @@ class GroupedExperts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
 
-        chosen: the experts of each token, [tokens, experts of a token] int64. shares: the same shape, what each counts.
+        chosen: the experts of each token, [tokens, experts of a token] int64. shares: their weights, the same shape.
         """
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
 
@@ -95,9 +95,9 @@ def _waits(weight: Tensor) -> bool:
 
 
 def _fault_of(experts: Any, kind: Callable[[Any], nn.Module], dtype: torch.dtype) -> str | None:
-    """Computes some tokens with a layer's experts, and with what is made of them.
+    """Computes some tokens with a layer's experts and with their replacement.
 
-    Returns why that must not take their place, in words; None if it is right.
+    Returns the reason not to use the replacement; None if it is right.
     """
     count, hidden, device = _facts(experts)
     if fault := device_fault(device):
@@ -148,7 +148,7 @@ class GroupedQuantizedExperts(nn.Module):
             self.register_parameter(name, getattr(experts, name))
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Returns as GroupedExperts do."""
+        """Returns the same as `GroupedExperts.forward`."""
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups
 
         of_token = chosen.shape[1]
@@ -172,7 +172,7 @@ class _AllExperts(nn.Module):
     def __init__(self, experts: Sequence[Sequence[QuantizedLinear]], dtype: torch.dtype) -> None:
         """experts: of each the layers whose outputs stand side by side; all weights join.
 
-        Some experts are packed at a time: on the way codes take a byte each.
+        A few experts are packed at a time, because unpacked weights take a byte each.
         """
         from tgi_server.engine.linear.triton_quantized import TritonLinear
 

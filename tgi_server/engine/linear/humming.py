@@ -21,7 +21,7 @@ _CODES_OF_WORD = 8
 
 
 def takes(module: QuantizedLinear, dtype: torch.dtype) -> bool:
-    """Returns True if the library is there and takes a layer of 4-bit integers: whole zero points, groups in order."""
+    """Returns True if the library is there and takes the layer: 4-bit integers, integer zero points, no act-order."""
     weight = module.quantized(0, 1)
     sizes = module.out_features % _UNIT, module.in_features % _UNIT, weight.group_size
     if find_spec("humming") is None or dtype is torch.float32 or sizes[:2] != (0, 0) or not sizes[2]:

@@ -1,4 +1,4 @@
-"""The table that says which kernel computes how many rows."""
+"""A table of kernels by number of rows."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,7 +9,7 @@ SCALED_MM = "scaled_mm"
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """kernels: names of kernels. from_rows: for each, the fewest rows from which on it is taken; ascending from 1.
+    """Kernels by number of rows. kernels: their names. from_rows: the fewest rows of each; ascending from 1.
 
     As text it is "bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on.
     """
@@ -19,7 +19,7 @@ class KernelTable:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Reads a table. Raises ValueError for text that is none."""
+        """Parses a table. Raises ValueError for other text."""
         kernels, from_rows = [], []
         for part in text.split(","):
             name, at, rows = part.strip().partition("@")
@@ -36,7 +36,7 @@ class KernelTable:
         return ",".join(name if rows == 1 else f"{name}@{rows}" for name, rows in pairs)
 
     def at(self, rows: int) -> str:
-        """Returns the kernel that computes so many rows."""
+        """Returns the kernel for so many rows."""
         return next(
             name for name, first in reversed(list(zip(self.kernels, self.from_rows, strict=True))) if first <= rows
         )

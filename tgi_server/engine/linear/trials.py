@@ -69,7 +69,7 @@ def fastest(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
 
 
 def choose(times: Mapping[str, Times]) -> KernelTable:
-    """Returns the table that is fastest by these times of kernels, the one to begin with first."""
+    """Returns the fastest table by these times of kernels; the first kernel is the default."""
     kernel, from_rows = next(iter(times)), dict[int, str]()
     for rows in sorted(times[kernel], reverse=True):
         fastest = min(times, key=lambda name: times[name][rows])

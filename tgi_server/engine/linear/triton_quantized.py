@@ -70,8 +70,7 @@ def arrangement(groups: Tensor, sizes: Sequence[int]) -> tuple[int, Tensor | Non
     """Arranges inputs in blocks, each with inputs of one group.
 
     groups: [inputs], of each input. sizes: of a block, the largest first. Returns the number of inputs in a block; the
-    input that stands at each place, `inputs` for none, or None where all stand where they were; and the group of each
-    block, int32.
+    input at each place (`inputs`: no input), or None if the order is unchanged; and the group of each block, int32.
     """
     inputs, counts = len(groups), groups.bincount()
     blocks = {size: -(-counts // size) for size in sizes}

@@ -19,7 +19,7 @@ T = TypeVar("T")
 class KVShape:
     """The shape of what one token leaves in the cache.
 
-    heads: KV heads of each layer (multi-query models have one).
+    heads: number of KV heads in each layer (multi-query models have one).
     head_dim: elements of a head, the same in all layers.
     """
 
@@ -36,9 +36,9 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """The place of one sequence's prompt chunk in a forward pass.
+    """The position of one sequence's prompt chunk in a forward pass.
 
-    start: index of its first token among the pass's tokens. length: its tokens.
+    start: index of its first token among the pass's tokens. length: number of its tokens.
     kv_length: tokens of the sequence whose keys are in the cache once this chunk is written.
     """
 
@@ -49,9 +49,9 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class GreedyOnly:
-    """Says that a pass needs only the largest logit of each row; the others may be minus infinity.
+    """Marks a pass that needs only the largest logit of each row; the others may be minus infinity.
 
-    mask: the rows that it is for need the largest of the logits that it allows.
+    mask: of rows with a grammar; they need the largest of the logits that it allows.
     """
 
     mask: PendingMask | None
@@ -59,7 +59,7 @@ class GreedyOnly:
 
 @dataclass(slots=True)
 class ForwardMetadata:
-    """Facts that a forward pass needs beside its tensors: the places of its tokens, and which logits are needed.
+    """Data that a forward pass needs beside its tokens: their slots in the cache, and which logits are needed.
 
     Sequences that decode come first, `row_tokens` neighbouring tokens each, mostly one; then come the prompt chunks,
     one after the other.
@@ -72,7 +72,7 @@ class ForwardMetadata:
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
     greedy: None: every logit is needed.
-    kept: what a backend made for this pass in an earlier layer; see `made`.
+    kept: objects that a backend made for this pass in an earlier layer; see `made`.
     """
 
     slots: Tensor
@@ -87,7 +87,7 @@ class ForwardMetadata:
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` returned when it was first called for this pass and key."""
+        """Returns the result of `make` for this key, which is called once for each pass."""
         if key not in self.kept:
             self.kept[key] = make()
         made: T = self.kept[key]
@@ -98,11 +98,11 @@ class ForwardMetadata:
 class AttentionVariant:
     """The differences of one layer's attention from plain causal attention.
 
-    scaling: factor of the scores before softmax. window: how many tokens are seen, the own one included; 0: all.
+    scaling: factor of the scores before softmax. window: tokens attended to, the own one included; 0: all.
     softcap: scores become softcap * tanh(score / softcap); 0: off.
     alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
-    rounded_alibi: Falcon's way: position, slope * position, both rounded to bfloat16, and that scaled like a score.
-    sinks: [heads] float32; of each head a score that belongs to no token, and takes its part of the softmax (gpt-oss).
+    rounded_alibi: as in Falcon, position and slope * position are rounded to bfloat16, then scaled like a score.
+    sinks: [heads] float32; a score for each head that belongs to no token but counts in the softmax (gpt-oss).
     """
 
     scaling: float
@@ -118,9 +118,9 @@ class AttentionBackend(ABC):
 
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
-    dtype: of the model, in which keys and values come and are attended over. kv_format: how they are kept.
-    any_lengths: True if a step is the same work on the device however long its sequences are, and wherever its tokens
-    belong; the tensors of its metadata say that, and nothing else does.
+    dtype: of the model; keys and values arrive in it, and attention computes in it. kv_format: how they are stored.
+    any_lengths: True if a step launches the same work on the device for all lengths of its sequences and all slots of
+    its tokens, since only the tensors of its metadata have them.
     """
 
     block_size: int
@@ -129,7 +129,7 @@ class AttentionBackend(ABC):
     def __init__(
         self, shape: KVShape, device: torch.device, dtype: torch.dtype, kv_format: KVFormat | None = None
     ) -> None:
-        """kv_format: None: keys and values are kept as they come."""
+        """kv_format: None: keys and values are stored in the model's dtype."""
         self.shape = shape
         self.device = device
         self.dtype = dtype
@@ -147,13 +147,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
-        """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
+        """Allocates blocks 0 .. num_blocks - 1 and drops the earlier contents."""
 
     def reserve(self, blocks: int, ahead: int, seconds: float = math.inf) -> None:  # noqa: B027
-        """Takes memory for the first `blocks` blocks, which are needed now, but for no more than about `seconds`.
+        """Takes memory for the first `blocks` blocks, which are needed now, for at most about `seconds`.
 
-        That of `ahead` blocks behind them is taken beside whatever comes next. Backends that take all memory in
-        `allocate` have nothing to do.
+        Memory for `ahead` more blocks is taken in the background. Backends that take all memory in `allocate` do
+        nothing here.
         """
 
     @abstractmethod
@@ -174,8 +174,8 @@ class AttentionBackend(ABC):
         """Turns query and key by their positions, then writes key and value. Returns the turned query.
 
         query: [tokens, heads, head_dim]; key and value: [tokens, kv_heads, head_dim]. rotation: cosine and sine,
-        each [1, tokens, rotated], of rotary position embeddings whose pairs stand half of `rotated` apart.
-        interleaved: they are neighbours, whose numbers stand at the first half of `rotated`.
+        each [1, tokens, rotated], of rotary position embeddings whose pairs are half of `rotated` apart.
+        interleaved: pairs are neighbours; the first half of `rotated` has their cosines and sines.
         """
         cosine, sine = (table[0].unsqueeze(1) for table in rotation)
         rotate = _rotate_pairs if interleaved else _rotate

@@ -59,7 +59,7 @@ class CpuAttention(AttentionBackend):
         *,
         interleaved: bool = False,
     ) -> Tensor:
-        """Turns query in place: it must not be needed as it was."""
+        """Rotates query in place: callers must not need the unrotated query any more."""
         cosine, sine = rotation
         torch.ops.oatmill.rotate_and_write(
             query,
@@ -93,7 +93,7 @@ class CpuAttention(AttentionBackend):
         )
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copies the whole block; what is behind the first `tokens` is overwritten before it is looked at."""
+        """Copies the whole block; entries after the first `tokens` are overwritten before they are read."""
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[target] = keys[source]
             values[target] = values[source]

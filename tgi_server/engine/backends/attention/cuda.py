@@ -16,9 +16,9 @@ MAX_HEAD_DIM = 256
 
 
 class CudaAttention(GatherAttention):
-    """Keys and values are read where they lie in their blocks, whatever is attended, in all dtypes.
+    """Attention by the Triton kernels, which read keys and values from their blocks, in all dtypes.
 
-    A pass's tokens are cut into tiles, and their keys into parts, once for all layers alike.
+    A pass's tokens are cut into tiles, and their keys into parts, once for all layers with the same window.
     """
 
     block_size = 32
@@ -94,7 +94,7 @@ class CudaAttention(GatherAttention):
 
 
 class _Lengths(Enum):
-    """The sequences of a pass that tiles are for, by the number of their tokens in it."""
+    """Selects the sequences of a pass that a kind of tile is for, by the number of their tokens in it."""
 
     ANY = auto()
     ONE = auto()
@@ -102,9 +102,9 @@ class _Lengths(Enum):
 
 
 def _tile_kinds(metadata: ForwardMetadata, most: int) -> list[tuple[int, _Lengths]]:
-    """Returns the tiles to cut a pass into: most tokens of each, and of which sequences.
+    """Returns the kinds of tiles to cut a pass into: the most tokens of a tile, and the sequences that it is for.
 
-    Beside prompts, rows that decode have tiles of their own, which hold no place for more tokens.
+    In a pass with prompts, rows that decode have tiles of their own, of no more tokens than they have.
     """
     if not metadata.chunks:
         return [(min(most, metadata.row_tokens), _Lengths.ANY)]
@@ -114,10 +114,10 @@ def _tile_kinds(metadata: ForwardMetadata, most: int) -> list[tuple[int, _Length
 
 
 def _tiles(metadata: ForwardMetadata, tokens: int, kind: _Lengths) -> QueryTiles:
-    """Returns tiles of `tokens` tokens of a sequence each, the last of each sequence's may have fewer.
+    """Returns tiles of `tokens` tokens of one sequence each; the last tile of a sequence may have fewer.
 
-    They are made on the device, from its tensors alone: a recorded step makes them anew. As their number is not known
-    on the host, there are as many as there may be at most; those that are left over have no tokens.
+    They are computed on the device from tensors alone, so a captured step computes them again. The host does not know
+    their number, so there are always as many tiles as there can be at most; those not needed have no tokens.
     """
     starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
     lengths = starts.diff()

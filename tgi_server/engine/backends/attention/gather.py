@@ -102,7 +102,7 @@ class GatherAttention(AttentionBackend):
 
 
 def _pieces(rows: int, elements: int) -> Iterator[slice]:
-    """Yields pieces of some rows of which each takes so many elements on the way; a piece has a row at least."""
+    """Yields pieces of some rows, each with so many intermediate elements at most, but with at least one row."""
     at_once = max(1, _ELEMENTS_AT_ONCE // max(1, elements))
     for first in range(0, rows, at_once):
         yield slice(first, min(first + at_once, rows))

@@ -1,4 +1,4 @@
-"""The numbers of a KV cache: those that the model computes, or numbers of 8 bits that stand for them."""
+"""The number format of a KV cache: the model's dtype, or FP8 with a scale for each layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """The form in which keys and values are kept.
+    """The format in which keys and values are stored.
 
-    dtype: the model's, or an FP8 dtype; then a number in the cache is multiplied by its layer's scale to give a key's
-    or a value's. scales: by layer; a layer that is missing has ones.
+    dtype: the model's, or an FP8 dtype; then cached numbers times their layer's scale are the keys or values.
+    scales: by layer; a missing layer has scales of 1.
     """
 
     dtype: torch.dtype
@@ -40,14 +40,14 @@ class KVFormat:
         return self.scales.get(layer, KVScales())
 
     def encode(self, numbers: Tensor, scale: float) -> Tensor:
-        """Returns numbers as they are kept: rounded to the nearest, those that are too large to the largest."""
+        """Returns numbers in the stored format: rounded to nearest, and clamped to the largest."""
         if not self.fp8:
             return numbers
         most = torch.finfo(self.dtype).max
         return (numbers.float() / scale).clamp(-most, most).to(self.dtype).view(torch.uint8)
 
     def decode(self, kept: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """Returns what the kept numbers stand for."""
+        """Returns the keys or values of stored numbers."""
         if not self.fp8:
             return kept
         return (kept.view(self.dtype).float() * scale).to(dtype)

@@ -46,7 +46,7 @@ class PagedCache(Cache):
                 module.paged_cache = self
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
-        """Returns 0: the model is told positions, so every pass may look like the first one."""
+        """Returns 0: positions are passed to the model, so every pass may look like the first one."""
         return 0
 
 
