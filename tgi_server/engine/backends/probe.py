@@ -96,7 +96,7 @@ def probe_paged_path(
         model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
     if model.config.is_encoder_decoder:
         return None
-    own = group is None or family.plan is None or family.plan(model.config).own_attention
+    own = group is None or family.plan is None or family.plan(config).own_attention
     expected = _own_logits(model) if own else None
     recorder = _Recorder(model)
     restore = install_paged_attention(model, family.attention)

@@ -8,6 +8,7 @@ from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_with_images
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.ranks import Ranks
 from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tests.unit.engine.runners.test_parity import quick
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.parallel import ShardGroup
 
@@ -64,8 +65,7 @@ def test_shards_of_every_architecture_generate_what_the_whole_model_does(
     check(ranks_of(count), make(architecture, tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(set(WITH_IMAGES) - UNSPLIT))
+@pytest.mark.parametrize("model_type", quick(sorted(set(WITH_IMAGES) - UNSPLIT), {"mistral3"}))
 def test_shards_of_models_that_read_images_too(model_type: str, ranks_of: RanksOf, tmp_path: Path) -> None:
     check(ranks_of(2), make_with_images(model_type, tmp_path))
 
