@@ -400,7 +400,9 @@ async def running_shards(*shards: SimulatedShard, step_seconds: float = 0.0) -> 
         urls = [f"unix://{path}" for path in paths]
         running = RunningShards(paths[0], [], [])
         for shard, url in zip(shards, urls, strict=True):
-            server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+            # as many pings as the real one allows
+            allowed = [("grpc.max_receive_message_length", -1), ("grpc.http2.max_ping_strikes", 0)]
+            server = grpc.aio.server(options=allowed)
             service = SimulatedShardService(shard, urls, step_seconds)
             add_TextGenerationServiceServicer_to_server(service, server)
             add_GrammarServiceServicer_to_server(service, server)
