@@ -93,6 +93,7 @@ class Account:
             total -= held[holder]
             logger.warning("closed the connection of a client that held %d bytes: the limit is %s", held[holder], _FLAG)
             holder.break_off()
+            self.remove(holder)  # its request may end some turns of the event loop later
 
     def _look(self) -> dict[Holder, int]:
         held = {each: size for each in self._holders if (size := each.held)}
