@@ -50,6 +50,12 @@ _ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
 
+# Envoy's header: the milliseconds after which nobody waits for the response any more.
+_TIME_LEFT = "x-envoy-expected-rq-timeout-ms"
+
+# Oatmill's server says so once they have passed.
+_TIME_IS_UP = "the time of the request is up"
+
 # Events that a stream may have besides one for each token.
 MORE_EVENTS = 16
 
@@ -140,7 +146,8 @@ class Endpoint:
     def _client(self, call: Call, path: str) -> InferenceClient:
         # The header is set either way, because the client would send the machine's Hugging Face token without it.
         bearer = f"Bearer {self._token}" if self._token else None
-        headers = cast(dict[str, str], {**call.headers, "authorization": bearer})
+        left = {_TIME_LEFT: str(max(1, int(1000 * call.remaining())))}
+        headers = cast(dict[str, str], {**call.headers, **left, "authorization": bearer})
         return InferenceClient(model=self.name + path, token=self._token, headers=headers)
 
     def _probe(self) -> None:
@@ -249,6 +256,8 @@ def _model_errors(call: Call) -> Iterator[None]:
 
 def _of_status(status: int, message: str) -> ModelError:
     text = _short(f"{status}: {message}")
+    if status == 504 and _TIME_IS_UP in message:
+        return DeadlineExceeded(text)
     error = Rejected if _concerns_one_grammar(text) else _ERROR_OF_STATUS.get(status, ServerFailed)
     return error(text)
 
@@ -259,6 +268,8 @@ def _of_report(error: TextGenerationError) -> ModelError:
         return EndpointOverloaded(_short(str(error)))
     if isinstance(error, ValidationError):
         return Rejected(_short(str(error)))
+    if _TIME_IS_UP in str(error):
+        return DeadlineExceeded(_short(str(error)))
     kind = "" if isinstance(error, GenerationError | IncompleteGenerationError) else f"{type(error).__name__}: "
     return ServerFailed(_short(f"{kind}{error}"))
 

@@ -1,6 +1,7 @@
 """A sink that remembers what it was told, and requests that use it."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from shared.stubs.generate_pb2 import Generation
@@ -65,6 +66,8 @@ def recorded_request(
     prefill_logprobs: bool = False,
     cache_namespace: str = "",
     trace_context: dict[str, str] | None = None,
+    deadline: float = inf,
+    first_token_by: float = inf,
     **options: Any,
 ) -> tuple[ValidRequest, RecordingSink]:
     """Returns a request, and the sink that it carries. It ignores the end-of-sequence token by default."""
@@ -72,4 +75,14 @@ def recorded_request(
     stopping = StoppingParameters(max_new_tokens, ignore_eos)
     report = ReportParameters(top_n_tokens=top_n_tokens, prefill_logprobs=prefill_logprobs)
     chosen = GenerationOptions(stopping=stopping, report=report, **options)
-    return ValidRequest(request_id, list(input_ids), chosen, sink, cache_namespace, trace_context or {}), sink
+    request = ValidRequest(
+        request_id,
+        list(input_ids),
+        chosen,
+        sink,
+        cache_namespace,
+        trace_context or {},
+        deadline=deadline,
+        first_token_by=first_token_by,
+    )
+    return request, sink

@@ -13,6 +13,7 @@ _ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
     **{413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"},
+    504: "timeout_error",
 }
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _NAMED_FIELD = re.compile(r"`([\w.-]{1,80})`")
@@ -109,6 +110,14 @@ class Overloaded(RouterError):
 
     status = 429
     error_type = "overloaded"
+
+
+class RequestTimedOut(RouterError):
+    """The time that the caller gave the request is up."""
+
+    status = 504
+    error_type = "timeout"
+    code = "deadline_exceeded"
 
 
 class GenerationFailed(RouterError):

@@ -6,6 +6,7 @@ must be quick: it appends, detokenises, formats; it never waits.
 """
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Protocol, Self
 
 from shared.stubs.generate_pb2 import Generation
@@ -43,6 +44,8 @@ class ValidRequest:
 
     input_ids: the prompt's tokens. For encoder-decoder models, of the encoder.
     cache_namespace: requests of different ones share nothing in the prefix cache.
+    deadline: the time after which nobody waits for the answer. first_token_by: the same for its first token. Both are
+    `perf_counter` seconds.
     """
 
     id: int
@@ -51,6 +54,8 @@ class ValidRequest:
     sink: Sink
     cache_namespace: str = ""
     trace_context: dict[str, str] = field(default_factory=dict)
+    deadline: float = inf
+    first_token_by: float = inf
 
 
 class Submitter(Protocol):

@@ -9,7 +9,15 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
-from tgi_server.router.errors import NoSuchRoute, Overloaded, RouterError, Unauthorized, error_body, shown_status
+from tgi_server.router.errors import (
+    NoSuchRoute,
+    Overloaded,
+    RequestTimedOut,
+    RouterError,
+    Unauthorized,
+    error_body,
+    shown_status,
+)
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.schemas.generate import Token
 from tgi_server.router.text.tokenizer import TextTokenizer
@@ -35,6 +43,8 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     extra: dict[str, str] = {}
     if isinstance(error, Overloaded):
         extra["retry-after"] = _RETRY_SECONDS
+    if isinstance(error, RequestTimedOut):  # nobody waits for what the clients of OpenAI and Anthropic would try again
+        extra["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
         extra["www-authenticate"] = "Bearer"
     if isinstance(error, NoSuchRoute) and error.allowed:

@@ -26,7 +26,15 @@ from tgi_server.router.api.encoding import (
 )
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.memory import lease_of
-from tgi_server.router.errors import ClientGone, GenerationFailed, InvalidRequest, RouterError, shown_status
+from tgi_server.router.api.time_limits import TimeLimits
+from tgi_server.router.errors import (
+    ClientGone,
+    GenerationFailed,
+    InvalidRequest,
+    RequestTimedOut,
+    RouterError,
+    shown_status,
+)
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.schemas.base import unknown_fields
 from tgi_server.router.service import Service
@@ -65,6 +73,7 @@ class Exchange:
         self.tenant = tenant_of(request)
         self._owner = owner_of(request)
         self.arrived = perf_counter()
+        self._time_limits = TimeLimits.of(request.headers)
         self.span = service.tracer.start(self.path, request.headers)
         self.request_id = request_id(request)
         self._sequences: list[tuple[int, AnyStream]] = []
@@ -173,6 +182,8 @@ class Exchange:
         if options.adapter_id not in self._adapters:
             self._adapters.add(options.adapter_id)
             service.metrics.requests.computed_by(options.adapter_id)
+        streams = isinstance(on_end, StreamEnd)
+        deadline, first_token_by = self._time_limits.deadlines(self.arrived, options.timeout_ms, streams=streams)
         service.submitter.submit(
             ValidRequest(
                 id=request_id,
@@ -181,6 +192,8 @@ class Exchange:
                 sink=stream,
                 cache_namespace=cache_namespace(self.tenant, options.cache_salt),
                 trace_context=service.tracer.context(self.span),
+                deadline=deadline,
+                first_token_by=first_token_by,
             )
         )
         return stream
@@ -355,7 +368,8 @@ class Exchange:
         told = error if isinstance(error, RouterError) else ClientGone("the client left")
         self.service.metrics.requests.failed(told.error_type)
         status = shown_status(told, self.path)
-        level = logging.ERROR if status >= 500 or status == 424 else logging.WARNING
+        fault = (status >= 500 or status == 424) and not isinstance(told, RequestTimedOut)
+        level = logging.ERROR if fault else logging.WARNING
         fields: Fields = {"error_type": told.error_type, "total_time": Milliseconds.of(perf_counter() - self.arrived)}
         logger.log(
             logging.INFO if isinstance(told, ClientGone) else level,

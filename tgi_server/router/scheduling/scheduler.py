@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.errors import GenerationFailed, InvalidRequest, NoSuchAdapter, RouterError
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, NoSuchAdapter, RequestTimedOut, RouterError
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
+from tgi_server.router.scheduling.deadlines import DeadlineAlarm
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
@@ -101,6 +102,7 @@ class Scheduler:
         self._adapters.on_failure = self._fail_adapter
         self._adapters.in_use = self.batch.uses
         self._task: asyncio.Task[None] | None = None
+        self._alarm = DeadlineAlarm(self.expire, clock)
         self._unhealthy: RouterError | None = None
         self._unchecked = True  # something may have run since the books were checked last
 
@@ -132,6 +134,7 @@ class Scheduler:
             tell_end(request, error)
         else:
             self.waiting.add(sequence)
+            self._alarm.add(sequence.deadline)
             self._work.set()
             # The task may be waiting for shards that hang, and would tell only after that.
             self._metrics.batches.queue_size(len(self.waiting))
@@ -143,9 +146,22 @@ class Scheduler:
             self._end(sequence, None)
             self._show_state()
 
+    def expire(self) -> None:
+        """Ends the requests whose deadlines have passed, those that wait and those that run."""
+        now = self._clock()
+        if not self._alarm.is_due(now):
+            return
+        for sequence in [*self.waiting, *self.batch]:
+            if sequence.deadline <= now:
+                self._end(sequence, RequestTimedOut(sequence.progress()))
+        self._alarm.reset(each.deadline for each in (*self.waiting, *self.batch))
+        self._show_state()
+
     def start(self) -> None:
         """Starts the task, on the running event loop."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="scheduler")
+        loop = asyncio.get_running_loop()
+        self._alarm.start(loop)
+        self._task = loop.create_task(self._run(), name="scheduler")
 
     async def stop(self) -> None:
         """Ends the task; whatever has not ended fails."""
@@ -153,6 +169,7 @@ class Scheduler:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        self._alarm.stop()
         self._adapters.close()
         self._unhealthy = GenerationFailed("the server is shutting down")
         self.fail_running(self._unhealthy)
@@ -183,6 +200,7 @@ class Scheduler:
 
     def send(self) -> list[FilterPlan | StepPlan]:
         """Plans the next call and sends it, without waiting for its response. Returns what was sent."""
+        self.expire()
         plans = self._planner.plan(self._steps_in_flight)
         for plan in plans:
             self._send(plan)

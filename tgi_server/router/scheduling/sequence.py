@@ -84,6 +84,19 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def deadline(self) -> float:
+        """The time after which its next token is of no use."""
+        request = self.request
+        return request.deadline if self.generated else min(request.deadline, request.first_token_by)
+
+    def progress(self) -> str:
+        """Returns how far the request came in its time."""
+        most = self.max_total_tokens - self.prompt_tokens
+        waited = "it waited for a place in a batch"
+        done = f"it has {self.generated} of at most {most} tokens" if self.started else waited
+        return f"the time of the request is up; {done}"
+
+    @property
     def jumps(self) -> bool:
         """True if one step may yield several tokens: drafted ones, or such as its grammar leaves no choice about."""
         return self.speculates or self.request.options.grammar is not None

@@ -57,6 +57,21 @@ def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: Model
     }
 
 
+def test_a_request_says_how_much_time_is_left(endpoint: Endpoint, server: ModelServer) -> None:
+    generate(endpoint, seconds=40)
+    (request,) = server.requests
+    assert 10_000 < int(request.headers["x-envoy-expected-rq-timeout-ms"]) <= 40_000
+
+
+def test_a_server_that_ends_the_request_in_time_has_not_failed(endpoint: Endpoint, server: ModelServer) -> None:
+    body = b'{"error":"the time of the request is up; it waited","error_type":"timeout"}'
+    server.raw, server.raw_status = body, "504 Gateway Timeout"
+    for _ in range(8):
+        with pytest.raises(DeadlineExceeded):
+            generate(endpoint)
+    assert endpoint.breaker.closed
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
