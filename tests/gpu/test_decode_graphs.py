@@ -1,4 +1,4 @@
-"""Recorded steps: the same tokens as without, and nothing in them that the host waits for."""
+"""Captured steps: the same tokens as without, and nothing in them that the host waits for."""
 
 import logging
 
@@ -14,7 +14,7 @@ from tgi_server.engine import RunningSequence
 
 pytestmark = NEEDS_GPU
 
-# `transformers` looks at the tokens of a GPT-2 that has a padding token: it is not recorded.
+# `transformers` looks at the tokens of a GPT-2 that has a padding token: it is not captured.
 WAITS = {"gpt2"}
 
 
@@ -27,10 +27,10 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog) -> None:
     folder = make(architecture, tmp_path)
     without = generate_together(load_engine(folder, cuda_graphs=()), prompts())
-    assert not _recorded(caplog)
-    recorded = generate_together(load_engine(folder), prompts())
-    assert {"decoding", "computing prompts"} <= _recorded(caplog), caplog.messages
-    assert recorded == without
+    assert not _captured(caplog)
+    captured = generate_together(load_engine(folder), prompts())
+    assert {"decoding", "computing prompts"} <= _captured(caplog), caplog.messages
+    assert captured == without
 
 
 @pytest.mark.parametrize("architecture", sorted(WAITS))
@@ -48,7 +48,7 @@ def test_mixtures_are_recorded_in_half_precision(architecture, dtype, tmp_path, 
     """By torch's grouped product where it is one kernel, and otherwise by the engine's own."""
     engine = load_engine(make(architecture, tmp_path), dtype=dtype)
     assert all(map(len, generate_together(engine, prompts())))
-    assert {"decoding", "computing prompts"} <= _recorded(caplog), caplog.messages
+    assert {"decoding", "computing prompts"} <= _captured(caplog), caplog.messages
     assert engine.fallbacks == ()
 
 
@@ -89,8 +89,8 @@ def test_what_is_left_of_the_memory_is_enough_for_the_graphs(tmp_path) -> None:
     assert len(engine.step(1).collect().generations) == 1
 
 
-def _recorded(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Returns what steps have been recorded of."""
-    start = "recorded CUDA graphs for "
+def _captured(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """Returns what steps have been captured of."""
+    start = "captured CUDA graphs for "
     logged = [message.removeprefix(start) for message in caplog.messages if message.startswith(start)]
     return {what.rpartition(" in ")[0] for what in logged}

@@ -32,7 +32,7 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype, tmp_path) -> None:
     folder = make(architecture, tmp_path)
-    requests, _ = overlap(folder, dtype=dtype, device=CUDA, cuda_graphs=())  # which take a second to record
+    requests, _ = overlap(folder, dtype=dtype, device=CUDA, cuda_graphs=())  # which take a second to capture
     model = load_reference(folder, dtype).float()
     behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), requests.outputs, strict=True)])
     assert len(behind) > len(LENGTHS) * NEW / 2

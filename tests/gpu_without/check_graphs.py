@@ -26,7 +26,7 @@ from tgi_server.engine.sequence import RunningSequence
 ROWS = 4
 
 
-class Recorder:
+class Capture:
     """Computes a step anew at every call. watch: notes what it does."""
 
     def __init__(self) -> None:
@@ -52,12 +52,12 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    capture = Capture()
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (8, 32))
     monkeypatch.setattr(split_kv, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(paged, "recorder_for", lambda backend: recorder if isinstance(backend, CudaAttention) else None)
-    return recorder
+    monkeypatch.setattr(paged, "capture_for", lambda backend: capture if isinstance(backend, CudaAttention) else None)
+    return capture
 
 
 class Steps:
@@ -106,12 +106,12 @@ class Steps:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
 @torch.inference_mode()
-def test_steps_are_what_they_are_without_graphs(architecture: str, recorder: Recorder) -> None:
+def test_steps_are_what_they_are_without_graphs(architecture: str, capture: Capture) -> None:
     plain, steps = (Steps(architecture, kind) for kind in (GatherAttention, CudaAttention))
     plain.run()
-    assert recorder.replayed == 0
+    assert capture.replayed == 0
     steps.run()
-    assert recorder.replayed == 5, "all steps but the largest"
+    assert capture.replayed == 5, "all steps but the largest"
     for actual, wanted in zip(steps.logits, plain.logits, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
     chosen = [None, None, None, steps.logits[3].argmax(-1), None, steps.logits[5].argmax(-1)]
@@ -123,25 +123,25 @@ def test_steps_are_what_they_are_without_graphs(architecture: str, recorder: Rec
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
 @torch.inference_mode()
 def test_a_step_is_the_same_work_in_the_same_places(
-    architecture: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    architecture: str, capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it computes: tokens of prompts, or of rows that decode."""
     steps = Steps(architecture, CudaAttention)
 
     def launched(executor: GridExecutor, *arguments: Any, **options: Any) -> None:
-        if recorder.operations is not None:
+        if capture.operations is not None:
             values = (*arguments, *options.values())
             numbers = [each for each in values if not isinstance(each, torch.Tensor)]
             tensors = [each for each in values if isinstance(each, torch.Tensor)]
-            recorder.operations.note(f"{executor.fn.__name__} {executor.grid} {numbers}", tensors)
+            capture.operations.note(f"{executor.fn.__name__} {executor.grid} {numbers}", tensors)
 
     monkeypatch.setattr(GridExecutor, "__call__", launched)
-    recorder.watch = True
+    capture.watch = True
     steps.step(0, (0, 7), (1, 13))
     steps.step(1, (1, 7), (2, 9))
     steps.step(2)
     steps.step(2)
-    prompt, other_prompt, decode, other_decode = recorder.watched
+    prompt, other_prompt, decode, other_decode = capture.watched
     assert prompt == other_prompt
     assert decode == other_decode
     assert sum("_attend_part" in name for name, _ in prompt) == steps.runner._config.num_hidden_layers

@@ -50,7 +50,7 @@ _GROUP = 32
 
 
 class FakeGpu(TorchDispatchMode):
-    """total: bytes of memory. live, peak: bytes of tensors, now and at most so far. kept: those of recorded graphs.
+    """total: bytes of memory. live, peak: bytes of tensors, now and at most so far. kept: those of captured graphs.
 
     waits: copies between host and device that the host would wait for. programs: those that Triton would compile for
     the kernels that were launched so far.
@@ -156,7 +156,7 @@ class FakeGpu(TorchDispatchMode):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
         monkeypatch.setattr(Sampled, "start_copy", lambda sampled: None)
-        monkeypatch.setattr(graphs, "_CudaRecorder", lambda device: _Recorder(self))
+        monkeypatch.setattr(graphs, "_CudaCapture", lambda device: _Capture(self))
         monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
         monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
         monkeypatch.setattr(torch_sampler, "share_equal", lambda left, right: 1.0)
@@ -182,8 +182,8 @@ class FakeGpu(TorchDispatchMode):
         return tensor
 
 
-class _Recorder:
-    """Computes a step once, as the recording of a CUDA graph does, whose tensors share memory with other graphs'."""
+class _Capture:
+    """Computes a step once, as the capture of a CUDA graph does, whose tensors share memory with other graphs'."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu

@@ -26,8 +26,8 @@ class EngineConfig:
     quantize: how the weights of linear layers are rounded while they are loaded, or how the checkpoint is quantised
         (`checkpoint/quantized/recognition.py`); None: as the checkpoint is.
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
-    cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: nothing is, nor are steps with prompts;
-        None: the default ones. On a CPU, and for models whose steps cannot be recorded, there are none.
+    cuda_graphs: CUDA-graph batch sizes, for which decoding is captured; empty: nothing is, nor are steps with prompts;
+        None: the default ones. On a CPU, and for models whose steps cannot be captured, there are none.
     speculate: tokens that are drafted for a sequence in one step, at most; 0: none are. Only for models whose batches
         are paged.
     speculative_model: the folder of a draft model with the same tokenizer; None: drafts come from texts, if `speculate`

@@ -109,14 +109,14 @@ class Runner(ABC):
         """
 
     @property
-    def recorded_drafts(self) -> list[tuple[int, int]]:
-        """Returns rows and tokens of the passes with drafted tokens that were recorded."""
+    def captured_drafts(self) -> list[tuple[int, int]]:
+        """Returns rows and tokens of the passes with drafted tokens that were captured."""
         return []
 
     def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
-        """Runs one recorded pass: as `forward`, with drafted tokens in the place of chunks, (row, tokens) each.
+        """Runs one captured pass: as `forward`, with drafted tokens in the place of chunks, (row, tokens) each.
 
-        Returns None if nothing that was recorded fits.
+        Returns None if nothing that was captured fits.
         """
         return None
 

@@ -1,6 +1,6 @@
-"""Steps recorded as CUDA graphs: the host starts one of them with a single call.
+"""Steps captured as CUDA graphs: the host starts one of them with a single call.
 
-Kernels of a recorded step read and write where they did when it was recorded, and there are as many of them, for as
+Kernels of a captured step read and write where they did when it was captured, and there are as many of them, for as
 many rows. So there is one graph for each of some numbers of rows, and a step of fewer rows is padded: the rows
 behind the last sequence have the scratch block, and what is computed for them is thrown away.
 """
@@ -24,7 +24,7 @@ DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
+class Capture(Protocol):
     """Takes a step, and returns a function that does the same again.
 
     It returns the same tensors as the step did, with their new contents.
@@ -34,7 +34,7 @@ class Recorder(Protocol):
 
 
 def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
-    """Returns the batch sizes to record, smallest first. wanted: None: the default ones, and all rows."""
+    """Returns the batch sizes to capture, smallest first. wanted: None: the default ones, and all rows."""
     if wanted is not None:
         return sorted({size for size in wanted if 0 < size <= max_rows})
     return sorted({*(size for size in DEFAULT_SIZES if size < max_rows), min(max_rows, DEFAULT_SIZES[-1])})
@@ -57,33 +57,33 @@ class SharedOutputs:
 
 
 class DecodeGraphs:
-    """Recorded steps in which sequences only decode. What `run` returns is overwritten by the next run."""
+    """Captured steps in which sequences only decode. What `run` returns is overwritten by the next run."""
 
-    def __init__(self, sizes: Iterable[int], step: Callable[[int], tuple[Tensor, ...]], record: Recorder) -> None:
+    def __init__(self, sizes: Iterable[int], step: Callable[[int], tuple[Tensor, ...]], capture: Capture) -> None:
         """step: computes so many rows, which are the first dimension of whatever it returns.
 
-        Raises RuntimeError if the step cannot be recorded. The largest one is recorded first: the others find room in
+        Raises RuntimeError if the step cannot be captured. The largest one is captured first: the others find room in
         the memory that it has taken.
         """
         outputs = SharedOutputs()
         self._steps: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         for size in sorted(sizes, reverse=True):
-            self._steps[size] = record(lambda rows=size: outputs.put(*step(rows)))  # type: ignore[misc]
+            self._steps[size] = capture(lambda rows=size: outputs.put(*step(rows)))  # type: ignore[misc]
         self.sizes = sorted(self._steps)
 
     def run(self, rows: int) -> tuple[Tensor, ...] | None:
-        """Returns what the step computes of the first `rows` rows; None for more rows than any recorded step has."""
+        """Returns what the step computes of the first `rows` rows; None for more rows than any captured step has."""
         size = next((size for size in self.sizes if size >= rows), None)
         return None if size is None else tuple(part[:rows] for part in self._steps[size]())
 
 
-def recorder_for(backend: AttentionBackend) -> Recorder | None:
-    """Returns a recorder for the backend's device; None where a recorded step would not hold for other lengths."""
-    return _CudaRecorder(backend.device) if backend.any_lengths else None
+def capture_for(backend: AttentionBackend) -> Capture | None:
+    """Returns a capture for the backend's device; None where a captured step would not hold for other lengths."""
+    return _CudaCapture(backend.device) if backend.any_lengths else None
 
 
-def recorded(make: Callable[[], T], what: str) -> tuple[T | None, str | None]:
-    """Returns what `make` records, and no reason; or None and the reason, after a line in the log, if it cannot."""
+def try_capture(make: Callable[[], T], what: str) -> tuple[T | None, str | None]:
+    """Returns what `make` captures, and no reason; or None and the reason, after a line in the log, if it cannot."""
     started = time.perf_counter()
     try:
         graphs = make()
@@ -93,12 +93,12 @@ def recorded(make: Callable[[], T], what: str) -> tuple[T | None, str | None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning("%s runs without CUDA graphs: %s", what, reason)
         return None, reason
-    logger.info("recorded CUDA graphs for %s in %.1f s", what, time.perf_counter() - started)
+    logger.info("captured CUDA graphs for %s in %.1f s", what, time.perf_counter() - started)
     return graphs, None
 
 
-class _CudaRecorder:
-    """Records into one memory pool: a step's tensors may be overwritten by any other step's."""
+class _CudaCapture:
+    """Captures into one memory pool: a step's tensors may be overwritten by any other step's."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -124,9 +124,9 @@ class _CudaRecorder:
 
 
 def _without_waiting(step: Callable[[], object]) -> None:
-    """Raises RuntimeError when the host looks at what the device computes: a recorded step could not do that.
+    """Raises RuntimeError when the host looks at what the device computes: a captured step could not do that.
 
-    Found out here, it leaves nothing behind; in the middle of a recording it is an error of the device's.
+    Found out here, it leaves nothing behind; in the middle of a capture it is an error of the device's.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tgi_server.engine.runners.graphs import Recorder
+from tgi_server.engine.runners.graphs import Capture
 
 T = TypeVar("T")
 
@@ -23,11 +23,11 @@ class HiddenStates:
         self.layers: list[Tensor] = []
         self.indices = sorted(layers)
 
-    def recorder(self, record: Recorder) -> Recorder:
-        """Returns a recorder of steps that, when they run again, leave what is kept of them as they left it before."""
+    def capturing(self, capture: Capture) -> Capture:
+        """Returns a capture of steps that, when they run again, leave what is kept of them as they left it before."""
 
-        def recorded(step: Callable[[], T]) -> Callable[[], T]:
-            replay = record(step)
+        def captured(step: Callable[[], T]) -> Callable[[], T]:
+            replay = capture(step)
             head, layers = self.head, list(self.layers)
 
             def run() -> T:
@@ -36,7 +36,7 @@ class HiddenStates:
 
             return run
 
-        return recorded
+        return captured
 
     def keep(self, inputs: Sequence[Tensor]) -> None:
         """Takes the head's input, and then those of the layers in ascending order."""

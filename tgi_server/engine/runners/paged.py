@@ -27,10 +27,10 @@ from tgi_server.engine.runners.base import (
     warm_up_tokens,
     within_positions,
 )
-from tgi_server.engine.runners.graphs import graph_batch_sizes, recorder_for
+from tgi_server.engine.runners.captured_steps import CapturedSteps, StepCapture
+from tgi_server.engine.runners.graphs import capture_for, graph_batch_sizes
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch
-from tgi_server.engine.runners.recorded_steps import RecordedSteps, StepRecorder
 from tgi_server.engine.sequence import RunningSequence
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class PagedRunner(Runner):
         self._weight_bytes = weight_bytes
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
-        self._recorded = RecordedSteps()
-        self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
+        self._captured = CapturedSteps()
+        self._uncapturable: dict[str, str] = {}  # why steps have not been captured, by what they are
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         return self.model.adapt(lora)
@@ -90,12 +90,12 @@ class PagedRunner(Runner):
         size = self.block_size
         max_total_tokens = within_positions(self.model.source, self._config, max_total_tokens)
         limit = max_total_tokens or position_limit(self._config) or UNBOUNDED_POSITIONS
-        self._recorded = RecordedSteps()
+        self._captured = CapturedSteps()
         self._run_largest(max_batch_size, max_prefill_tokens, limit, sample)
         most = max_prefill_tokens + max_batch_size - 1
         with taken_by(self._device) as graphs:
-            self._record(most)
-        self._recorded = RecordedSteps()
+            self._capture(most)
+        self._captured = CapturedSteps()
         affordable = self._affordable(graphs.bytes, adapter_bytes)
         useful = max_batch_size * -(-limit // size)
         if max_batch_total_tokens is not None:
@@ -115,7 +115,7 @@ class PagedRunner(Runner):
         self._blocks_ahead = min(reserved, _TOKENS_AHEAD // size)
         self.model.attention.reserve(min(num_blocks, reserved) + 1, 0, _RESERVE_SECONDS)
         self.model.fix_length(total)
-        self._record(most)
+        self._capture(most)
         return CacheCapacity(
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
         )
@@ -143,13 +143,13 @@ class PagedRunner(Runner):
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
         """Warms up beside another model, for the same sequences in blocks of the same numbers.
 
-        What it computes of prompts is not recorded: drafters may have inputs of their own there.
+        What it computes of prompts is not captured: drafters may have inputs of their own there.
         """
-        self._recorded = RecordedSteps()
+        self._captured = CapturedSteps()
         self._run_largest(capacity.max_batch_size, max_prefill_tokens, capacity.max_total_tokens, None)
         self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
         self.model.fix_length(capacity.max_total_tokens)
-        self._record()
+        self._capture()
 
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         batch = self._batch
@@ -161,24 +161,24 @@ class PagedRunner(Runner):
             return logits
         self.argmax_ids = None
         inputs = batch.mixed_input(decoding, chunks, greedy) if chunks else batch.decode_input(decoding, greedy)
-        recorded = self._recorded.prompts.run(inputs) if chunks and self._recorded.prompts else None
-        logits = self.model.forward(inputs) if recorded is None else recorded
+        captured = self._captured.prompts.run(inputs) if chunks and self._captured.prompts else None
+        logits = self.model.forward(inputs) if captured is None else captured
         batch.advance(decoding)
         return logits
 
     @property
-    def recorded_drafts(self) -> list[tuple[int, int]]:
-        sizes = self._recorded.drafting.sizes if self._recorded.drafting else ()
+    def captured_drafts(self) -> list[tuple[int, int]]:
+        sizes = self._captured.drafting.sizes if self._captured.drafting else ()
         return [(rows, rows * (1 + self.most_drafted)) for rows in sizes]
 
     def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
         self._batch.block_tables.flush()
-        recorded = self._recorded.drafting
-        if recorded is None or decoding > recorded.sizes[-1] or self._batch.adapted(decoding):
+        captured = self._captured.drafting
+        if captured is None or decoding > captured.sizes[-1] or self._batch.adapted(decoding):
             return None
         self.argmax_ids = None
         self._batch.draft(drafts)
-        outputs = recorded.run(decoding)
+        outputs = captured.run(decoding)
         assert outputs is not None
         logits = outputs[0]
         width = logits.shape[1]
@@ -204,7 +204,7 @@ class PagedRunner(Runner):
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         if token_ids is self.argmax_ids:
-            return  # the recorded step has done it
+            return  # the captured step has done it
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
     def skip(self, row: int, tokens: int, token_id: int) -> None:
@@ -240,11 +240,11 @@ class PagedRunner(Runner):
     def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
         """Returns logits and the argmax of each row, its next input; None if no step in one call fits.
 
-        It is a recorded step, or on a CPU a kernel call, whose argmax is None where not all rows are greedy,
+        It is a captured step, or on a CPU a kernel call, whose argmax is None where not all rows are greedy,
         or one has a mask.
         """
         adapted = bool(self._batch.adapted(rows))
-        graphs = self._recorded.adapted if adapted else self._recorded.decoding
+        graphs = self._captured.adapted if adapted else self._captured.decoding
         if graphs and (outputs := graphs.run(rows)) is not None:
             return outputs[0], outputs[1]
         return self.model.decode(rows, self._batch.longest(rows), greedy, adapted=adapted)
@@ -259,24 +259,24 @@ class PagedRunner(Runner):
         if self.hidden_states is not None:
             self.model.tap(self.hidden_states.indices, self.hidden_states.keep)
 
-    def _record(self, most: int = 0) -> None:
-        """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""
-        record = recorder_for(self.model.attention)
+    def _capture(self, most: int = 0) -> None:
+        """Captures steps as CUDA graphs. most: tokens of a step with prompts; 0: none are captured."""
+        capture = capture_for(self.model.attention)
         sizes = graph_batch_sizes(self.backend.config.cuda_graphs, len(self._batch))
-        if record is None or not sizes:
+        if capture is None or not sizes:
             return
         if self.hidden_states is not None:
-            record = self.hidden_states.recorder(record)
-        recorder = StepRecorder(self._batch, self.model.forward, record, self._group, self._unrecordable)
-        steps = self._recorded = RecordedSteps(recorder.decoding(sizes))
-        if steps.decoding and self.model.adapted:
-            steps.adapted = recorder.decoding(sizes, any_adapters=True)
+            capture = self.hidden_states.capturing(capture)
+        steps = StepCapture(self._batch, self.model.forward, capture, self._group, self._uncapturable)
+        captured = self._captured = CapturedSteps(steps.decoding(sizes))
+        if captured.decoding and self.model.adapted:
+            captured.adapted = steps.decoding(sizes, any_adapters=True)
         # The block table of the longest sequence has room for as many drafted tokens as a block has.
-        if steps.decoding and 0 < self.most_drafted <= self.block_size:
-            steps.drafting = recorder.drafting(sizes)
-        if steps.decoding and most and self.model.attention.any_lengths:
-            steps.prompts = recorder.prompts(most, self.block_size)
-        slower = [f"{what} runs without CUDA graphs: {fault}" for what, fault in self._unrecordable.items()]
+        if captured.decoding and 0 < self.most_drafted <= self.block_size:
+            captured.drafting = steps.drafting(sizes)
+        if captured.decoding and most and self.model.attention.any_lengths:
+            captured.prompts = steps.prompts(most, self.block_size)
+        slower = [f"{what} runs without CUDA graphs: {fault}" for what, fault in self._uncapturable.items()]
         self.fallbacks += [each for each in slower if each not in self.fallbacks]
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:

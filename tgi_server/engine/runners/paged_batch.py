@@ -93,7 +93,7 @@ class PagedBatch:
     def follow(self, tokens: Tensor) -> None:
         """Makes tokens, [rows] int64, the next inputs of the first rows. Those with a sequence advance by a position.
 
-        The same work on the device whichever rows have one, so that a recorded step may do it.
+        The same work on the device whichever rows have one, so that a captured step may do it.
         """
         rows = len(tokens)
         self.tokens[:rows] = tokens

@@ -1,4 +1,4 @@
-"""Steps with prompts, recorded as CUDA graphs for a ladder of token counts.
+"""Steps with prompts, captured as CUDA graphs for a ladder of token counts.
 
 A step is copied to where the next larger graph reads it, whatever it consists of: sequences that decode, chunks of
 prompts, drafts. The tokens behind its last one are a sequence of their own in the scratch block, and what is computed
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
 from tgi_server.engine.backends.base import PassInput
-from tgi_server.engine.runners.graphs import Recorder, SharedOutputs
+from tgi_server.engine.runners.graphs import Capture, SharedOutputs
 
 # No more than a third of a larger step's tokens is padding. For more tokens than the last the device takes longer than
 # the host does to launch the kernels.
@@ -20,12 +20,12 @@ TOKEN_COUNTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 
 
 
 def graph_token_counts(most: int) -> list[int]:
-    """Returns the token counts to record, smallest first, where steps have at most so many tokens."""
+    """Returns the token counts to capture, smallest first, where steps have at most so many tokens."""
     return sorted({*(count for count in TOKEN_COUNTS if count < most), min(most, TOKEN_COUNTS[-1])})
 
 
 class PromptGraphs:
-    """Recorded steps with prompts. What `run` returns is overwritten by the next run."""
+    """Captured steps with prompts. What `run` returns is overwritten by the next run."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class PromptGraphs:
         tables: Tensor,
         block_size: int,
         run: Callable[[PassInput], Tensor],
-        record: Recorder,
+        capture: Capture,
     ) -> None:
-        """Raises RuntimeError if the steps cannot be recorded.
+        """Raises RuntimeError if the steps cannot be captured.
 
         counts: tokens of each, in ascending order. rows: most sequences of a step, and most logits that are wanted.
         tables: the block tables of a step, [any, blocks] int32. run: computes the wanted logits, [wanted, vocab_size].
@@ -55,10 +55,10 @@ class PromptGraphs:
         self._steps: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         for count in sorted(counts, reverse=True):
             self._pad(0, 0, count)
-            self._steps[count] = record(lambda count=count: outputs.put(run(self._input(count))))  # type: ignore[misc]
+            self._steps[count] = capture(lambda count=count: outputs.put(run(self._input(count))))  # type: ignore[misc]
 
     def run(self, inputs: PassInput) -> Tensor | None:
-        """Returns the wanted logits of a step; None if no recorded step has room for it, or a row has an adapter."""
+        """Returns the wanted logits of a step; None if no captured step has room for it, or a row has an adapter."""
         assert inputs.wanted is not None
         tokens, wanted = len(inputs.tokens), len(inputs.wanted)
         sequences = len(inputs.metadata.kv_lengths)

@@ -134,7 +134,7 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
             runner.promote(sequence, row)
 
     drafts = {each: _pass_with_draft(runner, sequence, each - 1, start) for each in tokens}
-    drafts = {tokens: _recorded_pass(runner, rows) for rows, tokens in runner.recorded_drafts} or drafts
+    drafts = {tokens: _captured_pass(runner, rows) for rows, tokens in runner.captured_drafts} or drafts
     passes: list[Callable[[], Tensor]] = [*(partial(runner.forward, each, []) for each in rows), *drafts.values()]
     seconds = _fastest(passes, group, set_back)
     runner.truncate(0)
@@ -176,7 +176,7 @@ def _pass_with_draft(runner: Runner, sequence: RunningSequence, tokens: int, sta
     return lambda: runner.forward(1, [chunk])
 
 
-def _recorded_pass(runner: Runner, rows: int) -> Callable[[], Tensor]:
+def _captured_pass(runner: Runner, rows: int) -> Callable[[], Tensor]:
     def run() -> Tensor:
         logits = runner.forward_drafts(rows, ())
         assert logits is not None

@@ -69,7 +69,7 @@ class PagedDrafter(ModelDrafter):
             self._runner.place(sequence, row, sequence.length - self._behind)
         for place in range(1, lengths[0]):
             going = sum(length > place for length in lengths)
-            self._runner.truncate(going)  # the rows whose drafts are whole: a recorded pass would go on with them
+            self._runner.truncate(going)  # the rows whose drafts are whole: a captured pass would go on with them
             self._runner.accept(0, drafted[-1][:going])
             drafted.append(self._argmax(self._runner.forward(going, [], GreedyOnly(None))))
         tokens = [each.tolist() for each in drafted]

@@ -17,7 +17,7 @@ from tgi_server.engine.parallel import ShardGroup, fault_of_any, share_cores
 from tgi_server.engine.parallel import group as group_module
 from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.shared_memory import PLACE_BYTES
-from tgi_server.engine.runners.recorded_steps import StepRecorder
+from tgi_server.engine.runners.captured_steps import StepCapture
 from tgi_server.launcher.machine import free_port
 
 LARGE = PLACE_BYTES // 4 + 3
@@ -85,7 +85,7 @@ def agree(group: ShardGroup, fault: str) -> str | None:
 def test_a_shard_that_fails_in_a_recording_does_not_leave_the_others_waiting_for_long() -> None:
     with Ranks(2) as ranks, ThreadPoolExecutor(2) as threads:
         started = time.monotonic()
-        other, failing = (threads.submit(ranks.run_alone, rank, record) for rank in range(2))
+        other, failing = (threads.submit(ranks.run_alone, rank, capture_step) for rank in range(2))
         with pytest.raises(PeerLost, match=r"^shard 1 failed while the others wait for it: no memory is left"):
             failing.result()
         assert not other.done()
@@ -112,17 +112,17 @@ def test_nccl_takes_its_memory_before_the_cache_is_sized(device: torch.device, m
         assert (given["backend"], given["device_id"]) == ("gloo", None)
 
 
-def record(group: ShardGroup) -> None:
-    """Fails in shard 1, while the other records a step."""
+def capture_step(group: ShardGroup) -> None:
+    """Fails in shard 1, while the other captures a step."""
 
-    def recorder(step: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(step: Callable[[], Any]) -> Callable[[], Any]:
         if group.rank == 1:
             raise RuntimeError("no memory is left")
         group.all_reduce(torch.ones(3))
         return step
 
     group_module.FAULT_SECONDS = 0.5
-    StepRecorder(cast(Any, None), cast(Any, None), recorder, group, {}).decoding([1])
+    StepCapture(cast(Any, None), cast(Any, None), capture, group, {}).decoding([1])
 
 
 def through_kernels(group: ShardGroup) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Steps that are padded to the size of a recorded one; what records them on a GPU stands aside here."""
+"""Steps that are padded to the size of a captured one; what captures them on a GPU stands aside here."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.runners import paged, prompt_graphs
-from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, recorded
+from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, try_capture
 from tgi_server.engine.runners.prompt_graphs import TOKEN_COUNTS, PromptGraphs, graph_token_counts
 from tgi_server.engine.sampling import cpu_sampler
 from tgi_server.engine.speculation.costs import StepCosts
@@ -28,7 +28,7 @@ WANTED = [
 ]
 
 
-class Recorder:
+class Capture:
     """Computes a step anew at every call, and like a graph, returns the tensors that it returned before.
 
     steps, replayed: rows of the first tensor of each step, and of each call.
@@ -52,10 +52,10 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    monkeypatch.setattr(paged, "recorder_for", lambda backend: recorder)
-    return recorder
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    capture = Capture()
+    monkeypatch.setattr(paged, "capture_for", lambda backend: capture)
+    return capture
 
 
 @pytest.mark.parametrize(
@@ -66,30 +66,30 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     ],
 )
 @pytest.mark.parametrize("custom_kernels", [True, False])
-def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, recorder, tmp_path: Path) -> None:
+def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, capture, tmp_path: Path) -> None:
     requests, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
     check(requests, expected)
-    assert {4, 12} <= set(recorder.replayed), "both were used"
-    assert max(recorder.replayed) == 12, "no larger one than there are rows"
+    assert {4, 12} <= set(capture.replayed), "both were used"
+    assert max(capture.replayed) == 12, "no larger one than there are rows"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_recorded_steps_go_on_to_be_right_when_adapters_come_and_go(architecture, recorder, tmp_path: Path) -> None:
+def test_captured_steps_go_on_to_be_right_when_adapters_come_and_go(architecture, capture, tmp_path: Path) -> None:
     model = make_adapted(make(architecture, tmp_path / "model"))
     engine = load_engine(model.folder, cuda_graphs=(4, 12))
     model.load(engine, "a0", "a1")
     requests = Requests(engine, prompts(), adapters=model.ids())
-    assert len(recorder.steps) == 2 * 2 * 2, "of two sizes, with adapters and without, before and after the cache"
+    assert len(capture.steps) == 2 * 2 * 2, "of two sizes, with adapters and without, before and after the cache"
     model.load(engine, "a2", "a3", "a4")
     run_overlapping(requests)
     check(requests, model.expected())
-    assert {4, 12} <= set(recorder.replayed), "both were used"
+    assert {4, 12} <= set(capture.replayed), "both were used"
 
 
 @pytest.fixture
 def few_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has steps with prompts recorded for some numbers of tokens, as where attention is the same for all lengths."""
+    """Has steps with prompts captured for some numbers of tokens, as where attention is the same for all lengths."""
     monkeypatch.setattr(CpuAttention, "any_lengths", True)
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (24, 64))
 
@@ -98,21 +98,21 @@ def few_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "gemma2", "opt"))]
 )
 def test_padded_steps_with_prompts_give_the_tokens_of_transformers(
-    architecture, few_token_counts, recorder, tmp_path: Path
+    architecture, few_token_counts, capture, tmp_path: Path
 ) -> None:
     folder, texts = make(architecture, tmp_path), prompts()
     requests = Requests(load_engine(folder, cuda_graphs=(16,)), texts)
-    assert recorder.steps[:3] == [16, 16, 16], "rows that decode, and the last tokens of prompts"
+    assert capture.steps[:3] == [16, 16, 16], "rows that decode, and the last tokens of prompts"
     eager = _eager_passes(requests.engine)
     run_overlapping(requests)
     check(requests, expected_tokens(folder, texts))
-    assert len(recorder.replayed) > len(eager) > 0
-    assert min(eager) > 64, "what a recorded step has room for is not computed in another way"
+    assert len(capture.replayed) > len(eager) > 0
+    assert min(eager) > 64, "what a captured step has room for is not computed in another way"
 
 
 @pytest.mark.slow
-def test_steps_with_prompts_in_which_rows_have_adapters_are_not_recorded(
-    few_token_counts, recorder, tmp_path: Path
+def test_steps_with_prompts_in_which_rows_have_adapters_are_not_captured(
+    few_token_counts, capture, tmp_path: Path
 ) -> None:
     model = make_adapted(make("llama", tmp_path / "model"))
     engine = load_engine(model.folder, cuda_graphs=(4, 12))
@@ -125,8 +125,8 @@ def test_steps_with_prompts_in_which_rows_have_adapters_are_not_recorded(
 
 
 @pytest.mark.parametrize("speculate", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_whatever_a_request_wants_it_gets_from_recorded_steps(
-    speculate: int, few_token_counts, recorder, tmp_path: Path
+def test_whatever_a_request_wants_it_gets_from_captured_steps(
+    speculate: int, few_token_counts, capture, tmp_path: Path
 ) -> None:
     """Rows that sample, with penalties, or with reports, beside greedy ones; with drafts beside prompts and without."""
     folder = make("llama", tmp_path)
@@ -151,15 +151,15 @@ def test_whatever_a_request_wants_it_gets_from_recorded_steps(
             driver.step()
         driver.run()
         outputs.append([output.generations for output in driver.outputs.values()])
-    assert recorder.replayed
-    recorded, expected = outputs
-    for one, other in zip(recorded, expected, strict=True):
+    assert capture.replayed
+    captured, expected = outputs
+    for one, other in zip(captured, expected, strict=True):
         assert [each.token_id for each in one] == [each.token_id for each in other]
         assert [each.logprob for each in one] == pytest.approx([each.logprob for each in other], abs=1e-4)
 
 
 def test_the_next_inputs_of_greedy_rows_are_chosen_in_the_recorded_step(
-    recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine = load_engine(make("llama", tmp_path), cuda_graphs=(4,))
     engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=64)
@@ -177,7 +177,7 @@ def test_the_next_inputs_of_greedy_rows_are_chosen_in_the_recorded_step(
 
 
 def _eager_passes(engine: Engine) -> list[int]:
-    """Returns a list to which each pass that is not recorded will add its tokens."""
+    """Returns a list to which each pass that is not captured will add its tokens."""
     seen: list[int] = []
     runner: Any = engine._runner
     forward = runner.model.forward
@@ -190,7 +190,7 @@ def _eager_passes(engine: Engine) -> list[int]:
     return seen
 
 
-def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:
+def test_rows_that_were_left_write_nowhere(capture, tmp_path: Path) -> None:
     """Their blocks have gone to another sequence, whose steps they pad."""
     engine = load_engine(make("llama", tmp_path), cuda_graphs=(8,))
     engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=64)
@@ -198,12 +198,12 @@ def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:
     alone = _run(engine, {2: third})
     _run(engine, {1: first, 2: second})
     assert _run(engine, {2: third}) == alone
-    assert set(recorder.replayed) == {8}
-    assert len(recorder.replayed) > 10
+    assert set(capture.replayed) == {8}
+    assert len(capture.replayed) > 10
 
 
 @pytest.mark.parametrize("custom_kernels", [True, False])
-def test_steps_with_drafts_are_padded_as_well(custom_kernels: bool, recorder, tmp_path: Path) -> None:
+def test_steps_with_drafts_are_padded_as_well(custom_kernels: bool, capture, tmp_path: Path) -> None:
     """Each row has as many drafted tokens as there may be; where there are fewer, nothing comes of the others."""
     folder = make("llama", tmp_path)
     texts = prompts((9, 33, 20))
@@ -226,7 +226,7 @@ def test_steps_with_drafts_are_padded_as_well(custom_kernels: bool, recorder, tm
 
 
 def _speculation_passes(engine: Engine) -> list[int]:
-    """Returns a list to which each recorded pass with drafts will add its tokens."""
+    """Returns a list to which each captured pass with drafts will add its tokens."""
     seen: list[int] = []
     runner, forward = engine._runner, engine._runner.forward_drafts
 
@@ -276,7 +276,7 @@ def test_graph_token_counts_go_up_to_the_largest_step_and_pad_no_more_than_a_thi
 
 
 def test_a_step_takes_the_next_larger_graph_or_none() -> None:
-    graphs = DecodeGraphs([2, 8], lambda rows: (torch.zeros(rows, 5), torch.arange(rows)), Recorder())
+    graphs = DecodeGraphs([2, 8], lambda rows: (torch.zeros(rows, 5), torch.arange(rows)), Capture())
     outputs = [graphs.run(rows) for rows in (1, 2, 3, 8)]
     assert [tuple(map(len, output)) for output in outputs] == [(1, 1), (2, 2), (3, 3), (8, 8)]
     assert outputs[2][1].tolist() == [0, 1, 2]
@@ -288,7 +288,7 @@ def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) 
     def make() -> None:
         raise RuntimeError("called a synchronizing CUDA operation\nat length")
 
-    assert recorded(make, "decoding") == (None, "called a synchronizing CUDA operation")
+    assert try_capture(make, "decoding") == (None, "called a synchronizing CUDA operation")
     assert caplog.messages == ["decoding runs without CUDA graphs: called a synchronizing CUDA operation"]
 
 
@@ -296,14 +296,14 @@ def test_a_model_that_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch
     def refuse(step) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr(paged, "recorder_for", lambda backend: refuse)
+    monkeypatch.setattr(paged, "capture_for", lambda backend: refuse)
     engine = load_engine(make("llama", tmp_path))
     engine.warm_up(max_batch_size=2, max_prefill_tokens=16, max_total_tokens=32)
     assert engine.fallbacks == ("decoding runs without CUDA graphs: called a synchronizing CUDA operation",)
 
 
 def test_steps_with_prompts_that_cannot_be_recorded_leave_decoding_as_it_is(
-    few_token_counts, recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    few_token_counts, capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -313,7 +313,7 @@ def test_steps_with_prompts_that_cannot_be_recorded_leave_decoding_as_it_is(
     engine.warm_up(max_batch_size=2, max_prefill_tokens=16, max_total_tokens=32)
     assert engine.fallbacks == ("computing prompts runs without CUDA graphs: called a synchronizing CUDA operation",)
     assert len(_run(engine, {1: prompts((9,))[0]})) == 6
-    assert recorder.replayed
+    assert capture.replayed
 
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -42,15 +42,15 @@ def test_they_are_those_of_transformers(name: str, custom_kernels: bool, tmp_pat
 def test_a_step_that_runs_again_without_python_leaves_its_own() -> None:
     states = HiddenStates((1,))
 
-    def record(step):
+    def capture(step):
         output = step()
-        return lambda: output  # as a graph, which computes into the tensors of the recording
+        return lambda: output  # as a graph, which computes into the tensors of the capture
 
     def step(tokens: int) -> Tensor:
         states.keep([torch.ones(tokens, 8), torch.zeros(tokens, 8)])
         return torch.ones(tokens, 99)
 
-    short, long = (states.recorder(record)(lambda tokens=tokens: step(tokens)) for tokens in (1, 4))  # type: ignore
+    short, long = (states.capturing(capture)(lambda tokens=tokens: step(tokens)) for tokens in (1, 4))  # type: ignore
     for replay, tokens in ((short, 1), (long, 4), (short, 1)):
         assert len(replay()) == tokens
         assert states.head is not None

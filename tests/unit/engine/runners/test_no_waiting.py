@@ -15,8 +15,8 @@ from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.captured_steps import StepCapture
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs
-from tgi_server.engine.runners.recorded_steps import StepRecorder
 
 # Operations whose result, or its size, the host has to know.
 WAITING = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "bincount")
@@ -125,13 +125,13 @@ def test_decoding_is_the_same_work_in_the_same_places(architecture: str, tmp_pat
     engine = started(make(architecture, tmp_path))
     runner: Any = engine._runner
     runner.model.attention.attend = attend_nothing
-    recorder = StepRecorder(runner._batch, runner.model.forward, lambda step: step, None, {})
+    capture = StepCapture(runner._batch, runner.model.forward, lambda step: step, None, {})
     runs = []
     for lengths in ((5, 20, 9), (33, 2, 40)):
         engine.clear()
         engine.step(1, *joining(lengths)).collect()
         with torch.inference_mode(), Operations() as operations:
-            recorder._decode(3, any_adapters=False)
+            capture._decode(3, any_adapters=False)
         runs.append(operations.seen)
     assert runs[0] == runs[1]
 
@@ -143,7 +143,7 @@ def test_steps_with_prompts_are_the_same_work_in_the_same_places(architecture: s
     runner.model.attention.attend = attend_nothing
     runs: list[list[tuple[str, tuple[int, ...]]]] = []
 
-    def record(step: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(step: Callable[[], Any]) -> Callable[[], Any]:
         step()
 
         def watched() -> Any:
@@ -156,7 +156,7 @@ def test_steps_with_prompts_are_the_same_work_in_the_same_places(architecture: s
 
     with torch.inference_mode():
         table = runner._batch.block_tables.table
-        graphs = PromptGraphs([64], len(runner._batch), table, runner.block_size, runner.model.forward, record)
+        graphs = PromptGraphs([64], len(runner._batch), table, runner.block_size, runner.model.forward, capture)
         for running, lengths in (((5,), (9, 20)), ((33, 2), (13,))):
             engine.clear()
             engine.step(1, *joining(running)).collect()

@@ -1,7 +1,7 @@
 """The products of a mixture of experts on a GPU: each row by the weight of its expert, in one Triton kernel.
 
 Rows are sorted by their experts, and a program takes some neighbours of one expert, and some outputs. Where the rows of
-an expert begin stands in tables on the device: the host never needs to know, and a recorded step holds for any routing.
+an expert begin stands in tables on the device: the host never needs to know, and a captured step holds for any routing.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -1,4 +1,4 @@
-"""The steps of the paged path that are recorded as CUDA graphs: with and without prompts, drafts and adapters."""
+"""The steps of the paged path that are captured as CUDA graphs: with and without prompts, drafts and adapters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
-from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, recorded
+from tgi_server.engine.runners.graphs import Capture, DecodeGraphs, try_capture
 from tgi_server.engine.runners.paged_batch import PagedBatch
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
 from tgi_server.engine.sampling import argmax
 
 T = TypeVar("T")
 
-# Steps with drafted tokens are recorded for at most so many rows: beside more, no draft is worth its time.
+# Steps with drafted tokens are captured for at most so many rows: beside more, no draft is worth its time.
 _MOST_DRAFTING_ROWS = 64
 
 
 @dataclass(slots=True)
-class RecordedSteps:
-    """The steps that have been recorded, by what they are; None: there are none of the kind.
+class CapturedSteps:
+    """The steps that have been captured, by what they are; None: there are none of the kind.
 
     decoding: steps in which rows without adapters decode; they return logits and the argmax of each row, and have made
     those the rows' next inputs. adapted: the same with adapters. drafting: with drafted tokens; they return logits.
@@ -35,48 +35,48 @@ class RecordedSteps:
     prompts: PromptGraphs | None = None
 
 
-class StepRecorder:
-    """Records the steps of a batch. All shards of a model record the same ones."""
+class StepCapture:
+    """Captures the steps of a batch. All shards of a model capture the same ones."""
 
     def __init__(
         self,
         batch: PagedBatch,
         run: Callable[[PassInput], Tensor],
-        record: Recorder,
+        capture: Capture,
         group: ShardGroup | None,
         faults: dict[str, str],
     ) -> None:
-        """run: computes the logits of a pass. faults: why steps cannot be recorded, by what they are; it grows."""
+        """run: computes the logits of a pass. faults: why steps cannot be captured, by what they are; it grows."""
         self._batch = batch
         self._run = run
-        self._record = record
+        self._capture = capture
         self._group = group
         self._faults = faults
 
     def decoding(self, sizes: Sequence[int], *, any_adapters: bool = False) -> DecodeGraphs | None:
-        """Records steps in which so many rows decode. any_adapters: with whatever adapters they have."""
+        """Captures steps in which so many rows decode. any_adapters: with whatever adapters they have."""
         step = partial(self._decode, any_adapters=any_adapters)
         what = "decoding with adapters" if any_adapters else "decoding"
-        return self._recorded(what, lambda: DecodeGraphs(sizes, step, self._record))
+        return self._captured(what, lambda: DecodeGraphs(sizes, step, self._capture))
 
     def drafting(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Records steps of so many rows, or fewer, each with the most drafted tokens."""
+        """Captures steps of so many rows, or fewer, each with the most drafted tokens."""
         few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
         if not few:
             return None
-        return self._recorded("checking drafts", lambda: DecodeGraphs(few, self._draft, self._record))
+        return self._captured("checking drafts", lambda: DecodeGraphs(few, self._draft, self._capture))
 
     def prompts(self, most: int, block_size: int) -> PromptGraphs | None:
-        """Records steps with prompts, of at most so many tokens."""
+        """Captures steps with prompts, of at most so many tokens."""
         counts, rows, tables = graph_token_counts(most), len(self._batch), self._batch.block_tables.table
-        return self._recorded(
-            "computing prompts", lambda: PromptGraphs(counts, rows, tables, block_size, self._run, self._record)
+        return self._captured(
+            "computing prompts", lambda: PromptGraphs(counts, rows, tables, block_size, self._run, self._capture)
         )
 
-    def _recorded(self, what: str, make: Callable[[], T]) -> T | None:
+    def _captured(self, what: str, make: Callable[[], T]) -> T | None:
         if what in self._faults:
             return None
-        graphs, fault = recorded(make, what)
+        graphs, fault = try_capture(make, what)
         if fault := fault_of_any(fault, self._group):
             self._faults[what] = fault
             return None
