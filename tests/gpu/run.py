@@ -54,9 +54,11 @@ def _out() -> Path:
     return folder
 
 
-def _tests(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = ()) -> Job:
-    pytest = ("-m", "pytest", "-p", "no:cacheprovider", "--runslow", "--timeout=200", "-rf", "--tb=short")
-    return Job(name, (*pytest, *arguments), (*ENGINE, *SUITE, *needs), seconds)
+def _tests(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = (), slow: bool = True) -> Job:
+    """A job of pytest. slow: it runs the slow tests, too."""
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.lost_device")
+    options = (*plugins, "--timeout=200", "-rfE", "--tb=short", *(("--runslow",) if slow else ()))
+    return Job(name, ("-m", "pytest", *options, *arguments), (*ENGINE, *SUITE, *needs), seconds)
 
 
 _UNIT = "tests/unit/engine"
@@ -68,6 +70,8 @@ CHECKS = [
     _tests("parity per architecture", 200, "tests/gpu/test_models.py"),
     _tests("quantised weights", 100, "tests/gpu/test_quantized.py"),
     _tests("grammars on every path", 60, "tests/unit/grammar/test_model_paths.py"),
+    _tests("adapters", 100, f"{_UNIT}/lora", needs=("peft",), slow=False),
+    _tests("drafts", 100, f"{_UNIT}/speculation", needs=("peft",), slow=False),
     _tests("lengths that choose frequencies", 60, "tests/unit/engine/backends/test_rope.py"),
     _tests("memory that runs out, a lost device", 60, "tests/gpu/test_faults.py"),
     _tests("the whole server over HTTP", 150, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
@@ -91,10 +95,14 @@ BENCHMARKS = [
 
 _PARALLEL = ("-n", "12", "--dist", "loadgroup")
 _KERNELS = [f"tests/gpu/test_{name}.py" for name in ("attention", "sampling", "quantized", "models", "decode_graphs")]
-# What a GPU that nobody has run this on is asked first: facts, then correctness on all cores, then speed, then HTTP.
+_OPTIONS_OF_REQUESTS = (f"{_UNIT}/lora", f"{_UNIT}/speculation", "tests/unit/grammar/test_model_paths.py")
+# The first run on a new GPU: facts, then correctness on all cores, then speed, then HTTP. Tests that take the whole
+# memory run after the others, one by one.
 FIRST = [
     Job("facts", ("-m", "tests.gpu.facts"), ENGINE, 150),
-    _tests("correctness, on all cores", 240, *_PARALLEL, *_KERNELS, "-k", "not left_of_the_memory"),
+    _tests("correctness, on all cores", 240, *_PARALLEL, *_KERNELS, "-m", "not whole_gpu"),
+    _tests("adapters, drafts, grammars", 100, *_PARALLEL, *_OPTIONS_OF_REQUESTS, needs=("peft",), slow=False),
+    _tests("what takes the whole memory", 60, "tests/gpu", "-m", "whole_gpu"),
     _measurement("llama-8b", 150, "benchmarks.engine", "llama-8b", *_SHAPE, "--profile"),
     _tests("the whole server over HTTP", 120, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
     *BENCHMARKS[1:],

@@ -76,6 +76,7 @@ def test_steps_are_started_without_waiting_for_the_device(graphs, tmp_path) -> N
     assert sum(counts) > 20
 
 
+@pytest.mark.whole_gpu
 def test_what_is_left_of_the_memory_is_enough_for_the_graphs(tmp_path) -> None:
     """Nothing is left but what `--cuda-memory-fraction` leaves, and yet a large step can be computed."""
     settings = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}

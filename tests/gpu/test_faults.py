@@ -32,6 +32,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.whole_gpu
 def test_a_step_that_memory_does_not_suffice_for_leaves_the_engine_working(tmp_path) -> None:
     engine = load_engine(make("llama", tmp_path, vocab_size=200_000, max_position_embeddings=4096))
     engine.warm_up(max_batch_size=2, max_prefill_tokens=64, max_total_tokens=4096)

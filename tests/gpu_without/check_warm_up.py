@@ -113,12 +113,22 @@ def test_adapters(architecture: str, early: bool, monkeypatch: pytest.MonkeyPatc
         assert any(name == "_expand" for name, *_ in known)
 
 
+def test_adapters_lie_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels find their matrices by address: one of the host's memory is an illegal access, which ends the process."""
+    with FakeGpu(monkeypatch) as gpu:
+        engine = gpu.engine(gpu.model("llama"))
+        put(engine)
+        for linear in engine.adapters._linears:
+            tensors = linear._backend._deltas[1]  # type: ignore[attr-defined]
+            assert {tensor.device.type for tensor in tensors if tensor is not None} == {"cuda"}
+
+
 def put(engine: Engine) -> None:
-    """Loads an adapter of rank 8 that changes every linear layer."""
+    """Loads an adapter of rank 8 from the host's memory; it changes every linear layer."""
     changes = {}
     for place, linear in enumerate(engine.adapters._linears):
         a, b = torch.empty(8, linear.inputs), torch.empty(8, linear.outputs)
-        changes[place] = LoraDelta(a.to("cuda"), [b.to("cuda")], [0], None, None)
+        changes[place] = LoraDelta(a, [b], [0], torch.empty(linear.outputs), None)
     engine.adapters.put("a", ReadAdapter(8, changes))
 
 

@@ -47,7 +47,7 @@ def test_the_exit_code_tells_what_became_of_the_jobs() -> None:
 
 
 def test_every_job_names_what_is_there() -> None:
-    for job in (*script.CHECKS, *script.BENCHMARKS):
+    for job in (*script.FIRST, *script.CHECKS, *script.BENCHMARKS):
         assert all(Path(part).exists() for part in job.arguments if part.startswith("tests/")), job.name
         assert importlib.util.find_spec(job.arguments[1]) is not None, job.name
 
@@ -72,6 +72,30 @@ def test_the_wheels_are_all_that_the_checks_need_beside_torch_and_transformers()
     modules = (*script.ENGINE, *script.SUITE, *script.SHARD, *script.ROUTER)
     needed = with_dependencies(name for module in modules for name in of_package[module.partition(".")[0]])
     assert sorted(needed - wheels - with_dependencies(("torch", "transformers"))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [0, 2])
+def test_only_the_test_that_broke_the_device_fails(processes: int, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        """
+import pytest, torch
+
+@pytest.mark.parametrize("number", range(6))
+def test_it(number, monkeypatch):
+    if number == 2:
+        torch.cuda.is_initialized = lambda: True  # and the call that follows finds no GPU
+"""
+    )
+    options = ("-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "tests.gpu.lost_device", "-n", str(processes))
+    command = [sys.executable, "-m", "pytest", "-q", *options, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    if processes:
+        assert "1 failed, 6 passed" in result.stdout  # what the test itself did was right
+        assert "crashed while running 'test_it.py::test_it[2]'" in result.stdout
+    else:
+        assert "the GPU computes no more after test_it.py::test_it[2]" in result.stdout + result.stderr
 
 
 @pytest.mark.slow

@@ -144,7 +144,11 @@ class LoadedAdapters:
             linear.warm_up(self._model.dtype)
 
     def put(self, adapter_id: str, adapter: ReadAdapter) -> None:
-        """Has requests that name it computed with the adapter. Call it between two steps."""
+        """Has requests that name it computed with the adapter. Call it between two steps.
+
+        An adapter from `read` is copied to the model's device; one from `fetch` is there already.
+        """
+        adapter = adapter.to(self._model.device)
         number = self._numbers.get(adapter_id)
         if number is None:
             taken = set(self._numbers.values())

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_models import make, make_llama
 from tests.unit.engine.requests import load_engine
@@ -125,12 +126,15 @@ def test_a_draft_that_costs_more_than_it_brings_is_not_made(folder: Path, monkey
 
 
 def test_both_caches_fit_into_the_memory(folder: Path) -> None:
-    alone = load_engine(folder, cpu_memory=1 << 20)
-    drafted = load_engine(folder, cpu_memory=1 << 20, speculative_model=folder)
+    """On a CPU, wherever the tests run: a GPU's memory cannot be limited to what shows it."""
+    cpu = torch.device("cpu")
+    alone = load_engine(folder, device=cpu, cpu_memory=1 << 20)
+    drafted = load_engine(folder, device=cpu, cpu_memory=1 << 20, speculative_model=folder)
     blocks = [each.warm_up(64, 256).num_blocks for each in (alone, drafted)]
     assert blocks[1] == blocks[0] // 2
+    few = load_engine(folder, device=cpu, cpu_memory=1 << 16, speculative_model=folder)
     with pytest.raises(NotEnoughMemory, match=r"tokens, in the model and in the one that drafts, but one sequence"):
-        load_engine(folder, cpu_memory=1 << 16, speculative_model=folder).warm_up(4, 64, max_total_tokens=256)
+        few.warm_up(4, 64, max_total_tokens=256)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
