@@ -66,6 +66,22 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtBudget:
+    """The number of tokens that a model may think before it answers.
+
+    begin, end: the texts around a thought. closing: tokens that are generated once the budget is used up. open: a
+    thought has begun in the prompt. repeats: another thought may follow at once, within the same budget.
+    """
+
+    tokens: int
+    begin: str
+    end: str
+    closing: tuple[int, ...]
+    open: bool = False
+    repeats: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """The bounds of a number, or of a text's number of characters. None: no bound on that side."""
 
@@ -206,7 +222,15 @@ class GenerationOptions:
     timeout_ms: int = _option(
         0, "Milliseconds from the request's arrival until its answer is of no use.", least=1, most=_INT32, example=2000
     )
+    thinking_token_budget: int | None = _option(
+        None,
+        "Most tokens of thoughts before the answer; then the thought is closed. 0: no thoughts.",
+        least=-1,
+        most=_INT32,
+        example=256,
+    )
     grammar: Grammar | None = None
+    thought_budget: ThoughtBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

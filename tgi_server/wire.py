@@ -12,6 +12,7 @@ from tgi_server.contract import (
     ReportParameters,
     SamplingParameters,
     StoppingParameters,
+    ThoughtBudget,
 )
 
 _GRAMMAR_TYPES = {
@@ -47,6 +48,23 @@ def grammar_to_message(grammar: Grammar) -> pb.Grammar:
 def grammar_from_message(message: pb.Grammar) -> Grammar:
     return Grammar(
         _GRAMMAR_TYPES_BACK[message.type], message.value, message.text, message.frame, tuple(message.lenient)
+    )
+
+
+def thought_budget_to_message(budget: ThoughtBudget) -> pb.ThoughtBudget:
+    return pb.ThoughtBudget(
+        tokens=budget.tokens,
+        begin=budget.begin,
+        end=budget.end,
+        closing=budget.closing,
+        open=budget.open,
+        repeats=budget.repeats,
+    )
+
+
+def thought_budget_from_message(message: pb.ThoughtBudget) -> ThoughtBudget:
+    return ThoughtBudget(
+        message.tokens, message.begin, message.end, tuple(message.closing), message.open, message.repeats
     )
 
 

@@ -82,6 +82,7 @@ _TYPES = {
     tuple[str, ...]: "list of strings",
     tuple[int, ...]: "list of integers",
     str | None: "string",
+    int | None: "integer",
 }
 
 

@@ -50,7 +50,7 @@ from tgi_server.engine.speculation import (
     load_drafter,
 )
 from tgi_server.engine.step import Step
-from tgi_server.grammar import GrammarCompiler
+from tgi_server.grammar import GrammarCompiler, LimitedThoughts
 from tgi_server.grammar.tokenizer import has_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -345,14 +345,22 @@ class Engine:
         return PromptChunk.next_of(sequence, tokens, all_logits=all_logits)
 
     def _constrain(self, sequence: RunningSequence) -> None:
-        if sequence.grammar is None:
+        if sequence.grammar is None and sequence.thought_budget is None:
             return
         if self.grammars is None:
-            raise InvalidCall("grammars need a tokenizer in the model's folder, and there is none")
-        stopping = sequence.stopping
-        sequence.constraint = self.grammars.constraint(
-            sequence.grammar, sequence.generated_ids, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
-        )
+            raise InvalidCall("grammars and budgets of thoughts need a tokenizer in the model's folder")
+        generated, stopping = sequence.generated_ids, sequence.stopping
+        grammar = None
+        if sequence.grammar is not None:
+            grammar = self.grammars.constraint(
+                sequence.grammar, generated, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
+            )
+        sequence.constraint = grammar
+        if sequence.thought_budget is not None:
+            spelling = self.grammars.tokenizer.spelling
+            sequence.constraint = LimitedThoughts(
+                sequence.thought_budget, spelling, grammar, self._eos, generated, ignore_eos=stopping.ignore_eos
+            )
 
     def _settle(self, batch: RunningBatch) -> None:
         """Waits for the tokens of all steps if drafts depend on them, or the next mask of a sequence with a grammar.
@@ -414,7 +422,9 @@ class Engine:
 
     def _start_mask(self, sequences: Sequence[RunningSequence]) -> PendingMask | None:
         """Starts the masks of the sequences with a grammar. Computed while the model runs, where there are cores."""
-        constraints = {i: each.constraint for i, each in enumerate(sequences) if each.constraint is not None}
+        constraints = {
+            i: each.constraint for i, each in enumerate(sequences) if each.constraint and not each.constraint.free
+        }
         if not constraints:
             return None
         assert self.grammars is not None

@@ -5,9 +5,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tgi_server.contract import BlockCopy, Grammar, ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.contract import (
+    BlockCopy,
+    Grammar,
+    ReportParameters,
+    SamplingParameters,
+    StoppingParameters,
+    ThoughtBudget,
+)
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.grammar.constraint import Constraint
+from tgi_server.grammar import Constraint, LimitedThoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,8 @@ class RunningSequence:
     adapter_id: of the adapter that computes it beside the model; empty: none. adapter: the number that it has in the
     engine; 0: none.
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
-    constraint: its grammar at work on its text; None without a grammar.
+    constraint: its grammar and the budget of its thoughts at work on its text; None without them, and once neither
+    restricts anything any more.
     ended: its last token is known; it may be in the batch for a step or two more.
     jumping: the known tokens that are left to compute are jump-forward tokens.
     prompt_report: the report on the prompt, until it has been handed out.
@@ -44,6 +52,7 @@ class RunningSequence:
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     report: ReportParameters = field(default_factory=ReportParameters)
     grammar: Grammar | None = None
+    thought_budget: ThoughtBudget | None = None
     generated_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -53,7 +62,7 @@ class RunningSequence:
     earlier_reply: list[int] = field(default_factory=list)
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None
-    constraint: Constraint | None = None
+    constraint: Constraint | LimitedThoughts | None = None
     jumping: bool = False
     ended: bool = False
 

@@ -11,6 +11,7 @@ from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.sampling import PendingTokens, Tokens
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
 from tgi_server.engine.speculation import DraftCheck
+from tgi_server.grammar import LimitedThoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,9 @@ class Step:
         Shards that compute a model together have to do so between the same two steps.
         """
         self.retired = True
+        for sequence in self._sequences:
+            if isinstance(sequence.constraint, LimitedThoughts) and sequence.constraint.done:
+                sequence.constraint = sequence.constraint.grammar
         if self._ended:
             with torch.inference_mode():
                 self._batch.drop([each.request_id for each in self._ended if self._batch.holds(each)])

@@ -36,9 +36,12 @@ class Constraint:
     the text and its tokens are the same when they are taken together and when they are taken one at a time. The same
     queue holds the tokens of hints, and the end-of-sequence token once nothing else can follow.
 
-    matcher: computes the mask of the next token, unless there is a jump-forward token.
+    matcher: computes the mask of the next token, unless there is a jump-forward token. free: never True: a grammar
+    always restricts its text.
     error: the reason why the sequence cannot go on; None while it can. ended: the last token ended the text.
     """
+
+    free = False
 
     def __init__(
         self,

@@ -68,8 +68,9 @@ class GrammarTokenizer:
         names = {token: added.get(token, f"\ue0a0end {token}\ue0a1") for token in special.union(self.eos)}
         names |= {token: f"\ue0a0hint {index}\ue0a1" for index, token in enumerate(self.markers)}
         self._ordinary = {name: token for token, name in added.items() if token not in names}
-        wrapper = TokenizerWrapper(SpelledTokenizer(content, self.markers.stop, self.eos[0], names))
-        self.lookup = LLTokenizer(wrapper, n_vocab=self.markers.stop, eos_token=list(self.eos))
+        spelled = SpelledTokenizer(content, self.markers.stop, self.eos[0], names)
+        self._spellings = spelled.tokens
+        self.lookup = LLTokenizer(TokenizerWrapper(spelled), n_vocab=self.markers.stop, eos_token=list(self.eos))
 
     @classmethod
     def of_model(cls, model: Path, vocab_size: int, eos: Sequence[int]) -> "GrammarTokenizer":
@@ -90,6 +91,10 @@ class GrammarTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.lookup.decode_str(list(tokens))
         return text
+
+    def spelling(self, token: int) -> bytes:
+        """Returns the bytes of a token in the middle of a text; of a special token, its name."""
+        return self._spellings[token].removeprefix(_SPECIAL)
 
     def with_ids(self, lark: str) -> str:
         """Returns a Lark grammar in which tokens such as `<think>` are named by their ids where they are ordinary ones.

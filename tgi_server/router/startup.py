@@ -33,7 +33,7 @@ from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
-from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.text.reasoning import ReasoningTags, reasoning_tags
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
 from tgi_server.router.text.tool_formats import tool_format
@@ -135,6 +135,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         scheduler = Scheduler(
             shards, info, capacity, limits, metrics, pace, adapters=adapters, prefix_caching=settings.prefix_caching
         )
+        form, thoughts = _answer_form(settings, template, threads.tokenizer)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -149,9 +150,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     settings.strict_fields,
                     settings.adapter_root if settings.allow_adapter_updates else None,
                 ),
-                text=TextParts(
-                    threads.tokenizer, threads, template, guard, _answer_form(settings, template, threads.tokenizer)
-                ),
+                text=TextParts(threads.tokenizer, threads, template, guard, form),
                 options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
                 preparer=Preparer(
                     limits,
@@ -161,6 +160,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     PinnedGrammars(shards).compile,
                     adapters,
                     info.eos_token_ids,
+                    thoughts,
                 ),
                 adapters=adapters,
                 submitter=scheduler,
@@ -310,7 +310,10 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
     )
 
 
-def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer) -> AnswerForm:
+def _answer_form(
+    settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer
+) -> tuple[AnswerForm, ReasoningTags | None]:
+    """Returns the form of answers, and what stands around the model's thoughts."""
     calls = tool_format(settings.tool_call_parser, template.source)
     thoughts = reasoning_tags(settings.reasoning_parser, template.source)
     if template.source:
@@ -321,7 +324,7 @@ def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: Te
             "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
             "/generate and /v1/completions need none"
         )
-    return AnswerForm(calls, thoughts, tokenizer.special_tokens)
+    return AnswerForm(calls, thoughts, tokenizer.special_tokens), thoughts
 
 
 def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:

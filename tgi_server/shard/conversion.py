@@ -14,6 +14,7 @@ from tgi_server.wire import (
     report_from_message,
     sampling_from_message,
     stopping_from_message,
+    thought_budget_from_message,
 )
 
 
@@ -60,6 +61,9 @@ def sequence(request: pb.Request) -> RunningSequence:
         stopping=stopping_from_message(request),
         report=report_from_message(request),
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
+        thought_budget=(
+            thought_budget_from_message(request.thought_budget) if request.HasField("thought_budget") else None
+        ),
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
         adapter_id=request.adapter_id,

@@ -365,3 +365,53 @@ async def test_unknown_fields_are_refused_on_demand(routers: RouterFactory):
     assert (refused.status_code, len(refused.json()["error"]) < 300) == (422, True)
     assert (await router.post("/v1/chat/completions", messages=HELLO, user="me")).status_code == 200
     assert (await router.post("/generate", inputs="a", parameters={"seed": 1})).status_code == 200
+
+
+async def test_a_budget_of_thoughts(routers: RouterFactory):
+    router = await routers(reasoning_parser="qwen3")
+    budget = (await sent(router, thinking_token_budget=7)).thought_budget
+    assert (budget.tokens, budget.begin, budget.end, budget.open) == (7, "<think>", "</think>", False)
+    assert router.service.text.tokenizer.decode(budget.closing) == "</think>"
+    begun = [*HELLO, {"role": "assistant", "content": "<think>"}]
+    opened = (await sent(router, messages=begun, reasoning_budget=0)).thought_budget
+    assert (opened.tokens, opened.open) == (0, True)
+    for body in (
+        {},
+        {"thinking_token_budget": None},
+        {"thinking_token_budget": -1},
+        {"thinking_token_budget": 7, "structured_outputs": {"regex": "[a-z]+"}},  # behind which there are no thoughts
+    ):
+        assert not (await sent(router, **body)).HasField("thought_budget")
+    assert "-2" in (await refusal(router, thinking_token_budget=-2))["error"]["message"]
+    both = {"thinking_token_budget": 7, "allowed_token_ids": [5]}
+    assert "allowed_token_ids" in (await refusal(router, **both))["error"]["message"]
+
+
+async def test_every_interface_has_budgets_of_thoughts(routers: RouterFactory):
+    router = await routers(reasoning_parser="qwen3")
+    limit = {"thinking_token_budget": 7}
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    for path, body in (
+        ("/generate", {"inputs": "<think>", "parameters": limit}),
+        ("/v1/completions", {"prompt": "<think>", **limit}),
+        ("/v1/responses", {"input": "Hello", **limit}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 50, "thinking": thinking}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 50, **limit}),
+    ):
+        response = await router.post(path, **body)
+        assert response.status_code == 200, response.text
+        budget = router.shard.received[-1].thought_budget
+        assert (budget.tokens, budget.open) == (7, "<think>" in body.values())
+
+
+async def test_a_model_without_thoughts_refuses_their_budget(router: Router):
+    told = await refusal(router, thinking_token_budget=7)
+    assert told["error"]["param"] == "thinking_token_budget"
+    response = await router.post("/generate", inputs="Hello", parameters={"reasoning_budget": 7})
+    assert response.status_code == 422
+    assert "thinking_token_budget" in response.json()["error"]
+    # Anthropic's clients have to send one.
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    response = await router.post("/v1/messages", messages=HELLO, max_tokens=2000, thinking=thinking)
+    assert response.status_code == 200
+    assert not router.shard.received[-1].HasField("thought_budget")

@@ -54,3 +54,42 @@ def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: P
         jsonschema.validate(json.loads(answer.message.content or ""), SCHEMA)
         auto = client.chat.completions.create(**options, tools=TOOLS).choices[0]
         assert auto.message.content or auto.message.tool_calls or auto.finish_reason == "length"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "gpt_oss", "minimax_m2"])
+@pytest.mark.parametrize("flags", [(), ("--speculate=4",)], ids=["plain", "drafts"])
+def test_thoughts_within_a_budget(name: str, flags: tuple[str, ...], server: ServerFactory, tmp_path: Path) -> None:
+    published = PUBLISHED[name]
+    folder = published.save_model(tmp_path / "model")
+    running = server(f"--model-id={folder}", "--dtype=float32", *flags).wait_until_ready()
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    tags = reasoning_tags("auto", published.template)
+    assert tags is not None
+    closing = published.tokenizer.decode(
+        published.tokenizer.encode(tags.end, add_special_tokens=False).ids[:1], skip_special_tokens=False
+    )
+    for budget in (0, 1, 12):
+        options: Any = {
+            "model": "tgi",
+            "max_tokens": 200,
+            "seed": budget,
+            "extra_body": {"thinking_token_budget": budget},
+        }
+        answer = client.completions.create(**options, prompt=f"What of Paris?{tags.begin}", logprobs=0).choices[0]
+        assert answer.logprobs is not None
+        assert (answer.logprobs.tokens or []).index(closing) <= budget
+        begun = [*MESSAGES, {"role": "assistant", "content": tags.begin}]
+        chat: Any = {**options, "messages": begun, "response_format": FORMAT}
+        chat["extra_body"] = {**chat["extra_body"], "continue_final_message": True}
+        whole = client.chat.completions.create(**chat, logprobs=True).choices[0]
+        jsonschema.validate(json.loads(whole.message.content or ""), SCHEMA)
+        assert whole.logprobs is not None
+        # In the middle of a character, the grammar wants the rest of it first.
+        assert [each.token for each in whole.logprobs.content or ()].index(closing) <= budget + 3
+        streamed = client.chat.completions.create(**chat, stream=True)
+        deltas = [chunk.choices[0].delta for chunk in streamed]
+        assert "".join(delta.content or "" for delta in deltas) == whole.message.content
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (
+            getattr(whole.message, "reasoning_content", None) or ""
+        )

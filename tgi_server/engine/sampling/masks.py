@@ -13,8 +13,9 @@ from torch import Tensor
 from shared.control_groups import usable_cores
 from tgi_server.engine.memory import HOST
 from tgi_server.engine.sampling.processors import TokenMask
-from tgi_server.grammar import Constraint
+from tgi_server.grammar import Constraint, LimitedThoughts
 
+AnyConstraint = Constraint | LimitedThoughts
 MaskWords = NDArray[np.int32]  # [masks, words]
 
 _BITS = 32
@@ -52,7 +53,7 @@ class MaskBuilder:
         self._executor = LLExecutor(num_threads=min(_MAX_THREADS, cores))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare_cores > 0 else None
 
-    def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
+    def start(self, constraints: Sequence[AnyConstraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
         """Starts one mask for each constraint, for the row of logits at its position. vocab_size: tokens of a mask."""
         words = -(-vocab_size // _BITS)
         bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device != HOST)
@@ -62,7 +63,7 @@ class MaskBuilder:
         return PendingMask(bits, positions, None, self._device)
 
     @torch.inference_mode()
-    def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:
+    def _fill(self, constraints: Sequence[AnyConstraint], bits: Tensor) -> None:
         words: MaskWords = bits.numpy()  # torch takes longer for a few numbers, or starts threads for them
         open_rows = []
         for row, constraint in enumerate(constraints):
@@ -78,7 +79,7 @@ class MaskBuilder:
         self._settle([row for _, row in open_rows], [constraint for constraint, _ in open_rows], words)
 
     @staticmethod
-    def _settle(rows: list[int], constraints: list[Constraint], bits: MaskWords) -> None:
+    def _settle(rows: list[int], constraints: list[AnyConstraint], bits: MaskWords) -> None:
         """Notes where nothing may follow, and forbids the end of a text that may and shall go on."""
         somewhere: NDArray[np.bool_] = bits.any(1)  # type: ignore[assignment]
         going_on = []

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy, Grammar
 from tgi_server.router.submission import ValidRequest
-from tgi_server.wire import block_copy_to_message, grammar_to_message, members, sampling_to_message
+from tgi_server.wire import (
+    block_copy_to_message,
+    grammar_to_message,
+    members,
+    sampling_to_message,
+    thought_budget_to_message,
+)
 
 
 def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
@@ -15,12 +21,14 @@ def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
     Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
     """
     options = request.options
+    budget = options.thought_budget
     return pb.Request(
         id=request.id,
         input_ids=request.input_ids,
         adapter_id=adapter_key,
         sampling=sampling_to_message(options.sampling),
         trace_context=request.trace_context,
+        thought_budget=None if budget is None else thought_budget_to_message(budget),
         **members(options.stopping),
         **members(options.report),
     )

@@ -80,6 +80,8 @@ def _type(row: OptionRow, dialect: Dialect) -> Any:
     """Returns the type that the fields of an option have in a request; null leaves it out."""
     if row.type in (int, float):
         return _bounded(row, row.type) | None
+    if row.type == int | None:
+        return _bounded(row, int) | None
     if row.type is bool:
         return bool | None
     if row.type == dict[int, float]:

@@ -17,6 +17,7 @@ from tgi_server.router.schemas.base import (
     RequestModel,
     ResponseModel,
     ToolSchema,
+    UnsignedInt,
     one_of,
     takes_options,
 )
@@ -124,11 +125,12 @@ class ToolSelection(RequestModel):
 
 
 class ThinkingOptions(RequestModel):
-    """`budget_tokens` is not enforced: `max_tokens` bounds thoughts and answer together."""
-
-    harmless: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
+    """`adaptive`: the model decides how much to think; so does a model without thoughts."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: UnsignedInt | None = Field(
+        default=None, description="Tokens of thoughts, which are closed then; with the type `enabled`."
+    )
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="`omitted`: thoughts are not sent. They are never summarized."
     )

@@ -81,7 +81,6 @@ class TextParameters(RefusingModel):
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "structural_tag": (),
-        "thinking_token_budget": (),
         "typical_p": (1, 1.0),
         "use_beam_search": (False,),
         "whitespace_pattern": (),

@@ -71,7 +71,8 @@ class AnswerReader:
         self._calls = _CallReader(calls) if calls is not None else None
         self._thinking = thinking and thoughts is not None
         self._may_think = thoughts is not None and not thinking
-        self._opening = thoughts.opening if thoughts is not None else ""
+        self._openings = (thoughts.opening, *thoughts.asides) if thoughts is not None and thoughts.opening else ()
+        self._opens = bool(self._openings)
         self._trim = False
 
     @property
@@ -99,25 +100,32 @@ class AnswerReader:
 
     def _read(self, text: str, *, last: bool) -> Iterator[Piece]:
         self._buffer += text
-        if self._may_think and self._thoughts is not None:
-            begin, seen = self._thoughts.begin, self._buffer.lstrip()
-            if not last and begin.startswith(seen):
+        while True:
+            if self._may_think and self._thoughts is not None:
+                begin, seen = self._thoughts.begin, self._buffer.lstrip()
+                if not last and begin.startswith(seen):
+                    return
+                self._may_think = False
+                if seen.startswith(begin):
+                    self._thinking, self._buffer = True, seen.removeprefix(begin).lstrip("\n")
+            if self._thinking and self._thoughts is not None:
+                thought, end, rest = self._buffer.partition(self._thoughts.end)
+                held = 0 if end or last else beginning_held(thought, self._thoughts.end)
+                self._buffer = rest if end else thought[len(thought) - held :]
+                yield Piece(AnswerPart.THOUGHT, thought[: len(thought) - held])
+                if not end:
+                    return
+                self._thinking, self._trim, self._may_think = False, True, self._thoughts.repeats
+            elif self._opens and any(each.startswith(self._buffer) for each in self._openings):
+                self._buffer = "" if last else self._buffer
                 return
-            self._may_think = False
-            if seen.startswith(begin):
-                self._thinking, self._buffer = True, seen.removeprefix(begin).lstrip("\n")
-        if self._thinking and self._thoughts is not None:
-            thought, end, rest = self._buffer.partition(self._thoughts.end)
-            held = 0 if end or last else beginning_held(thought, self._thoughts.end)
-            self._buffer = rest if end else thought[len(thought) - held :]
-            yield Piece(AnswerPart.THOUGHT, thought[: len(thought) - held])
-            if not end:
-                return
-            self._thinking, self._trim = False, True
-        if self._opening:
-            if not last and self._opening.startswith(self._buffer):
-                return
-            self._buffer, self._opening = self._buffer.removeprefix(self._opening), ""
+            elif self._thoughts is not None and self._thoughts.repeats and self._calls is None:
+                yield from self._message(self._thoughts.end, last=last)
+                if not self._may_think:
+                    return
+            else:
+                break
+        self._open()
         rest, self._buffer = self._buffer, ""
         if self._trim:  # the lines between thoughts and answer
             rest = rest.lstrip("\n")
@@ -126,6 +134,21 @@ class AnswerReader:
             yield Piece(AnswerPart.TEXT, rest)
         else:
             yield from self._calls.read(rest, last=last)
+
+    def _open(self) -> None:
+        """Drops what comes before a text that is the answer."""
+        if self._opens:
+            found = next((each for each in self._openings if self._buffer.startswith(each)), "")
+            self._buffer, self._opens = self._buffer.removeprefix(found), False
+
+    def _message(self, end: str, *, last: bool) -> Iterator[Piece]:
+        """Reads a text behind which there may be thoughts, and other texts, as behind a thought."""
+        self._open()
+        said, ended, rest = self._buffer.partition(end)
+        held = 0 if ended or last else beginning_held(said, end)
+        self._buffer = rest if ended else said[len(said) - held :]
+        self._may_think = self._opens = bool(ended)
+        yield Piece(AnswerPart.TEXT, said[: len(said) - held])
 
 
 class _ReaderPlace(Enum):

@@ -3,16 +3,19 @@
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
-from tgi_server.contract import GenerationOptions, Grammar
+from tgi_server.contract import GenerationOptions, Grammar, GrammarKind
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.options import Dialect, with_seeds
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits
 from tgi_server.router.text.grammar import token_grammar, with_text
+from tgi_server.router.text.reasoning import ReasoningTags, thought_budget
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.truncation import end_characters
+
+_ANY_TEXT = Grammar(GrammarKind.LARK, r"start: /(.|\n)*/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Preparer:
     grammar_refusal: why this server takes no grammars; None when it does.
     compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
     a line; raises InvalidRequest for one that cannot be used.
-    adapters: that requests may name. end_tokens: that end a text.
+    adapters: that requests may name. end_tokens: that end a text. thoughts: what stands around the model's thoughts.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Preparer:
         compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
         adapters: Adapters,
         end_tokens: Collection[int] = (),
+        thoughts: ReasoningTags | None = None,
     ) -> None:
         self._limits = limits
         self._threads = threads
@@ -70,6 +74,7 @@ class Preparer:
         self._compile_grammar = compile_grammar
         self._adapters = adapters
         self._end_tokens = frozenset(end_tokens)
+        self._thoughts = thoughts
 
     async def prepare(
         self,
@@ -98,6 +103,8 @@ class Preparer:
             if options.allowed_token_ids:
                 if grammar:
                     raise InvalidRequest("`allowed_token_ids` cannot be used with a grammar or tools")
+                if options.thinking_token_budget is not None:
+                    raise InvalidRequest("`thinking_token_budget` cannot be used with `allowed_token_ids`")
                 grammar = token_grammar(options.allowed_token_ids, self._end_tokens)
             if options.sampling.min_tokens and grammar:
                 raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
@@ -111,9 +118,14 @@ class Preparer:
         if not input_ids:
             raise InvalidRequest(f"`{dialect.prompt}` has no tokens")
         max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens)
-        unenforced = await self._compile(grammar)
+        budget = None
+        if (most := options.thinking_token_budget) is not None:
+            budget = thought_budget(most, self._thoughts, self._threads.tokenizer, input_ids, grammar)
+        # For a budget, too, the shards read the model's tokenizer, which must not happen in a step.
+        unenforced = await self._compile(_ANY_TEXT if budget is not None and grammar is None else grammar)
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
-        return PreparedRequest(input_ids, replace(options, stopping=stopping, grammar=grammar), unenforced)
+        prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
+        return PreparedRequest(input_ids, prepared, unenforced)
 
     def _check_adapter(self, adapter_id: str, dialect: Dialect) -> None:
         try:

@@ -2,14 +2,28 @@
 
 from dataclasses import dataclass
 
+from tgi_server.contract import Grammar, ThoughtBudget
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.text.tokenizer import TextTokenizer
+
+# So many last tokens of a prompt have the beginning of a thought, if one has begun there.
+_LAST_TOKENS = 32
+UNLIMITED = -1
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The texts around a model's thoughts. opening: what comes before a text that is the answer."""
+    """The texts around a model's thoughts.
+
+    opening: what comes before a text that is the answer. asides: what may come before other texts, which end as
+    thoughts do. repeats: other thoughts and texts may follow at once.
+    """
 
     begin: str
     end: str
     opening: str = ""
+    asides: tuple[str, ...] = ()
+    repeats: bool = False
 
     def open_in(self, prompt: str) -> bool:
         """Returns True if the prompt ends within thoughts, so that the answer begins with them."""
@@ -18,7 +32,13 @@ class ReasoningTags:
 
 _THINK = ReasoningTags("<think>", "</think>")
 # gpt-oss writes messages, each in a channel.
-_HARMONY = ReasoningTags("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>")
+_HARMONY = ReasoningTags(
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant",
+    "<|channel|>final<|message|>",
+    ("<|channel|>commentary<|message|>",),
+    repeats=True,
+)
 _PARSERS = {"deepseek_r1": _THINK, "qwen3": _THINK, "harmony": _HARMONY}
 REASONING_PARSERS = ("auto", "none", *_PARSERS)
 
@@ -32,3 +52,29 @@ def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
         return _PARSERS.get(parser)
     signs = {_HARMONY.begin: _HARMONY, _THINK.end: _THINK}
     return next((tags for sign, tags in signs.items() if sign in template), None)
+
+
+def thought_budget(
+    tokens: int, tags: ReasoningTags | None, tokenizer: TextTokenizer, prompt: list[int], grammar: Grammar | None
+) -> ThoughtBudget | None:
+    """Returns the budget of an answer's thoughts; None where there is no bound, or the grammar allows no thoughts.
+
+    Raises InvalidRequest for a model that has no thoughts.
+    """
+    if tags is None:
+        raise InvalidRequest(
+            "`thinking_token_budget` cannot be used: this model has no thoughts that are separated from its answers",
+            param="thinking_token_budget",
+        )
+    if tokens == UNLIMITED or (grammar is not None and not grammar.frame):
+        return None
+    # A frame says itself what follows a thought.
+    closing = tags.end if grammar is not None else tags.end + tags.opening
+    return ThoughtBudget(
+        tokens,
+        tags.begin,
+        tags.end,
+        tuple(tokenizer.encode(closing, add_special_tokens=False).ids),
+        open=tags.open_in(tokenizer.decode(prompt[-_LAST_TOKENS:])),
+        repeats=tags.repeats,
+    )

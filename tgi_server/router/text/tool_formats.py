@@ -286,7 +286,8 @@ class FrameWriter:
         answers = list(self._answers(calls, schema, opening, others, lines))
         if thoughts is not None:
             thought = self._until(thoughts.end, "thought", [], lines)
-            known = [f"{begin} {thought} BLANK {each}" for each in answers]
+            blank = "" if opening else "BLANK"
+            known = [f"{begin} {thought} {blank} {each}" for each in answers]
             answers = known + answers if may_think else known
         return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
 

@@ -252,6 +252,28 @@ def test_thoughts_come_before_calls_and_before_json():
     assert read(form.readers(ToolUse(), None, thinking=True), "only thoughts", 4) == ("only thoughts", "", [])
 
 
+def test_messages_of_harmony_follow_each_other():
+    thought, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    form = AnswerForm(tool_format("harmony", ""), reasoning_tags("harmony", ""), {})
+    said = f"{thought}Hm.{end}{thought} Well.{end}<|channel|>commentary<|message|>I look.{end}{thought} So.{end}"
+    for last, told in (
+        ("<|channel|>final<|message|>It rains.", " It rains."),
+        ("<|channel|>fin", ""),
+        (" It <|", " It <|"),
+    ):
+        text = said + last.replace("It rains", " It rains")
+        for size in (1, 2, 3, 7, 1000):
+            assert read(form.readers(ToolUse(), None, thinking=False), text, size) == (
+                "Hm. Well. So.",
+                f"I look.{told}",
+                [],
+            )
+    answer = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "boolean"}')
+    grammar = form.grammar(ToolUse(), answer, thinking=False)
+    assert takes(grammar, f"{thought}Hm.{end}<|channel|>final<|message|>true")
+    assert not takes(grammar, f"{thought}Hm.{end}\n<|channel|>final<|message|>true")
+
+
 TEMPLATES = {
     "hermes": """{% if tools %}<tool_call>\\n{"name": <function-name>}{% endif %}""",
     "qwen3_coder": """{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>\\n' }}""",

@@ -18,7 +18,14 @@ from tgi_server.router.schemas.chat import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerReader
-from tgi_server.router.text.conversation import Conversation, PastCall, Turn, render_conversation, template_variables
+from tgi_server.router.text.conversation import (
+    Conversation,
+    PastCall,
+    Turn,
+    render_conversation,
+    template_variables,
+    thinking_switches,
+)
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
@@ -71,7 +78,10 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
 
     def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], AnswerReader] | None]:
         made = plan()
-        prompt = render(service, made.conversation)
+        conversation = made.conversation
+        if made.options.thinking_token_budget == 0:  # most templates can say so themselves
+            conversation = replace(conversation, variables=thinking_switches(on=False) | dict(conversation.variables))
+        prompt = render(service, conversation)
         answer = made.options.grammar
         thoughts = form.thoughts(answer)
         thinking = thoughts is not None and thoughts.open_in(prompt.text)

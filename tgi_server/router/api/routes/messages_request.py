@@ -39,6 +39,8 @@ def plan_message(service: Service, request: MessagesRequest) -> ChatPlan:
     form = None if config is None else config.format
     grammar = None if form is None else json_grammar(form.json_schema, (WHOLE_SCHEMA,))
     options = replace(options, adapter_id=named_adapter(service, request.model), grammar=grammar)
+    if options.thinking_token_budget is None and service.text.answer_form.thoughts(grammar) is not None:
+        options = replace(options, thinking_token_budget=_budget(request))
     show_thoughts = _thinks(request) and (request.thinking is None or request.thinking.display != "omitted")
     use = tools_of(request)
     return ChatPlan(Dialect.MESSAGES, conversation_of(request, use), use, options, show_thoughts)
@@ -66,6 +68,15 @@ def tools_of(request: MessagesParameters) -> ToolUse:
 def _thinks(request: MessagesParameters) -> bool:
     """Returns True if thoughts are requested, which they are not by default."""
     return request.thinking is not None and request.thinking.type != "disabled"
+
+
+def _budget(request: MessagesRequest) -> int | None:
+    """Returns the tokens of thoughts that are requested; None: there is no bound. Other types than `enabled` have none.
+
+    Clients have to send it: a model without thoughts is within any budget.
+    """
+    thinking = request.thinking
+    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 def _choice(request: MessagesParameters) -> Choice | None:
