@@ -52,6 +52,16 @@ _GATED: Settings = {"intermediate_size": 96, "num_key_value_heads": 2}
 _MIXED_WINDOWS: Settings = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 _ALTERNATING: Settings = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA: Settings = _GATED | {"head_dim": 32, "query_pre_attn_scalar": 24}
+_GEMMA4: Settings = _GATED | {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 10.0,
+}
 _OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
 _FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _T5: Settings = {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
@@ -99,6 +109,21 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         _GEMMA | _MIXED_WINDOWS | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
     ),
     "gemma3_text": ("gemma3_text", _GEMMA | _MIXED_WINDOWS | _ALTERNATING),
+    "gemma3n_text": (
+        "gemma3n_text",
+        _GATED
+        | {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": WINDOW, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE, "laurel_rank": 8}
+        | {"activation_sparsity_pattern": [0.5] + 5 * [0.0]},
+    ),
+    "gemma4_text": ("gemma4_text", _GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4_text_moe": (
+        "gemma4_text",
+        _GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    ),
     "glm": ("glm", _GATED | {"head_dim": 16}),
     "glm4": ("glm4", _GATED | {"head_dim": 16}),
     "granite": (
@@ -176,6 +201,7 @@ _QWEN3_VISION: Settings = {"out_hidden_size": 64, "depth": 1, "num_heads": 2, "d
 # Models that read images, too: what the text model is like, what it has beside that, and the part for images.
 _WITH_IMAGES: dict[str, tuple[str, Settings, Settings]] = {
     "gemma3": ("gemma3_text", {}, {"image_size": 28}),
+    "gemma4": ("gemma4_text", {}, {"head_dim": 16}),
     "glm4v": ("glm4", _mrope([2, 1, 1], partial_rotary_factor=0.5), {}),
     "idefics3": ("llama", {}, {"image_size": 28}),
     "internvl": ("qwen2", {}, {"image_size": [28, 28], "patch_size": [14, 14]}),

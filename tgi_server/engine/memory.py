@@ -141,7 +141,9 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = Fa
 
     large_pages: as large as the system has, for a tensor that is read a little here and a little there.
     """
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=mmap.MAP_PRIVATE)
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

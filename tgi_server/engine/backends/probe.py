@@ -74,13 +74,23 @@ class _Recorder(GatherAttention):
         return super().attend(layer, query, metadata, variant)
 
     @property
-    def heads(self) -> dict[int, int]:
-        """KV heads by layer."""
-        return {layer: keys.shape[2] for layer, keys in sorted(self._keys.items())}
+    def cached_layers(self) -> int:
+        """The number of layers that have keys of their own."""
+        return len(self._keys)
 
     @property
-    def head_dims(self) -> set[int]:
-        return {cache.shape[3] for cache in (*self._keys.values(), *self._values.values())}
+    def unequal(self) -> bool:
+        """True if a layer's keys have another shape than its values."""
+        return any(keys.shape != self._values[layer].shape for layer, keys in self._keys.items())
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The shape of the keys that have come, for all layers that attend."""
+        heads, sizes = [0] * len(self.variants), [0] * len(self.variants)
+        for layer, keys in self._keys.items():
+            heads[layer], sizes[layer] = keys.shape[2:]
+        alike = len({size for size in sizes if size}) == 1
+        return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes))
 
 
 def probe_paged_path(
@@ -155,7 +165,7 @@ class LogitsProbe:
         noise = _noise_tolerance(source, self._expected, lambda: self._logits(model))
         self._tolerance = max(self._tolerance, noise)
         model.attention = before
-        self.shape = KVShape(heads=tuple(recorder.heads.values()), head_dim=max(recorder.head_dims))
+        self.shape = recorder.kv_shape
         self.variants = recorder.variants
 
     def difference(self, own: Tensor) -> str | None:
@@ -290,12 +300,13 @@ def _pass(model: PagedModel, tables: Tensor, spans: list[tuple[int, int, int]], 
 
 def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:
     """Returns why the paged path is wrong for the model; None when it is right."""
-    layers = len(recorder.heads)
-    if not layers or not recorder.attended == recorder.written == 2 * layers:
-        return f"it called the attention function {recorder.attended} times in {layers} layers with keys"
-    if list(recorder.heads) != list(range(layers)) or len(recorder.head_dims) != 1:
+    windows, cached = _windows(model), recorder.cached_layers
+    attended, written = recorder.attended, recorder.written
+    if not windows or attended != 2 * len(windows) or written != 2 * cached:
+        return f"it called the attention function {attended} times in {len(windows)} layers, {cached} with keys"
+    if recorder.variants.keys() != windows.keys() or recorder.unequal:
         return "its layers have keys of different kinds"
-    if {layer: variant.window for layer, variant in recorder.variants.items()} != _windows(model):
+    if {layer: variant.window for layer, variant in recorder.variants.items()} != windows:
         return "its layers look at other tokens than they tell the attention function"
     if expected.shape != actual.shape:
         return "it does not compute the logits of chosen tokens only"
@@ -335,7 +346,18 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
     A probe is too short to show a window, so what a layer says of itself is compared with this.
     """
     windows = {DynamicLayer: lambda _: 0, DynamicSlidingWindowLayer: lambda layer: int(layer.sliding_window)}
-    layers = DynamicCache(config=model.config).layers
+    layers: dict[int, Any] = dict(enumerate(DynamicCache(config=model.config).layers))
+    for index, source in _shared(model).items():
+        layers[index] = layers[source]
+    return {index: windows[type(layer)](layer) if type(layer) in windows else None for index, layer in layers.items()}
+
+
+def _shared(model: PreTrainedModel) -> dict[int, int]:
+    """Returns the layers without keys of their own by the configuration, each with one that attends as it does."""
+    config = model.config.get_text_config(decoder=True)
+    modes = getattr(config, "kv_sharing_modes", ())
     return {
-        index: windows[type(layer)](layer) if type(layer) in windows else None for index, layer in enumerate(layers)
+        index: config.layer_types.index(config.layer_types[index])
+        for index, mode in enumerate(modes)
+        if mode == "reuse"
     }

@@ -302,7 +302,7 @@ def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
     """Gives every module parameters of the shard's shapes, before the model has weights."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in plan.attention:
-            _count_heads(module, share)
+            _count_heads(module, plan.share(path, share))
         for name, parameter in list(module.named_parameters(recurse=False)):
             slice_ = plan.slice(f"{path}.{name}")
             if slice_ is not None:

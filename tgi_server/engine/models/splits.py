@@ -13,7 +13,7 @@ from tgi_server.engine.parallel.plan import (
     vocab_parallel_embedding,
     vocab_parallel_head,
 )
-from tgi_server.engine.parallel.shares import Heads, halves, key_heads, query_heads
+from tgi_server.engine.parallel.shares import Heads, halves, key_heads, of_heads, query_heads
 
 Splits = Mapping[str, Split]
 
@@ -25,12 +25,21 @@ def heads_of(config: Any) -> Heads:
     return Heads(queries, getattr(config, "num_key_value_heads", None) or queries)
 
 
-def attention(name: str, output: str = "o_proj", q: str = "q_proj", k: str = "k_proj", v: str = "v_proj") -> Splits:
+def attention(
+    name: str,
+    output: str = "o_proj",
+    q: str = "q_proj",
+    k: str = "k_proj",
+    v: str = "v_proj",
+    heads: Heads | None = None,
+) -> Splits:
+    """heads: of the module, where other modules of the model have others."""
+    queries, keys = (layout if heads is None else of_heads(heads, layout) for layout in (query_heads, key_heads))
     return {
-        f"{name}.{q}": column_parallel(query_heads),
-        f"{name}.{k}": column_parallel(key_heads),
-        f"{name}.{v}": column_parallel(key_heads),
-        f"{name}.{output}": row_parallel(query_heads),
+        f"{name}.{q}": column_parallel(queries),
+        f"{name}.{k}": column_parallel(keys),
+        f"{name}.{v}": column_parallel(keys),
+        f"{name}.{output}": row_parallel(queries),
     }
 
 

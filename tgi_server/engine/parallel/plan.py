@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tgi_server.engine.parallel.layers import (
@@ -11,7 +11,7 @@ from tgi_server.engine.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from tgi_server.engine.parallel.shares import Heads, Layout, Share, parts, vocabulary
+from tgi_server.engine.parallel.shares import Heads, Layout, Share, parts, share_of, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ def vocab_parallel_head() -> Split:
 class ShardingPlan:
     """The way the models of an architecture are split.
 
-    heads: of the attention. attention: the last name of every attention module.
+    heads: of the attention. attention: the last name of every attention module. layer_heads: of attention modules with
+    other numbers of heads, by the end of their path.
     splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it
     has other names than the model.
     whole: modules with matrices that every shard has, by the end of their path.
@@ -77,6 +78,14 @@ class ShardingPlan:
     splits: Mapping[str, Split]
     whole: tuple[str, ...] = ()
     own_attention: bool = True
+    layer_heads: Mapping[str, Heads] = field(default_factory=dict)
+
+    def share(self, path: str, share: Share) -> Share:
+        """Returns the share of the attention module at a path, where `share` is that of the others."""
+        for end, heads in self.layer_heads.items():
+            if path.endswith(f".{end}"):
+                return share_of(share.rank, share.world_size, heads)
+        return share
 
     def split(self, path: str) -> Split | None:
         """Returns how the module at a path is split; None: not at all."""

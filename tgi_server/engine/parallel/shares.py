@@ -81,6 +81,11 @@ def key_heads(share: Share, size: int) -> list[range]:
     return [_scaled(share.keys, size // share.heads.keys)]
 
 
+def of_heads(heads: Heads, layout: Layout) -> Layout:
+    """Returns a layout for a layer with other numbers of heads than the model's other layers."""
+    return lambda share, size: layout(share_of(share.rank, share.world_size, heads), size)
+
+
 def queries_keys_values(share: Share, size: int) -> list[range]:
     """All query heads, then all keys, then all values."""
     queries, keys = share.heads.queries, share.heads.keys

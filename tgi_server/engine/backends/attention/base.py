@@ -19,19 +19,24 @@ T = TypeVar("T")
 class KVShape:
     """The shape of what one token leaves in the cache.
 
-    heads: number of KV heads in each layer (multi-query models have one).
-    head_dim: elements of a head, the same in all layers.
+    heads: number of KV heads in each layer (multi-query models have one); 0: the layer has no keys of its own.
+    head_dim: elements of a head, the most of any layer. head_dims: elements of each layer's heads, if layers differ.
     """
 
     heads: tuple[int, ...]
     head_dim: int
+    head_dims: tuple[int, ...] | None = None
 
     @property
     def layers(self) -> int:
         return len(self.heads)
 
+    def head_dim_of(self, layer: int) -> int:
+        return self.head_dim if self.head_dims is None else self.head_dims[layer]
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * sum(self.heads) * self.head_dim * dtype.itemsize
+        elements = sum(heads * self.head_dim_of(layer) for layer, heads in enumerate(self.heads))
+        return 2 * elements * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class AttentionVariant:
     alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
     rounded_alibi: as in Falcon, position and slope * position are rounded to bfloat16, then scaled like a score.
     sinks: [heads] float32; a score for each head that belongs to no token but counts in the softmax (gpt-oss).
+    keys_of: the earlier layer whose keys and values are attended to (Gemma 3n); None: the layer's own.
     """
 
     scaling: float
@@ -111,6 +117,11 @@ class AttentionVariant:
     alibi_slopes: Tensor | None = None
     rounded_alibi: bool = False
     sinks: Tensor | None = None
+    keys_of: int | None = None
+
+    def source(self, layer: int) -> int:
+        """Returns the layer whose keys and values `layer` attends to."""
+        return layer if self.keys_of is None else self.keys_of
 
 
 class AttentionBackend(ABC):

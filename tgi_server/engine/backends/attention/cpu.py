@@ -25,12 +25,16 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
-        fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_HEAD_DIM
+        sizes = shape.head_dims or (shape.head_dim,)
+        fits = all(size % LANES == 0 and size <= MAX_HEAD_DIM for size in sizes)
         return fits and dtype in (torch.float32, torch.bfloat16, torch.float16) and load_kernels()
 
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
-        shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
+        shapes = [
+            (num_blocks, heads, self.block_size * self.shape.head_dim_of(layer))
+            for layer, heads in enumerate(self.shape.heads)
+        ]
         self.keys = [mapped(shape, self.kv_format.dtype, large_pages=True) for shape in shapes]
         self.values = [mapped(shape, self.kv_format.dtype, large_pages=True) for shape in shapes]
         scales = [self.kv_format.of(layer) for layer in range(self.shape.layers)]
@@ -76,6 +80,7 @@ class CpuAttention(AttentionBackend):
         return query
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
+        layer = variant.source(layer)
         return torch.ops.oatmill.paged_attention(
             query,
             self.keys[layer],

@@ -57,6 +57,7 @@ class CudaAttention(GatherAttention):
         from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, paged_attention, tokens_of_a_tile
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
+        layer = variant.source(layer)
         keys, values = self._keys[layer], self._values[layer]
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
         group, itemsize = heads // kv_heads, query.element_size()

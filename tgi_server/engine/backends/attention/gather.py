@@ -37,11 +37,11 @@ class GatherAttention(AttentionBackend):
                     num_blocks,
                     self.block_size,
                     heads,
-                    self.shape.head_dim,
+                    self.shape.head_dim_of(layer),
                     dtype=self.kv_format.storage,
                     device=self.device,
                 )
-                for heads in self.shape.heads
+                for layer, heads in enumerate(self.shape.heads)
             ]
             for _ in range(2)
         )
@@ -53,6 +53,7 @@ class GatherAttention(AttentionBackend):
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         output = torch.empty_like(query)
+        layer = variant.source(layer)
         _, heads, head_dim = query.shape
         for rows in _pieces(metadata.decoding, metadata.max_kv_length * heads * head_dim):
             span = slice(rows.start * metadata.row_tokens, rows.stop * metadata.row_tokens)

@@ -32,6 +32,7 @@ class PagedCache(Cache):
         """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
         assert self.metadata is not None
         self.backend.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
+        key.cached_by = layer_idx  # type: ignore[attr-defined]
         return key, value
 
     def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
@@ -63,19 +64,23 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention for the models of `transformers`, which call it through `AttentionInterface`.
 
+    A layer that shares the keys of an earlier one hands over the tensor that the cache returned to that layer.
+
     Raises UnsupportedModel for an argument that would change the result and is not supported.
     """
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModel("the paged path does not support position biases")
     sinks: Tensor | None = kwargs.get("s_aux")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     variant = AttentionVariant(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=None if sinks is None else sinks.float(),
+        keys_of=source if (source := getattr(key, "cached_by", layer)) != layer else None,
     )
     cache: PagedCache = module.paged_cache  # type: ignore[assignment]
-    return cache.attend(int(module.layer_idx), query, variant), None  # type: ignore[arg-type]
+    return cache.attend(layer, query, variant), None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
