@@ -37,6 +37,7 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    given_id: str | None = None  # as --model-id has it: perhaps a path, which no response shows
     speculate: int = 0
     quantization: str | None = None
     kv_cache_dtype: str | None = None
@@ -48,7 +49,7 @@ class ModelDescription:
 
     def is_named(self, name: str) -> bool:
         """Returns True for a name of the model itself. TGI's clients call every model `tgi`."""
-        return name in (*self.names, self.model_id, "tgi")
+        return name in (*self.names, self.model_id, self.given_id, "tgi")
 
     @property
     def computation(self) -> str:

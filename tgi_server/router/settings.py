@@ -63,7 +63,8 @@ class ServingSettings(ServiceSettings):
     )
     served_model_name: CommaSeparated[str] = Field(
         default=[],
-        description="Names of the model on OpenAI's routes; responses carry the first. Default: the model id.",
+        description="Names of the model on OpenAI's routes; responses carry the first. Default: the model's id on the "
+        "hub, or the name of its folder.",
     )
     tokenizer_config_path: Path | None = Field(
         default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."

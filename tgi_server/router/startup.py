@@ -14,6 +14,7 @@ from shared.event_loop import watch_event_loop
 from shared.settings import package_version
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs import generate_pb2 as pb
+from tgi_server import demo_model
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import ReplaceableApp, create_app, loading_app, metrics_app
 from tgi_server.router.api.connections import Connections, connection_limits
@@ -327,10 +328,25 @@ def _answer_form(
     return AnswerForm(calls, thoughts, tokenizer.special_tokens), thoughts
 
 
+def public_name(model_id: str) -> str:
+    """Returns a model's id without the server's paths: of a local folder its name, of a hub's cache the model's id."""
+    path = Path(model_id)
+    if not path.is_absolute() and not path.exists():
+        return model_id
+    path = path.resolve()
+    if path == demo_model.PATH:
+        return demo_model.NAME
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name or model_id
+
+
 def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
-    model_id = settings.model_id or info.model_id
+    given_id = settings.model_id or info.model_id
+    model_id = public_name(given_id)
     return ModelDescription(
         model_id=model_id,
+        given_id=given_id,
         names=settings.served_model_name or [model_id],
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",

@@ -13,7 +13,7 @@ from tests.fakes.instant_shard import InstantShard, start
 from tgi_server import demo_model
 from tgi_server.router.errors import StartupError
 from tgi_server.router.settings import RouterSettings
-from tgi_server.router.startup import access_rules, assembled
+from tgi_server.router.startup import access_rules, assembled, public_name
 
 
 def settings(path: Path, **values: Any) -> RouterSettings:
@@ -28,6 +28,23 @@ async def path(tmp_path: Path) -> AsyncIterator[Path]:
     shards = await start(InstantShard(f"unix://{path}", None, max_total_tokens=256, grammars=False), path)
     yield path
     await shards.stop(None)
+
+
+def test_no_name_of_a_model_is_a_path(tmp_path: Path):
+    snapshot = tmp_path / "models--acme--small" / "snapshots" / "0a1b2c"
+    snapshot.mkdir(parents=True)
+    assert public_name("acme/small") == "acme/small"
+    assert public_name(str(snapshot)) == "acme/small"
+    assert public_name(str(tmp_path / "my-llama")) == "my-llama"
+    assert public_name(f"{tmp_path}/my-llama/") == "my-llama"
+    assert public_name(str(demo_model.PATH)) == "oatmill-demo"
+
+
+async def test_the_folder_of_a_model_names_it_and_its_path_is_understood(path: Path):
+    async with assembled(settings(path, model_id="/models/my-llama")) as service:
+        assert (service.model.model_id, service.model.names) == ("my-llama", ["my-llama"])
+        assert service.model.is_named("/models/my-llama")
+        assert service.model.is_named("my-llama")
 
 
 async def test_limits_that_are_not_set_follow_the_shards(path: Path):
