@@ -29,10 +29,10 @@ $(READY): pyproject.toml constraints.txt tools/system-packages.sh
 	@echo "installed in $(VENV)"
 
 demo: $(READY)  ## Starts both services, makes real calls, prints the answers, stops everything.
-	@$(BIN)/python -m tools.demo
+	@$(BIN)/python -m oatmill demo
 
 serve: $(READY)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8000.
-	@$(BIN)/python -m tools.serve
+	@$(BIN)/python -m oatmill serve --grpc-port 8000
 
 test: $(READY)  ## Runs the test suite, two files at a time. More: make test ARGS=--runslow
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -26,7 +26,7 @@ def processes_of(run: str) -> list[psutil.Process]:
 def test_the_demo_shows_real_answers_and_leaves_nothing_running() -> None:
     run = uuid.uuid4().hex
     result = subprocess.run(
-        [sys.executable, "-m", "tools.demo"],
+        [sys.executable, "-m", "oatmill", "demo"],
         env={**os.environ, "DEMO_RUN": run},
         capture_output=True,
         text=True,

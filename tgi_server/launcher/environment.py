@@ -33,7 +33,7 @@ def describe_environment() -> str:
         "system": _system(),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         **{name: _version(name) for name in PACKAGES},
-        "cpu": _cpu(),
+        "cpu": describe_cpu(),
         "memory": _memory(),
         "nvidia-smi": _output("nvidia-smi") or "not there",
     }
@@ -55,7 +55,7 @@ def _system() -> str:
     return f"{platform.system()} {platform.release()} {platform.machine()}, {distribution}"
 
 
-def _cpu() -> str:
+def describe_cpu() -> str:
     """Returns the CPU's model, the cores that this process may use, and the features that matter for speed."""
     facts = _table(Path("/proc/cpuinfo"))
     features = set((facts.get("flags") or facts.get("Features") or "").split())

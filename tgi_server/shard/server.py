@@ -14,7 +14,8 @@ import torch
 import uvloop
 from opentelemetry import trace
 
-from shared.gpus import missing_gpus, unusable_gpus, visible_gpus
+from shared.control_groups import available_ram
+from shared.gpus import has_gpu, missing_gpus, unusable_gpus, visible_gpus
 from shared.logging import flush_log
 from shared.settings import fail
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
@@ -26,6 +27,7 @@ from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import CannotConnect, PeerLost
+from tgi_server.engine.kernels import compile_beside
 from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to
 from tgi_server.grammar import Sandbox
@@ -77,6 +79,8 @@ def load(
 ) -> tuple[Engine, ShardGroup | None]:
     """Loads the model, together with the other shards. Raises SystemExit after one line when it cannot be loaded."""
     report_to(LoadingProgress(shard_socket(settings.uds_path, settings.rank)).report)
+    if settings.world_size == 1 and not has_gpu() and not settings.disable_custom_kernels and _fits_twice(model_path):
+        compile_beside()
     try:
         _check_gpus(settings)
         group = _connect(settings)
@@ -85,6 +89,11 @@ def load(
         fail(f"shard {settings.rank}", str(error), status=1)
     except PeerLost as error:
         fail(f"shard {settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
+
+
+def _fits_twice(model_path: Path) -> bool:
+    """Returns True if the weights fit into the memory even where plain torch computes 16 bits in 32."""
+    return 2 * sum(file.stat().st_size for file in model_path.glob("*.safetensors")) < available_ram()
 
 
 def serve(settings: ShardSettings, model_path: Path, engine: Engine, group: ShardGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 
 from tgi_server.engine.kernels.build import NATIVE, TARGETS, prepare
@@ -15,11 +16,15 @@ def main() -> None:
         metavar="TARGET",
         help=f"kinds of CPUs: {', '.join(TARGETS)}; all: all of these; {NATIVE}: this machine, the default",
     )
-    targets = parser.parse_args().targets or [NATIVE]
+    parser.add_argument("--low-priority", action="store_true", help="leave the CPU to other processes that want it")
+    options = parser.parse_args()
+    targets = options.targets or [NATIVE]
     if targets == ["all"]:
         targets = list(TARGETS)
     if unknown := [target for target in targets if target not in (NATIVE, *TARGETS)]:
         parser.error(f"no such target: {', '.join(unknown)}")
+    if options.low_priority:
+        os.nice(19)
     logging.basicConfig(level="INFO", format="%(message)s")
     sys.exit(0 if prepare(targets) else 1)
 

@@ -1,16 +1,19 @@
 """Compiles the CPU kernels and loads them into torch as `torch.ops.oatmill.*`.
 
-`python -m tgi_server.engine.kernels` compiles them ahead of time; `make install` does so for the machine at hand, and
-the container image for the kinds of CPUs that it may run on.
+`python -m tgi_server.engine.kernels` compiles them ahead of time; `make install` does so for the machine at hand, the
+container image for the kinds of CPUs that it may run on, and `make dist` for the package `oatmill-kernels`.
 """
 
+import fcntl
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,8 @@ FOLDER = Path(__file__).parent / "cpu"
 SOURCES = sorted(FOLDER.rglob("*.cpp"))
 HEADERS = sorted(FOLDER.rglob("*.h"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
+# The package in which `make dist` puts compiled libraries.
+PACKAGE = "oatmill_kernels"
 FLAGS = [
     *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
     # Sums are added up in the order that is written, and products and sums are rounded together only where `fma` is
@@ -67,14 +72,39 @@ def load_kernels() -> bool:
     """Makes the kernels available, compiling them if that has not been done for this kind of machine.
 
     Returns False, after a warning that says why, when they cannot be had; plain torch then does their work, slower.
+    So it does after `compile_beside`.
     """
+    if _compiles_beside:
+        return False
     try:
-        library = _find() or _compiled(NATIVE)
+        library = compiled_library() or _compiled(NATIVE)
         torch.ops.load_library(library)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("CPU kernels are not available, so generation will be slower: %s", error)
         return False
     logger.debug("CPU kernels: %s", library)
+    return True
+
+
+_compiles_beside = False
+
+
+def compile_beside() -> bool:
+    """Makes this process do without kernels if none are compiled for this machine, and a child of it compile them.
+
+    Returns True if a child does so, at low priority; the kernels are used from the next start on. A compilation that is
+    broken off goes on at the next start.
+    """
+    global _compiles_beside
+    if compiled_library() is not None or _compiler() is None or not _is_writable(CACHE):
+        return False
+    _compiles_beside = True
+    logger.warning(
+        "the CPU kernels are compiled beside serving, at low priority; until the next start after that, plain torch "
+        "does their work, some times slower. To wait for them instead: python -m tgi_server.engine.kernels"
+    )
+    command = [sys.executable, "-m", "tgi_server.engine.kernels", "--low-priority"]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of the process's group, with which it ends
     return True
 
 
@@ -94,34 +124,51 @@ def cache_path(name: str) -> Path:
     return CACHE / f"{_key(NATIVE)}-{name}"
 
 
-def _find() -> Path | None:
-    """Returns the best library that is compiled already and runs on this machine."""
+def compiled_library() -> Path | None:
+    """Returns the best library that is compiled already and runs on this machine; None if there is none."""
     features = set(_cpu_features().split())
     fitting = [NATIVE, *(target for target, needed in TARGETS.items() if needed <= features)]
-    return next((path for path in map(_library, fitting) if path.exists()), None)
+    folders = [CACHE, *_package_folders()]
+    return next((path for target in fitting for folder in folders if (path := _library(target, folder)).exists()), None)
 
 
-def _library(target: str) -> Path:
-    return CACHE / f"{_key(target)}.so"
+def _package_folders() -> list[Path]:
+    spec = importlib.util.find_spec(PACKAGE)
+    return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+
+
+def _library(target: str, folder: Path | None = None) -> Path:
+    return (folder or CACHE) / f"{_key(target)}.so"
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
 
 
 def _compiled(target: str) -> Path:
     library = _library(target)
     if not library.exists():
-        try:
-            library.parent.mkdir(parents=True, exist_ok=True)
-            writable = os.access(library.parent, os.W_OK)
-        except OSError:
-            writable = False
-        if not writable:
+        if not _is_writable(library.parent):
             logger.info("%s cannot be written to, so the kernels are compiled for this process alone", CACHE)
             library = Path(tempfile.mkdtemp(prefix="oatmill-kernels-")) / library.name
-        _compile(library, target)
+        with library.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # or else each of several processes would compile them
+            if not library.exists():
+                _compile(library, target)
     return library
 
 
 def _compile(library: Path, target: str) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
+    """Compiles what an earlier attempt has left to do."""
+    compiler = _compiler()
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
     from torch.utils import cpp_extension  # imports setuptools, which no process needs that finds compiled kernels
@@ -129,20 +176,26 @@ def _compile(library: Path, target: str) -> None:
     machine = "this machine" if target == NATIVE else target
     logger.info("compiling the CPU kernels for %s, once; it takes a few minutes", machine)
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(usable_cores()) as threads:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
-        commands = [command(compiler, target, *files) for files in zip(SOURCES, objects, strict=True)]
-        finished = count(1)
+    objects = library.with_suffix(".objects")
+    objects.mkdir(exist_ok=True)
+    files = [(source, objects / f"{source.stem}.o") for source in SOURCES]
+    missing = [each for each in files if not each[1].exists()]
+    finished = count(len(files) - len(missing) + 1)
 
-        def compile_one(command: list[str]) -> None:
-            _run(command)
-            logger.info("compiled %d of %d files of the CPU kernels", next(finished), len(commands))
+    def compile_one(source: Path, compiled: Path) -> None:
+        unfinished = compiled.with_suffix(".unfinished")
+        _run(command(compiler, target, source, unfinished))
+        unfinished.replace(compiled)
+        logger.info("compiled %d of %d files of the CPU kernels", next(finished), len(files))
 
-        for _ in threads.map(compile_one, commands):  # raises what one of them raised
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        for _ in threads.map(compile_one, *zip(*missing, strict=True)):  # raises what one of them raised
             pass
-        linked = Path(scratch) / library.name
-        _run([compiler, *FLAGS, f"-march={target}", "-shared", *map(str, objects), *libraries, "-o", str(linked)])
-        os.replace(linked, library)
+    linked = objects / library.name
+    inputs = [str(compiled) for _, compiled in files]
+    _run([compiler, *FLAGS, f"-march={target}", "-shared", *inputs, *libraries, "-o", str(linked)])
+    linked.replace(library)
+    shutil.rmtree(objects)
 
 
 def command(compiler: str, target: str, source: Path, compiled: Path) -> list[str]:
@@ -166,7 +219,8 @@ def _key(target: str) -> str:
     digest = hashlib.sha256()
     for source in [*SOURCES, *HEADERS]:
         digest.update(source.read_bytes())
-    digest.update(" ".join([torch.__version__, platform.machine(), *FLAGS, target]).encode())
+    release = torch.__version__.partition("+")[0]  # builds for CPUs and for GPUs have the same interfaces
+    digest.update(" ".join([release, platform.machine(), *FLAGS, target]).encode())
     if target == NATIVE:
         digest.update(_cpu_features().encode())
     return digest.hexdigest()[:20]

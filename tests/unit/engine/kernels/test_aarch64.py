@@ -49,7 +49,7 @@ os.cpu_count = lambda: 2
 build.CACHE, libraries, wanted = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 for target in build.TARGETS:
     build._library(target).symlink_to(libraries / f"{target}.so")
-assert build._find() == build._library(wanted), build._find()
+assert build.compiled_library() == build._library(wanted), build.compiled_library()
 if sys.argv[4:]:
     sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--timeout", "7200", *sys.argv[4:]]))
 

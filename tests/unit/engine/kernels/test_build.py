@@ -4,6 +4,8 @@ import logging
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -36,9 +38,9 @@ def test_the_best_of_the_compiled_libraries_is_taken(machine, tmp_path, monkeypa
     monkeypatch.setattr(build, "_cpu_features", lambda: FEATURES[machine])
     for target in build.TARGETS:
         build._library(target).touch()
-    assert build._find() == (None if best is None else build._library(best))
+    assert build.compiled_library() == (None if best is None else build._library(best))
     build._library(build.NATIVE).touch()
-    assert build._find() == build._library(build.NATIVE)
+    assert build.compiled_library() == build._library(build.NATIVE)
 
 
 def test_an_unknown_target_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,18 +51,59 @@ def test_an_unknown_target_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "no such target: x86-64-v9" in capsys.readouterr().err
 
 
-def test_the_log_says_how_far_compiling_is(tmp_path, monkeypatch, caplog) -> None:
-    """Has a compiler that only makes its output."""
-    compiler = tmp_path / "g++"
-    compiler.write_text('#!/bin/sh\nfor output; do :; done\n: > "$output"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that only makes its output, and a cache of its own. Returns the file that counts its calls."""
+    program, calls = tmp_path / "bin" / "g++", tmp_path / "calls"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nfor output; do :; done\necho "$output" >> {calls}\n: > "$output"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(build, "CACHE", tmp_path / "home" / ".cache" / "oatmill" / "kernels")
+    return calls
+
+
+def test_the_log_says_how_far_compiling_is(compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert build.prepare(["x86-64-v3"])
     assert build._library("x86-64-v3").exists()
     files = len(build.SOURCES)
     assert all(f"compiled {done} of {files} files" in caplog.text for done in range(1, files + 1)), caplog.text
+
+
+def test_what_a_broken_off_compilation_has_done_is_not_done_again(compiler: Path) -> None:
+    library = build._library("x86-64-v3")
+    objects = library.with_suffix(".objects")
+    objects.mkdir(parents=True)
+    for source in build.SOURCES[2:]:
+        (objects / f"{source.stem}.o").touch()
+    assert build.prepare(["x86-64-v3"])
+    assert library.exists()
+    assert len(compiler.read_text().splitlines()) == 3  # two sources and the library
+    assert not objects.exists()
+
+
+def test_a_server_need_not_wait_for_the_compiler(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_compiles_beside", False)
+    assert build.compile_beside()
+    assert not build.load_kernels.__wrapped__()
+    deadline = time.monotonic() + 100
+    while build.compiled_library() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not build.compile_beside()  # the next start finds them
+
+
+def test_compiled_kernels_may_come_as_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / build.PACKAGE
+    package.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    assert build.compiled_library() is None
+    for target in build.TARGETS:
+        build._library(target, package).touch()
+    assert build.compiled_library() in package.iterdir()
 
 
 @X86

@@ -1,4 +1,4 @@
-"""`make demo`: starts both services on free ports, makes real gRPC calls, shows the answers, and stops everything."""
+"""`oatmill demo`: starts both services on free ports, makes real gRPC calls, shows answers, and stops everything."""
 
 import contextlib
 import socket
@@ -11,9 +11,7 @@ from typing import TypeVar
 
 import grpc
 
-from shared.stubs import llm_pb2, llm_pb2_grpc
-from tgi_server import demo_model
-from tools.services import (
+from oatmill.services import (
     RunningService,
     interrupt_on_signals,
     is_listening,
@@ -21,6 +19,8 @@ from tools.services import (
     llm_functionalities,
     text_generation_server,
 )
+from shared.stubs import llm_pb2, llm_pb2_grpc
+from tgi_server import demo_model
 
 START_SECONDS = 120.0
 PROGRESS_SECONDS = 2.0
@@ -81,7 +81,7 @@ def _services(logs: Path) -> Iterator[tuple[list[RunningService], str, llm_pb2_g
             _wait_until("llm_functionalities listens", lambda: is_listening(grpc_port), services)
             print(f"starting: the model server (HTTP) on port {http_port}", flush=True)
             flags = (f"--model-id={demo_model.PATH}", "--hostname=127.0.0.1", "--prometheus-port=0")
-            services.append(text_generation_server(http_port, *flags, output=model_log))
+            services.append(text_generation_server(f"--port={http_port}", *flags, output=model_log))
             with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
                 yield services, url, llm_pb2_grpc.LLMRunnerStub(channel)
         finally:
@@ -167,7 +167,3 @@ def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

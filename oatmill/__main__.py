@@ -1,0 +1,3 @@
+from oatmill.cli import main
+
+main()

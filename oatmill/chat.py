@@ -1,0 +1,116 @@
+"""`oatmill chat`: a conversation with a server, in the terminal, with answers as they are generated."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import httpx2
+
+DEFAULT_URL: Final = "http://127.0.0.1:8080"
+_KEY_VARIABLES: Final = ("OATMILL_API_KEY", "OPENAI_API_KEY")
+_CONNECT_SECONDS: Final = 5.0
+_DIM, _PLAIN = "\033[2m", "\033[0m"
+_HINT: Final = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+Message = dict[str, str]
+
+
+class ChatError(Exception):
+    """A question was not answered; `str()` of it says why, and what to do."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Chats until the input ends. Returns 0; 1 if the first question was not answered, 2 after wrong usage."""
+    parser = argparse.ArgumentParser(prog="oatmill chat", description="Chats with a server in this terminal.")
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the server's URL (default: {DEFAULT_URL})")
+    parser.add_argument("--model", default="tgi", help="a name that /v1/models lists (default: the served model)")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: the server's)")
+    options = parser.parse_args(arguments)
+    url = options.url if "://" in options.url else f"http://{options.url}"
+    beginning = [{"role": "system", "content": options.system}] if options.system else []
+    settings = {"model": options.model, **({"max_tokens": options.max_tokens} if options.max_tokens else {})}
+    key = next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), None)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS)) as client:
+        return _converse(client, beginning, settings, interactive=sys.stdin.isatty())
+
+
+def _converse(client: httpx2.Client, beginning: list[Message], settings: dict[str, Any], *, interactive: bool) -> int:
+    if interactive:
+        import readline  # noqa: F401  # gives input() a history and keys for editing
+
+        print(_HINT)
+    messages, answered = list(beginning), False
+    while True:
+        try:
+            question = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if question == "/quit":
+            return 0
+        if question == "/clear":
+            messages = list(beginning)
+        if not question or question.startswith("/clear"):
+            continue
+        asked = [*messages, {"role": "user", "content": question}]
+        try:
+            answer = _print_answer(_stream(client, {**settings, "messages": asked}))
+        except ChatError as error:
+            print(f"oatmill chat: {error}", file=sys.stderr)
+            if not answered:
+                return 1
+            continue
+        answered = True
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _print_answer(pieces: Iterator[Message]) -> str:
+    """Prints reasoning, dimmed, and text as they come, until Ctrl-C. Returns the text."""
+    text, dim = "", False
+    colours = sys.stdout.isatty()
+    try:
+        for piece in pieces:
+            thought, said = piece.get("reasoning_content") or "", piece.get("content") or ""
+            if colours and bool(thought) != dim and (thought or said):
+                dim = bool(thought)
+                print(_DIM if dim else f"{_PLAIN}\n", end="")
+            print(f"{thought}{said}", end="", flush=True)
+            text += said
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    finally:
+        print(_PLAIN if colours else "")
+    return text
+
+
+def _stream(client: httpx2.Client, body: dict[str, Any]) -> Iterator[Message]:
+    """Yields the deltas of an answer. Raises ChatError."""
+    try:
+        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            if response.status_code != 200:
+                raise ChatError(_refusal(response.status_code, response.read().decode(errors="replace")))
+            for line in response.iter_lines():
+                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ChatError(_refusal(response.status_code, data))
+                    yield from (choice["delta"] for choice in event.get("choices", ()))
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ChatError(f"no answer from {client.base_url}: {error}; is a server running? oatmill serve") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ChatError(f"{client.base_url} sent something else than a chat completion; is the URL right?") from None
+
+
+def _refusal(status: int, body: str) -> str:
+    try:
+        error = json.loads(body)["error"]
+        message = error if isinstance(error, str) else error["message"]
+    except (ValueError, LookupError, TypeError):
+        message = body.strip()[:200] or "no reason given"
+    hint = f"; set {_KEY_VARIABLES[0]} to a key of the server" if status in (401, 403) else ""
+    return f"{message} (status {status}){hint}"

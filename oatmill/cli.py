@@ -1,0 +1,74 @@
+"""The command line `oatmill`."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from shared.settings import fail, package_version
+
+USAGE: Final = """\
+usage: oatmill serve [MODEL] [--grpc-port PORT] [FLAGS]   serve a model over HTTP, on port 8080
+       oatmill chat [URL]                                 chat with a server in this terminal
+       oatmill demo                                       start both services, make calls, stop them
+       oatmill doctor                                     check this machine, and say what to do
+
+MODEL is a folder, an id of the hub, or missing: the bundled demo model. FLAGS are those of text-generation-launcher:
+`oatmill serve --help` lists them.
+
+The programs behind it: text-generation-launcher, llm-functionalities. Version: oatmill --version
+"""
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from oatmill.serve import main
+
+    return main(arguments)
+
+
+def _chat(arguments: Sequence[str]) -> int:
+    from oatmill.chat import main
+
+    return main(arguments)
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from oatmill.demo import main
+
+    if arguments:
+        fail("oatmill demo", f"it takes no arguments, but was given {' '.join(arguments)}")
+    return main()
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from oatmill.doctor import main
+
+    return main(arguments)
+
+
+# Each command imports what it needs when it is called: `serve` should not wait for the packages of `chat`.
+COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
+    "serve": _serve,
+    "chat": _chat,
+    "demo": _demo,
+    "doctor": _doctor,
+}
+
+
+def main() -> None:
+    """Runs a command. Exit codes: as the command's own; 2 if there is no such command."""
+    match sys.argv[1:]:
+        case ["-h" | "--help" | "help", *_]:
+            print(USAGE, end="")
+        case ["-V" | "--version", *_]:
+            print(f"oatmill {package_version()}")
+        case [command, *arguments] if command in COMMANDS:
+            sys.exit(COMMANDS[command](arguments))
+        case [command, *_]:
+            fail("oatmill", f"there is no command {command!r}; there are {', '.join(COMMANDS)}")
+        case _:
+            print(USAGE, end="", file=sys.stderr)
+            sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

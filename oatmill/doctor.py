@@ -1,0 +1,153 @@
+"""`oatmill doctor`: what works on this machine, what does not, and what to do about it."""
+
+import argparse
+import importlib.util
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from shared.control_groups import available_ram, usable_cores
+from shared.gpus import has_gpu
+from shared.settings import package_version
+
+_GIB: Final = 1 << 30
+# Bytes of RAM below which even small quantised models do not fit beside their KV cache.
+_LITTLE_RAM: Final = 4 * _GIB
+# Ports by default: of `oatmill serve`, of its metrics, of the launcher, of the gRPC service.
+_PORTS: Final = {8080: "--port", 9000: "--prometheus-port", 3000: "--port", 8000: "--grpc-port"}
+
+
+class State(StrEnum):
+    """How well something works."""
+
+    OK = "ok"
+    SLOW = "note"
+    BROKEN = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. advice: what to do, if something is to be done."""
+
+    state: State
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state:4}  {self.what}" + (f"\n      -> {self.advice}" if self.advice else "")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints a line for each finding. Returns 0 if a model can be served, 1 if not."""
+    argparse.ArgumentParser(prog="oatmill doctor", description="Checks this machine.").parse_args(arguments)
+    broken = 0
+    for check in CHECKS:
+        for finding in check():
+            print(finding, flush=True)
+            broken += finding.state is State.BROKEN
+    print(
+        f"\n{broken} problems to solve first" if broken > 1 else "\n1 problem to solve first" if broken else "\nready"
+    )
+    return 1 if broken else 0
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding(State.OK, f"oatmill {package_version()}, Python {platform.python_version()}, {platform.platform()}")
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(
+            State.BROKEN,
+            "the model server is not installed; the gRPC service alone works",
+            "pip install 'oatmill[server]'",
+        )
+        return
+    found = []
+    for name in ("torch", "transformers", "tokenizers"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            yield Finding(State.BROKEN, f"{name} is not installed", "pip install 'oatmill[server]'")
+    yield Finding(State.OK, ", ".join(found))
+
+
+def _cpu() -> Iterator[Finding]:
+    from tgi_server.launcher.environment import describe_cpu
+
+    cores = usable_cores()
+    advice = "most of the speed on CPUs comes from cores: give the server more of them" if cores < 2 else ""
+    yield Finding(State.OK if cores > 1 else State.SLOW, f"CPU: {describe_cpu()}", advice)
+    free = available_ram()
+    little = free < _LITTLE_RAM
+    advice = "serve a small model, or one of 4 bits (--quantize int4)" if little else ""
+    yield Finding(State.SLOW if little else State.OK, f"memory: {free / _GIB:.1f} GiB available", advice)
+
+
+def _kernels() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    from tgi_server.engine.kernels.build import compiled_library
+
+    if library := compiled_library():
+        yield Finding(State.OK, f"CPU kernels: {library}")
+    elif shutil.which("g++") or shutil.which("clang++"):
+        yield Finding(
+            State.SLOW,
+            "CPU kernels: not compiled yet; the first start on a CPU does it, beside serving",
+            "to do it now, in some minutes: python -m tgi_server.engine.kernels",
+        )
+    else:
+        yield Finding(
+            State.SLOW,
+            "CPU kernels: none for this machine, and no C++ compiler; plain torch does their work, some times slower",
+            "pip install oatmill-kernels, or install g++",
+        )
+
+
+def _gpu() -> Iterator[Finding]:
+    if not has_gpu():
+        yield Finding(State.OK, "GPU: none; models run on the CPU")
+        return
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        cards = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        cards = "nvidia-smi does not answer"
+    code = "import torch; torch.zeros(1, device='cuda'); print(torch.version.cuda)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode == 0:
+        yield Finding(State.OK, f"GPU: {'; '.join(cards.splitlines())}; torch uses CUDA {result.stdout.strip()}")
+        return
+    reason = (result.stderr.strip().splitlines() or ["unknown"])[-1]
+    yield Finding(
+        State.BROKEN,
+        f"GPU: {'; '.join(cards.splitlines())}, but torch cannot use it: {reason}",
+        "install a torch that fits the driver (https://pytorch.org/get-started), update the driver, or set "
+        "CUDA_VISIBLE_DEVICES to an empty value to serve on the CPU",
+    )
+
+
+def _ports() -> Iterator[Finding]:
+    taken = [port for port in _PORTS if not _is_free(port)]
+    if not taken:
+        yield Finding(State.OK, f"ports: {', '.join(map(str, _PORTS))} are free")
+    for port in taken:
+        yield Finding(State.SLOW, f"port {port} is in use", f"choose another with {_PORTS[port]}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+CHECKS: Final[Sequence[Callable[[], Iterator[Finding]]]] = (_versions, _cpu, _kernels, _gpu, _ports)

@@ -1,0 +1,68 @@
+"""`oatmill serve`: a model over HTTP, and with --grpc-port the gRPC service beside it, in the foreground."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from oatmill.services import first_to_end, interrupt_on_signals, llm_functionalities, text_generation_server
+from shared.settings import fail
+
+HTTP_PORT: Final = "8080"
+_GRPC_FLAG: Final = "--grpc-port"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until a stop signal. Returns the exit code: 0 stopped, 1 failed or ended by itself, 2 wrong usage."""
+    flags, grpc_port = _launcher_flags(arguments)
+    if grpc_port is None:
+        os.execv(sys.executable, [sys.executable, "-m", "tgi_server.launcher.cli", *flags])  # noqa: S606
+    return _serve_both(flags, grpc_port)
+
+
+def _launcher_flags(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """Returns the launcher's flags, and the port of the gRPC service, if there is to be one."""
+    flags, grpc_port = list(arguments), None
+    if flags and not flags[0].startswith("-"):
+        flags[:1] = [f"--model-id={flags[0]}"]
+    for place, flag in enumerate(flags):
+        name, _, value = flag.partition("=")
+        if name == _GRPC_FLAG:
+            value = value or "".join(flags[place + 1 : place + 2])
+            del flags[place : place + (1 if "=" in flag else 2)]
+            if not (value.isascii() and value.isdigit() and 0 < int(value) < 65536):
+                fail("oatmill serve", f"{_GRPC_FLAG} is {value!r}, which is not a port (1 to 65535)")
+            grpc_port = int(value)
+            break
+    return [
+        *([] if _value(flags, "--port", "-p") or os.environ.get("PORT") else ["--port", HTTP_PORT]),
+        *flags,
+    ], grpc_port
+
+
+def _value(flags: Sequence[str], *names: str) -> str | None:
+    """Returns the value of a flag; None if it is missing."""
+    for place, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            return value if equals else "".join(flags[place + 1 : place + 2])
+    return None
+
+
+def _serve_both(flags: Sequence[str], grpc_port: int) -> int:
+    interrupt_on_signals()
+    http_port = _value(flags, "--port", "-p") or os.environ["PORT"]
+    print(f"starting: HTTP on port {http_port}, gRPC on port {grpc_port}; Ctrl-C stops both", flush=True)
+    services = []
+    try:
+        services.append(text_generation_server(*flags))
+        services.append(llm_functionalities(grpc_port, f"http://127.0.0.1:{http_port}"))
+        ended = first_to_end(services)
+        print(f"{ended.name} has ended with exit code {ended.exit_code()}; stopping", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopping", flush=True)
+        return 0
+    finally:
+        for service in reversed(services):
+            service.stop()

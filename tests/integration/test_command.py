@@ -1,0 +1,115 @@
+"""The command `oatmill`, as a newcomer types it."""
+
+import io
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from oatmill import doctor
+from oatmill.cli import main
+from shared.settings import package_version
+from tests.conftest import FreePort
+from tests.servers import TextGenerationServer
+from tgi_server.engine.kernels import build
+
+
+@pytest.fixture
+def oatmill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command in this process. Returns exit code, standard output and standard error."""
+
+    def run(*arguments: str, text: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["oatmill", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code: str | int | None = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return int(code or 0), out, err
+
+    return run
+
+
+def test_help_version_and_wrong_commands(oatmill):
+    assert "oatmill serve [MODEL]" in oatmill("--help")[1]
+    assert oatmill("--version") == (0, f"oatmill {package_version()}\n", "")
+    wrong = "oatmill: there is no command 'server'; there are serve, chat, demo, doctor\n"
+    assert oatmill("server") == (2, "", wrong)
+    assert (oatmill()[0], oatmill("demo", "fast")[0]) == (2, 2)
+    assert "--grpc-port is 'x', which is not a port" in oatmill("serve", "--grpc-port", "x")[2]
+
+
+def test_serve_passes_model_and_flags_on(tmp_path: Path):
+    command = [sys.executable, "-m", "oatmill", "serve", str(tmp_path / "none"), "--max-total-token=3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert (result.returncode, "did you mean --max-total-tokens?" in result.stderr) == (2, True)
+
+
+def test_doctor_says_what_works_and_what_to_do(oatmill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    code, out, _ = oatmill("doctor")
+    assert (code, out.endswith("\nready\n")) == (0, True), out
+    assert f"CPU kernels: {build.compiled_library()}" in out
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(doctor, "_PORTS", {taken.getsockname()[1]: "--port"})
+        code, out, _ = oatmill("doctor")
+    assert (code, "no C++ compiler" in out, "choose another with --port" in out) == (0, True, True), out
+
+
+def test_a_chat_streams_answers_and_remembers_the_conversation(oatmill, demo_server: TextGenerationServer):
+    code, out, err = oatmill("chat", demo_server.url, text="How long do I boil an egg?\n/clear\nTell me a joke.\n")
+    assert (code, err) == (0, "")
+    assert [len(line.split()) > 2 for line in out.splitlines() if line] == [True, True]
+
+
+def test_a_chat_says_why_there_is_no_answer(oatmill, demo_server: TextGenerationServer, free_port: FreePort):
+    code, _, err = oatmill("chat", f"127.0.0.1:{free_port()}", text="Hello\n")
+    assert (code, "is a server running? oatmill serve" in err) == (1, True)
+    code, _, err = oatmill("chat", f"{demo_server.url}/metrics", text="Hello\n")
+    assert (code, "status 404" in err) == (1, True)
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_terminal_ends_with_ctrl_d(demo_server: TextGenerationServer):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "oatmill", "chat", demo_server.url], stdin=theirs, stdout=theirs)
+    try:
+        os.write(ours, b"How long do I boil an egg?\n")
+        seen = b""
+        while seen.count(b"> ") < 2:  # the prompt behind the answer
+            seen += os.read(ours, 4096)
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.slow
+def test_serve_runs_both_services_and_stops_both(free_port):
+    http_port, grpc_port = free_port(), free_port()
+    flags = [f"--port={http_port}", f"--grpc-port={grpc_port}", "--prometheus-port=0"]
+    process = subprocess.Popen([sys.executable, "-m", "oatmill", "serve", *flags], stdout=subprocess.DEVNULL)
+    try:
+        transport = httpx.HTTPTransport(retries=10)
+        with httpx.Client(transport=transport, timeout=5) as client:
+            while True:
+                try:
+                    if client.get(f"http://127.0.0.1:{http_port}/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
