@@ -66,6 +66,16 @@ _OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
 _FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _T5: Settings = {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
 
+_LINEAR_THEN_FULL: Settings = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA_NET: Settings = _LINEAR_THEN_FULL | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_MAMBA2: Settings = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
+_MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
 
 def _rope(kind: str, **settings: Any) -> Settings:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
@@ -81,6 +91,7 @@ _LONGROPE = _rope(
 
 # By name: the `model_type` of its config.json, and what differs there from the smallest model.
 ARCHITECTURES: dict[str, tuple[str, Settings]] = {
+    "bamba": ("bamba", _GATED | _MAMBA2 | {"attn_layer_indices": [1]}),
     "bart": ("bart", {"decoder_layers": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
     "bloom": ("bloom", {}),
     "bloom_6_heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
@@ -101,6 +112,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
         | {"num_attention_heads": 12, "hidden_size": 192},
     ),
+    "falcon_h1": ("falcon_h1", _GATED | _MAMBA2 | {"mamba_d_ssm": 128, "head_dim": 16}),
     "flan_t5": ("t5", _T5 | {"feed_forward_proj": "gated-gelu"}),
     "galactica": ("opt", _OPT | {"activation_function": "gelu", "enable_bias": False}),
     "gemma": ("gemma", _GATED | {"head_dim": 16}),
@@ -131,6 +143,13 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         _GATED
         | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 3.0},
     ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        _GATED
+        | _MAMBA2
+        | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "shared_intermediate_size": 32}
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    ),
     "gpt2": ("gpt2", _TIED),
     "gpt_neo": (
         "gpt_neo",
@@ -140,7 +159,24 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
     "gpt_neox_serial": ("gpt_neox", {"intermediate_size": 96, "use_parallel_residual": False}),
     "gptj": ("gptj", {"rotary_dim": 8}),
+    "jamba": (
+        "jamba",
+        _GATED
+        | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+        | {"mamba_d_state": 8, "mamba_dt_rank": 8},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+        | {"intermediate_size": 96, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"linear_num_heads": 4, "linear_head_dim": 16}
+        | _LINEAR_THEN_FULL,
+    ),
     "lfm2": ("lfm2", _GATED | {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _GATED | _MOE | {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    ),
     "llama": ("llama", _GATED),
     "llama4_text": (
         "llama4_text",
@@ -158,7 +194,15 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "mixtral": ("mixtral", _GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mpt": ("mpt", {"max_seq_len": 256}),
     "mpt_6_heads": ("mpt", {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"clip_qkv": 2.0}}),
+    "nemotron_h": (
+        "nemotron_h",
+        _GATED
+        | {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "num_hidden_layers": 4, "head_dim": 16}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
+    ),
     "olmo2": ("olmo2", _GATED),
+    "olmo_hybrid": ("olmo_hybrid", _GATED | _DELTA_NET),
     "opt": ("opt", _OPT | _TIED),
     "opt_350m": ("opt", _OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "phi3": ("phi3", _GATED | {"sliding_window": WINDOW}),
@@ -173,14 +217,12 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "rwkv": ("rwkv", {"attention_hidden_size": 64}),
     "qwen3_next": (
         "qwen3_next",
-        _GATED
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-        | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
-        | {
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
+        _GATED | _DELTA_NET | _MOE | {"head_dim": 16, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_5_text": ("qwen3_5_text", _GATED | _DELTA_NET | {"head_dim": 16}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        _GATED | _DELTA_NET | _MOE | {"head_dim": 16, "shared_expert_intermediate_size": 32},
     ),
     "santacoder": ("gpt_bigcode", {"multi_query": True}),
     "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),

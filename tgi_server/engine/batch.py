@@ -155,9 +155,11 @@ class RunningBatch:
         rows = len(self.rows)
         for request_id in request_ids:
             if request_id in self.prefilling:
-                del self.prefilling[request_id]
+                self._runner.leave(self.prefilling.pop(request_id))
             elif request_id in self._row_of:
-                self._vacate(self._row_of.pop(request_id))
+                row = self._row_of.pop(request_id)
+                self._runner.leave(self.rows[row])
+                self._vacate(row)
         if len(self.rows) < rows:
             self._runner.truncate(len(self.rows))
 

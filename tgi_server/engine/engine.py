@@ -77,7 +77,8 @@ class LoadedModel:
     """The facts about a model that has been loaded.
 
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
-    speculate: tokens that are drafted for a sequence in one step, at most.
+    states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
+    at most.
     quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
     kv_cache_dtype: of keys and values.
     """
@@ -92,6 +93,7 @@ class LoadedModel:
     decoder_start_token_id: int | None
     encoder_decoder: bool
     paged: bool
+    states: bool
     block_size: int
     grammars: bool
     speculate: int
@@ -152,6 +154,7 @@ class Engine:
             decoder_start_token_id=model.generation_config.decoder_start_token_id,
             encoder_decoder=model.config.is_encoder_decoder,
             paged=self._runner.paged,
+            states=self._runner.states is not None,
             block_size=self._runner.block_size,
             grammars=has_tokenizer(config.model_path),
             speculate=self.speculation.most if self.speculation else 0,

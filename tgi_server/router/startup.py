@@ -133,8 +133,11 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
+        prefix_caching = settings.prefix_caching and not info.states
+        if settings.prefix_caching != prefix_caching:
+            logger.info("%s models have states beside keys and values: their prefixes are not cached", info.model_type)
         scheduler = Scheduler(
-            shards, info, capacity, limits, metrics, pace, adapters=adapters, prefix_caching=settings.prefix_caching
+            shards, info, capacity, limits, metrics, pace, adapters=adapters, prefix_caching=prefix_caching
         )
         form, thoughts = _answer_form(settings, template, threads.tokenizer)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)

@@ -39,6 +39,7 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         quantization=model.quantization,
         linear_kernels=model.linear_kernels,
         kv_cache_dtype=model.kv_cache_dtype,
+        states=model.states,
     )
 
 

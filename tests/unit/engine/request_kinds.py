@@ -103,6 +103,7 @@ def resumed(sequence: RunningSequence) -> RunningSequence:
         sequence.sampling,
         replace(sequence.report, prefill_logprobs=False),
         sequence.grammar,
+        sequence.thought_budget,
         list(sequence.generated_ids),
         adapter_id=sequence.adapter_id,
         earlier_reply=sequence.earlier_reply,

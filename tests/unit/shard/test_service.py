@@ -58,6 +58,7 @@ class Engine:
             bos_token_id=1,
             decoder_start_token_id=None,
             paged=True,
+            states=False,
             encoder_decoder=False,
             block_size=16,
             grammars=False,

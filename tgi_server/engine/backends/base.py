@@ -12,6 +12,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardM
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows, LoraBackend
 from tgi_server.engine.backends.rope import LengthDependentRope
+from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.models.spec import DecoderSpec, Family
 
@@ -41,10 +42,12 @@ class PagedModel(ABC):
 
     source: the model of `transformers` that it was made from; its configuration, embeddings and head stay there.
     attention: has the KV blocks, and attends over them. adapted: rows may have adapters.
+    states: of the layers without keys; None: there are no such layers.
     """
 
     attention: AttentionBackend
     adapted = False
+    states: SequenceStates | None = None
 
     def __init__(self, source: nn.Module, attention: AttentionBackend) -> None:
         self.source = source

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 NORMS = ("attention_norm", "query_norm", "key_norm", "attended_norm", "feed_forward_norm", "fed_norm")
 # Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
+# Linear layers, of Mamba, whose weight is multiplied by the module above them.
+_READ_FROM_OUTSIDE = {"dt_proj"}
 
 
 class Unfit(Exception):
@@ -244,6 +246,8 @@ def _replace_children(
     names = [name for name, _ in module.named_children()]  # which would keep all that it has named
     is_layers = count_layers and isinstance(module, nn.ModuleList) and len(names) > 1
     for name in counted(PACKING, names, len(names)) if is_layers else names:
+        if name in _READ_FROM_OUTSIDE:
+            continue
         child = module.get_submodule(name)
         new = replacement(child)
         if new is None:

@@ -1,7 +1,8 @@
 """Models without a spec: the forward pass of `transformers` on the paged KV cache.
 
 Everything that such a model lacks is added here, from outside: modules with attention of their own are replaced by
-others with the same weights, and torch hooks add LoRA deltas to linear layers and read hidden states.
+others with the same weights, mixers without keys get functions for packed batches (`mixers.py`), and torch hooks add
+LoRA deltas to linear layers and read hidden states.
 """
 
 import importlib
@@ -20,6 +21,8 @@ from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION, PagedCache
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
+from tgi_server.engine.backends.mixers import has_mixers, install_packed_mixers
+from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.backends.threads import FEW_TOKENS
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
@@ -47,7 +50,8 @@ class GenericModel(PagedModel):
         super().__init__(source, attention)
         self.positions = positions
         self._current = CurrentRows()
-        self._cache = PagedCache(attention)
+        self.states = SequenceStates() if has_mixers(source) else None
+        self._cache = PagedCache(attention, self.states)
         self._cache.attach(source)
         self.threads_of_few_tokens: Callable[[], AbstractContextManager[None]] = nullcontext
         self._keep: Keep | None = None
@@ -57,6 +61,8 @@ class GenericModel(PagedModel):
     def forward(self, inputs: PassInput) -> Tensor:
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
         self._current.rows = inputs.adapters
+        if self.states is not None:
+            self.states.begin_pass()
         with self.threads_of_few_tokens() if len(inputs.tokens) <= FEW_TOKENS else nullcontext():
             output = self.source(
                 input_ids=inputs.tokens.unsqueeze(0),
@@ -115,9 +121,15 @@ def install_paged_attention(model: PreTrainedModel, family: str | None) -> Calla
     through `AttentionInterface`. It may ignore that: the caller must check that it attends in this way, and correctly.
     """
     own = model.config._attn_implementation
+    restore_mixers = install_packed_mixers(model)
     if family is None:
         model.set_attn_implementation(IMPLEMENTATION)
-        return lambda: model.set_attn_implementation(own)
+
+        def restore_all() -> None:
+            restore_mixers()
+            model.set_attn_implementation(own)
+
+        return restore_all
     known = importlib.import_module(f"{paged_attention.__name__}.{family}")
     replaced = [(path, module) for path, module in model.named_modules() if type(module) in known.SUBSTITUTES]
     for path, module in replaced:
@@ -125,6 +137,7 @@ def install_paged_attention(model: PreTrainedModel, family: str | None) -> Calla
     model.config._attn_implementation = getattr(known, "IMPLEMENTATION", IMPLEMENTATION)
 
     def restore() -> None:
+        restore_mixers()
         for path, module in replaced:
             model.set_submodule(path, module)
         model.config._attn_implementation = own

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from tgi_server.engine.backends.attention.base import (
     AttentionVariant,
@@ -45,6 +52,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FP8_TOLERANCE = 2e-2
 # Where rounding alone changes the logits by more than the tolerance, that is the tolerance, up to this.
 _MOST_NOISE = 0.3
+# Layers of `transformers`' cache, by what they have.
+_WITHOUT_KEYS = {LinearAttentionLayer, DummyLayer}
+_OF_ALL_TOKENS = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
+_WITH_WINDOW = {DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer}
 
 
 class _Recorder(GatherAttention):
@@ -85,8 +96,9 @@ class _Recorder(GatherAttention):
 
     @property
     def kv_shape(self) -> KVShape:
-        """The shape of the keys that have come, for all layers that attend."""
-        heads, sizes = [0] * len(self.variants), [0] * len(self.variants)
+        """The shape of the keys that have come, for all layers up to the last one that attends."""
+        layers = 1 + max(self.variants)
+        heads, sizes = [0] * layers, [0] * layers
         for layer, keys in self._keys.items():
             heads[layer], sizes[layer] = keys.shape[2:]
         alike = len({size for size in sizes if size}) == 1
@@ -226,6 +238,7 @@ def _own_logits(model: PreTrainedModel) -> Tensor:
 def _paged_logits(model: PreTrainedModel) -> Tensor:
     """Returns the logits of `_own_logits`, of one text in one pass with the paged attention installed already."""
     paged = GenericModel(model, _Recorder(model))
+    _allocate_states(paged)
     tokens, device = probe_tokens(model, LONG + 1), model.device
     places = torch.arange(LONG + 1, device=device)
     metadata = ForwardMetadata(
@@ -236,6 +249,7 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
         decoding=0,
         chunks=[ChunkSpan(0, LONG + 1, LONG + 1)],
         max_kv_length=LONG + 1,
+        state_slots=[1],
     )
     logits = paged.forward(PassInput(tokens, places, metadata, None))
     return logits[[LONG - 1, SHORT - 1, LONG, SHORT]]
@@ -243,6 +257,7 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
 
 def _run(model: PagedModel) -> Tensor:
     """Returns the last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
+    _allocate_states(model)
     tables = torch.tensor([[1], [2]], device=model.attention.device)
     passes = [([(0, 0, LONG), (1, 0, SHORT)], 0), ([(0, LONG, 1), (1, SHORT, 1)], 2)]
     return torch.cat([_pass(model, tables, *each) for each in passes])
@@ -254,6 +269,7 @@ def _run_long(model: PagedModel, length: int) -> Tensor:
     length: of its longest text. The second chunk is computed while a shorter text decodes. The longer text is then
     attended in several parts where a backend has such.
     """
+    _allocate_states(model)
     half, shorter = length // 2, max(1, length // 3)
     count = _blocks_of(length, model.attention.block_size)
     tables = torch.arange(2 * count, device=model.attention.device).flip(0).view(2, count) + 1
@@ -263,6 +279,12 @@ def _run_long(model: PagedModel, length: int) -> Tensor:
         ([(0, length - 1, 1), (1, shorter + 1, 1)], 2),
     ]
     return torch.cat([_pass(model, tables, *each) for each in passes])
+
+
+def _allocate_states(model: PagedModel) -> None:
+    """Gives the two texts of a run slots 1 and 2, without anything in them."""
+    if model.states is not None:
+        model.states.allocate(3)
 
 
 def _blocks_of(tokens: int, block_size: int) -> int:
@@ -292,6 +314,7 @@ def _pass(model: PagedModel, tables: Tensor, spans: list[tuple[int, int, int]], 
             ChunkSpan(begin, count, length) for begin, (*_, count), length in zip(first, spans, lengths, strict=False)
         ][decoding:],
         max_kv_length=max(lengths),
+        state_slots=[row + 1 for row, *_ in spans],
     )
     positions = torch.cat(places)
     tokens = probe_tokens(model.source, max(lengths))[positions]
@@ -341,15 +364,20 @@ def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[],
 
 
 def _windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """Returns how many tokens each layer looks at by the model's configuration; 0: all; None: another kind of layer.
+    """Returns how many tokens each layer with keys looks at by the model's configuration; 0: all; None: another kind.
 
     A probe is too short to show a window, so what a layer says of itself is compared with this.
     """
-    windows = {DynamicLayer: lambda _: 0, DynamicSlidingWindowLayer: lambda layer: int(layer.sliding_window)}
     layers: dict[int, Any] = dict(enumerate(DynamicCache(config=model.config).layers))
     for index, source in _shared(model).items():
         layers[index] = layers[source]
-    return {index: windows[type(layer)](layer) if type(layer) in windows else None for index, layer in layers.items()}
+    return {index: _window(layer) for index, layer in layers.items() if type(layer) not in _WITHOUT_KEYS}
+
+
+def _window(layer: Any) -> int | None:
+    if type(layer) in _WITH_WINDOW:
+        return int(layer.sliding_window)
+    return 0 if type(layer) in _OF_ALL_TOKENS else None
 
 
 def _shared(model: PreTrainedModel) -> dict[int, int]:

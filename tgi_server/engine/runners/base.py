@@ -12,6 +12,7 @@ from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.base import Backend, MakeLora
 from tgi_server.engine.backends.lora import AdaptedLinear
+from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.sequence import RunningSequence
@@ -58,6 +59,11 @@ class PromptChunk:
         return cls(sequence, sequence.next_chunk(tokens), start, all_logits)
 
     @property
+    def drafted(self) -> bool:
+        """Returns True if these tokens are not known: they may be wrong."""
+        return self.start >= len(self.sequence.known)
+
+    @property
     def completes(self) -> bool:
         return self.start + len(self.tokens) == len(self.sequence.known)
 
@@ -71,14 +77,16 @@ class Runner(ABC):
     """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
-    block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
-    has. backend: what the model computes with.
+    states: of sequences, beside their blocks; None: there are none. block_size: tokens of a KV block.
+    fallbacks: why parts of the model are computed in a slower way than the device has. backend: what the model computes
+    with.
     argmax_ids: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
     it: these are the next inputs of the rows, too, unless `accept` is told of others.
     """
 
     paged: bool
     block_size: int
+    states: SequenceStates | None = None
     argmax_ids: Tensor | None = None
 
     def __init__(self, backend: Backend) -> None:
@@ -127,6 +135,9 @@ class Runner(ABC):
     @abstractmethod
     def join(self, sequence: RunningSequence) -> None:
         """Takes in a sequence of which nothing is computed yet."""
+
+    def leave(self, sequence: RunningSequence) -> None:  # noqa: B027
+        """Takes back what a sequence had beside its row and its blocks."""
 
     @abstractmethod
     def promote(self, sequence: RunningSequence, row: int) -> None:

@@ -14,6 +14,7 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.base import MakeLora
 from tgi_server.engine.backends.devices import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.backends.lora import AdaptedLinear
+from tgi_server.engine.backends.states import SCRATCH_SLOT
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.models.families import position_limit
@@ -65,6 +66,7 @@ class PagedRunner(Runner):
         """
         super().__init__(backend)
         self.model = model
+        self.states = model.states
         self._config: PretrainedConfig = model.source.config
         self._device = model.attention.device
         self.block_size = model.attention.block_size
@@ -72,6 +74,7 @@ class PagedRunner(Runner):
         self._weight_bytes = weight_bytes
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
+        self._free_slots: list[int] = []  # for states
         self._captured = CapturedSteps()
         self._uncapturable: dict[str, str] = {}  # why steps have not been captured, by what they are
 
@@ -96,7 +99,7 @@ class PagedRunner(Runner):
         with taken_by(self._device) as graphs:
             self._capture(most)
         self._captured = CapturedSteps()
-        affordable = self._affordable(graphs.bytes, adapter_bytes)
+        affordable = self._affordable(graphs.bytes, adapter_bytes, 1 + max_batch_size)
         useful = max_batch_size * -(-limit // size)
         if max_batch_total_tokens is not None:
             useful = min(useful, -(-max_batch_total_tokens // size))
@@ -104,9 +107,11 @@ class PagedRunner(Runner):
         needed = max_total_tokens or size
         if num_blocks * size < needed:
             both = ", in the model and in the one that drafts" if self.companion_bytes else ""
+            both += f", beside the states of {max_batch_size} sequences" if self.states else ""
+            lower = "--max-total-tokens or --max-batch-size" if self.states else "--max-total-tokens"
             raise NotEnoughMemory(
                 f"the memory left holds the keys and values of {max(0, num_blocks) * size} tokens{both}, but one "
-                f"sequence needs {needed}; lower --max-total-tokens, or give the cache more memory"
+                f"sequence needs {needed}; lower {lower}, or give the cache more memory"
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
@@ -120,14 +125,17 @@ class PagedRunner(Runner):
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
         )
 
-    def _affordable(self, taken: int, adapter_bytes: int) -> int:
+    def _affordable(self, taken: int, adapter_bytes: int, slots: int) -> int:
         """Returns how many blocks there is memory for, the same for all shards.
 
-        taken, adapter_bytes: bytes that are not for them; the latter are free yet, and of each process.
+        taken, adapter_bytes: bytes that are not for them; the latter are free yet, and of each process. slots: for
+        states, which come first.
         """
         processes = self._group.local_world_size if self._group else 1
         config = self.backend.config
         free = cache_bytes(self._device, config.memory_fraction, config.cpu_memory, processes, adapter_bytes) - taken
+        if self.states is not None:
+            free = max(0, free - slots * self.states.slot_bytes)
         blocks = free // (self.block_size * (self.bytes_per_token + self.companion_bytes))
         return self._group.minimum(blocks) if self._group else blocks
 
@@ -192,11 +200,21 @@ class PagedRunner(Runner):
 
     def join(self, sequence: RunningSequence) -> None:
         self._check(sequence, sequence.blocks)
+        if self.states is not None:
+            if sequence.computed:
+                raise InvalidCall(f"request {sequence.request_id}: {sequence.computed} tokens without their state")
+            sequence.state_slot = self._free_slots.pop()
+            self.states.clear(sequence.state_slot)
         if sequence.copy:
             self.model.attention.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
+    def leave(self, sequence: RunningSequence) -> None:
+        if sequence.state_slot:
+            self._free_slots.append(sequence.state_slot)
+            sequence.state_slot = SCRATCH_SLOT
+
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter)
+        self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter, sequence.state_slot)
 
     def place(self, sequence: RunningSequence, row: int, position: int) -> None:
         """Gives the row behind the last one to a sequence without its adapter; its next token stands at `position`."""
@@ -208,6 +226,8 @@ class PagedRunner(Runner):
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
     def skip(self, row: int, tokens: int, token_id: int) -> None:
+        if self.states is not None:
+            self.states.accept(self._batch.state_slots[row], tokens)
         self._batch.skip(row, tokens, token_id)
 
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
@@ -252,6 +272,9 @@ class PagedRunner(Runner):
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         self._highest_block = 0
         self.model.allocate(num_blocks + 1)
+        if self.states is not None:
+            self.states.allocate(1 + max_batch_size)
+            self._free_slots = list(range(max_batch_size, 0, -1))
         self._batch = batch = PagedBatch(
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
@@ -263,7 +286,7 @@ class PagedRunner(Runner):
         """Captures steps as CUDA graphs. most: tokens of a step with prompts; 0: none are captured."""
         capture = capture_for(self.model.attention)
         sizes = graph_batch_sizes(self.backend.config.cuda_graphs, len(self._batch))
-        if capture is None or not sizes:
+        if capture is None or not sizes or self.states is not None:
             return
         if self.hidden_states is not None:
             capture = self.hidden_states.capturing(capture)
@@ -315,7 +338,7 @@ class PagedRunner(Runner):
         self.run_prompt(tokens, blocks)
         self.truncate(0)
         if sample is not None:
-            longest = max(tokens + 1, min(limit, self._affordable(0, 0) * self.block_size))
+            longest = max(tokens + 1, min(limit, self._affordable(0, 0, 1 + max_batch_size) * self.block_size))
             self._allocate(max_batch_size, len(blocks), longest)
             self.model.fix_length(longest)
             sample(self._run_last_chunk(tokens, longest, blocks, max_batch_size))

@@ -10,6 +10,7 @@ from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
 from tgi_server.engine.backends.attention.block_tables import BlockTables
 from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.backends.lora import AdapterRows
+from tgi_server.engine.backends.states import SCRATCH_SLOT
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 
@@ -22,6 +23,7 @@ class PagedBatch:
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
     drafted: [rows, most] int64; the tokens drafted behind each row's next input, and then -1.
     adapters: [rows] int32; the number of each row's adapter, 0 for none.
+    state_slots: the slot of each row's states, on the host.
     A row that no sequence has stands at position 0 of the scratch block.
 
     A row advances by one position a pass, and by those of drafted tokens that the host knows to be right. So the host
@@ -49,6 +51,7 @@ class PagedBatch:
         self._row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._position_offsets = [0] * rows
         self._adapters = [0] * rows  # the same as `adapters`, on the host
+        self.state_slots = [SCRATCH_SLOT] * rows
         self._passes = 0
         self._rows = 0  # that sequences have
         self._block_size = block_size
@@ -58,9 +61,12 @@ class PagedBatch:
         """Returns the number of rows, those that no sequence has included."""
         return len(self.tokens)
 
-    def place(self, row: int, position: int, blocks: Sequence[int], adapter: int = 0) -> None:
+    def place(
+        self, row: int, position: int, blocks: Sequence[int], adapter: int = 0, state_slot: int = SCRATCH_SLOT
+    ) -> None:
         """Gives the row behind the last one to a sequence whose next token stands at `position`."""
         self._set_adapter(row, adapter)
+        self.state_slots[row] = state_slot
         self.positions[row].fill_(position)  # an assignment would copy from the host, and wait
         self._position_offsets[row] = position - self._passes
         self.block_tables.extend(row, 0, blocks)
@@ -71,6 +77,7 @@ class PagedBatch:
         self.positions[target] = self.positions[source]
         self._position_offsets[target] = self._position_offsets[source]
         self._set_adapter(target, self._adapters[source])
+        self.state_slots[target] = self.state_slots[source]
         self.block_tables.move(source, target)
 
     def truncate(self, rows: int) -> None:
@@ -78,6 +85,7 @@ class PagedBatch:
         self.positions[rows : self._rows] = 0
         for row in range(rows, self._rows):
             self._set_adapter(row, 0)
+            self.state_slots[row] = SCRATCH_SLOT
         self.block_tables.clear(rows, self._rows)
         self._rows = rows
 
@@ -152,6 +160,7 @@ class PagedBatch:
             chunks=[],
             max_kv_length=self.longest(rows) if longest is None else longest,
             greedy=greedy,
+            state_slots=self.state_slots[:rows],
         )
         present = None if any_adapters else self.adapted(rows)
         adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
@@ -174,6 +183,7 @@ class PagedBatch:
             chunks=prompts.spans,
             max_kv_length=max(self.longest(decoding), *(span.kv_length for span in prompts.spans)),
             greedy=greedy,
+            state_slots=self.state_slots[:decoding] + [chunk.sequence.state_slot for chunk in chunks],
         )
         tokens = torch.cat([self.tokens[:decoding], prompts.tokens])
         places = torch.cat([positions, prompts.positions])
@@ -249,7 +259,7 @@ def _on_device(chunks: Sequence[PromptChunk], decoding: int, block_size: int, de
         place = torch.arange(chunk.start, chunk.start + length)
         positions.append(place)
         slots.append(table[place // block_size] * block_size + place % block_size)
-        spans.append(ChunkSpan(start=start, length=length, kv_length=chunk.start + length))
+        spans.append(ChunkSpan(start, length, kv_length=chunk.start + length, drafted=chunk.drafted))
         start += length
         wanted.extend(range(start - chunk.logits, start))
     numbers = [span.kv_length for span in spans] + [span.start + span.length for span in spans] + wanted

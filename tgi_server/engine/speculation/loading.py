@@ -101,6 +101,11 @@ def _draft_model(folder: Path, config: EngineConfig, model: PreTrainedModel, run
         raise UnsupportedModel(
             f"{folder}: {draft.config.model_type} models run in padded batches and cannot draft; name another model"
         )
+    if draft_runner.states is not None:
+        raise UnsupportedModel(
+            f"{folder}: {draft.config.model_type} models have states beside keys and values and cannot draft; name "
+            "another model"
+        )
     runner.share_block_size(draft_runner)
     runner.companion_bytes = draft_runner.bytes_per_token
     sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (model, draft)]

@@ -16,12 +16,10 @@ PADDED = {
     "deepseek_v3",
     "flan_t5",
     "gpt_neo",
-    "lfm2",
-    "lfm2_vl",
+    "kimi_linear",
     "llama4",
     "llama4_text",
     "mamba",
-    "qwen3_next",
     "t5",
 }
 # The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.

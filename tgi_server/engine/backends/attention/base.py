@@ -45,11 +45,13 @@ class ChunkSpan:
 
     start: index of its first token among the pass's tokens. length: number of its tokens.
     kv_length: tokens of the sequence whose keys are in the cache once this chunk is written.
+    drafted: the tokens may turn out to be wrong.
     """
 
     start: int
     length: int
     kv_length: int
+    drafted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class ForwardMetadata:
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
     greedy: None: every logit is needed.
+    state_slots: the slot of each sequence's states, on the host; empty where the model has none.
     kept: objects that a backend made for this pass in an earlier layer; see `made`.
     """
 
@@ -89,6 +92,7 @@ class ForwardMetadata:
     max_kv_length: int
     greedy: GreedyOnly | None = None
     row_tokens: int = 1
+    state_slots: list[int] = field(default_factory=list)
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
+from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "oatmill_paged"
@@ -20,12 +21,14 @@ IMPLEMENTATION = "oatmill_paged"
 class PagedCache(Cache):
     """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
-    backend: owns the KV blocks. metadata: the places of the current forward pass's tokens; set before each pass.
+    backend: owns the KV blocks. states: of layers without keys; None: the model has none. metadata: the places of the
+    current forward pass's tokens; set before each pass.
     """
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, states: SequenceStates | None = None) -> None:
         super().__init__(layers=[])
         self.backend = backend
+        self.states = states
         self.metadata: ForwardMetadata | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -49,6 +52,22 @@ class PagedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
         """Returns 0: positions are passed to the model, so every pass may look like the first one."""
         return 0
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Returns None, so that mixers compute every pass like the first one: their functions know the states."""
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns the inputs of a convolution as they came."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Does nothing: the state is in its slot already."""
+        return recurrent_states
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
 
 
 def paged_attention(

@@ -1,0 +1,137 @@
+"""Models whose sequences have states beside keys and values: the states are right however a text is computed."""
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make
+from tests.unit.engine.request_kinds import resumed
+from tests.unit.engine.requests import MAX_TOTAL_TOKENS, NEW, expected_tokens, load_engine, prompts
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.driver import Driver
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.speculation.costs import StepCosts
+from tgi_server.engine.speculation.drafters import Drafter
+
+# One of each kind: a gated delta rule, a convolution alone, Mamba-2 beside attention in every layer, Mamba.
+FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "jamba"]
+TEXTS = prompts((33, 5, 12, 70))
+
+
+class Case:
+    """A tiny model of a family, and what it replies to each text."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folder = make(family, folder)
+        self.replies = expected_tokens(self.folder, TEXTS)
+
+    def load(self, **settings) -> Engine:
+        engine = load_engine(self.folder, **settings)
+        engine.warm_up(max_batch_size=len(TEXTS), max_prefill_tokens=256, max_total_tokens=MAX_TOTAL_TOKENS)
+        return engine
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[] if each == "qwen3_next" else pytest.mark.slow) for each in FAMILIES],
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def engine(case: Case) -> Engine:
+    return case.load()
+
+
+def sequences(**settings) -> Iterator[RunningSequence]:
+    stopping = StoppingParameters(NEW, ignore_eos=True)
+    return (RunningSequence(index, text, stopping, **settings) for index, text in enumerate(TEXTS))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_prompts_in_chunks(engine: Engine, case: Case, size: int) -> None:
+    driver = Driver(engine)
+    for each in sequences():
+        driver.add(each, [min(size, each.remaining - start) for start in range(0, each.remaining, size)])
+        driver.step()
+    driver.run()
+    assert [driver.outputs[index].tokens for index in range(len(TEXTS))] == case.replies
+
+
+def test_sequences_that_are_preempted_at_any_step_are_computed_anew(engine: Engine, case: Case) -> None:
+    driver, running = Driver(engine), {each.request_id: each for each in sequences()}
+    written: dict[int, list[int]] = {index: [] for index in running}
+    for each in running.values():
+        driver.add(each)
+    step = 0
+    while driver.busy:
+        for generation in driver.step():
+            written[generation.request_id].append(generation.token_id)
+        step += 1
+        leaving = running[step % len(TEXTS)]
+        if not leaving.ended:
+            driver.leave(leaving.request_id)
+            running[leaving.request_id] = resumed(leaving)
+            driver.add(running[leaving.request_id])
+    assert list(written.values()) == case.replies
+
+
+class Guesses(Drafter):
+    """Knows the replies, and guesses them wrong now and then."""
+
+    def __init__(self, replies: list[list[int]]) -> None:
+        self._replies = replies
+
+    def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
+        return {
+            each: [self._guess(each.request_id, place) for place in range(each.generated, each.generated + tokens)]
+            for each, tokens in room.items()
+        }
+
+    def _guess(self, request: int, place: int) -> int:
+        right = place + 1 < NEW and random.Random(f"{request}/{place}").random() < 0.7
+        return self._replies[request][place + 1 if right else 0]
+
+
+@pytest.mark.parametrize("tokens", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_wrong_drafts_leave_no_trace(case: Case, tokens: int) -> None:
+    engine = case.load(speculate=tokens)
+    assert engine.speculation is not None
+    engine.speculation.drafters = [Guesses(case.replies)]
+    engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
+    driver = Driver(engine)
+    for each in sequences():
+        driver.add(each, [each.remaining - 2, 2])
+        driver.step()
+    driver.run()
+    assert [driver.outputs[index].tokens for index in range(len(TEXTS))] == case.replies
+    assert 0 < driver.accepted < driver.drafted
+
+
+def test_sequences_that_left_give_their_slots_to_others(engine: Engine, case: Case) -> None:
+    for _ in range(3):
+        driver = Driver(engine)
+        for each in sequences():
+            driver.add(each, [2, each.remaining - 2])
+        driver.step()
+        engine.clear()
+    assert [output.tokens for output in Driver(engine).run(*sequences())] == case.replies
+
+
+def test_tokens_whose_state_is_not_there_must_be_computed(engine: Engine) -> None:
+    engine.clear()
+    shared = RunningSequence(0, TEXTS[0], StoppingParameters(NEW), blocks=[1, 2], computed=32)
+    with pytest.raises(InvalidCall, match="request 0: 32 tokens without their state"):
+        engine.step(1, [shared], [(0, 1)])
+
+
+def test_states_count_when_memory_is_planned(tmp_path: Path) -> None:
+    engine = load_engine(make("qwen3_next", tmp_path), cpu_memory=1 << 17)
+    few, more = (engine.warm_up(max_batch_size=size, max_prefill_tokens=16) for size in (2, 8))
+    assert 0 < more.max_batch_total_tokens < few.max_batch_total_tokens
+    with pytest.raises(NotEnoughMemory, match=r"beside the states of 4096 sequences.*or --max-batch-size"):
+        engine.warm_up(max_batch_size=4096, max_prefill_tokens=16)

@@ -1,0 +1,136 @@
+"""What layers without keys remember of a text: convolutions and recurrences have states, one slot for each sequence."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from tgi_server.engine.memory import HOST, mapped
+
+# Of a layer: its index, and the name of the function that has the state.
+Part: TypeAlias = tuple[int, str]
+
+SCRATCH_SLOT = 0
+
+
+class SequenceStates:
+    """The states of all sequences and layers. A slot has one of each part, zeros while nothing is computed.
+
+    Slot 0 is scratch: what nobody has joined is computed there.
+
+    A part comes to be when it is first written, since only its function knows the shape of a state.
+    """
+
+    def __init__(self) -> None:
+        self._slots = 1
+        self._parts: dict[Part, Tensor] = {}
+        self._drafted: dict[int, list[Callable[[int], None]]] = {}
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of one slot, of those parts that have been written so far."""
+        return sum(part[0].nbytes for part in self._parts.values())
+
+    def allocate(self, slots: int) -> None:
+        """Allocates slots 0 .. slots - 1 with zeros and drops the earlier contents."""
+        self._slots = slots
+        for key, part in self._parts.items():
+            self._parts[key] = part.new_empty(0)  # or both the old and the new one would have to fit
+            self._parts[key] = _zeros((slots, *part.shape[1:]), part)
+        self._drafted.clear()
+
+    def clear(self, slot: int) -> None:
+        """Makes a slot that of a text of which nothing is computed."""
+        for part in self._parts.values():
+            part[slot].zero_()
+
+    def read(self, part: Part, slots: Tensor | slice) -> Tensor | None:
+        """Returns the states in some slots, [slots, ...]; None where no state of this part has ever been written."""
+        states = self._parts.get(part)
+        return None if states is None else states[slots]
+
+    def write(self, part: Part, slots: Tensor | slice, states: Tensor) -> None:
+        """Puts states, [slots, ...], into some slots."""
+        if part not in self._parts:
+            self._parts[part] = _zeros((self._slots, *states.shape[1:]), states)
+        self._parts[part][slots] = states
+
+    def begin_pass(self) -> None:
+        """Forgets the drafted tokens of the pass before: those that were right have been accepted by now."""
+        self._drafted.clear()
+
+    def draft(self, slot: int, advance: Callable[[int], None]) -> None:
+        """Notes how a part of a slot, which stays as it is, advances by some of the tokens drafted in this pass."""
+        self._drafted.setdefault(slot, []).append(advance)
+
+    def accept(self, slot: int, tokens: int) -> None:
+        """Advances a slot by the first `tokens` of the tokens that the last pass had drafted for it."""
+        for advance in self._drafted.pop(slot, ()):
+            advance(tokens)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Returns zeros; on a CPU a slot takes no memory before it is used."""
+    return mapped(shape, like.dtype) if like.device == HOST else like.new_zeros(shape)
+
+
+def causal_convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """Convolves each channel with the tokens up to the own one.
+
+    hidden_states: [texts, channels, tokens]. weight: [channels, width]. initial_state: the last inputs before these,
+    [texts, channels, width - 1]. Returns the outputs, and the state behind them.
+    """
+    before = weight.shape[-1] - 1
+    if initial_state is None:
+        initial_state = hidden_states.new_zeros(*hidden_states.shape[:2], before)
+    inputs = torch.cat([initial_state, hidden_states], dim=-1)
+    convolved = torch.nn.functional.conv1d(
+        inputs.to(weight.dtype), weight.unsqueeze(1), bias, groups=hidden_states.shape[1]
+    )
+    if activation is not None:
+        convolved = ACT2FN[activation](convolved)
+    return convolved.to(hidden_states.dtype), inputs[..., inputs.shape[-1] - before :]
+
+
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """Scans as Mamba does (Gu and Dao, 2023), from a state on; the function of `transformers` begins with zeros.
+
+    hidden_states, dt, z: [texts, channels, tokens]. A: [channels, state]. B, C: [texts, state, tokens]. D, delta_bias:
+    [channels]. initial_state: [texts, channels, state]. Returns the outputs, and the state behind them.
+    """
+    step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    step = (torch.nn.functional.softplus(step) if delta_softplus else step).float()
+    inputs, into, out_of = step * hidden_states.float(), B.float(), C.float()
+    state = initial_state if initial_state is not None else A.new_zeros(len(dt), *A.shape, dtype=torch.float32)
+    outputs = []
+    for token in range(dt.shape[-1]):
+        decay = torch.exp(step[..., token, None] * A)
+        state = state * decay + inputs[..., token, None] * into[:, None, :, token]
+        outputs.append(state @ out_of[..., token, None])
+    output = torch.cat(outputs, dim=-1)
+    if D is not None:
+        output = output + hidden_states * D[None, :, None]
+    if z is not None:
+        output = output * torch.nn.functional.silu(z)
+    return output.to(hidden_states.dtype), state
