@@ -229,6 +229,9 @@ class GenerationOptions:
         most=_INT32,
         example=256,
     )
+    priority: int = _option(
+        0, "Requests with a lower number are served first, and preempt others.", least=-(2**31), most=_INT32, example=1
+    )
     grammar: Grammar | None = None
     thought_budget: ThoughtBudget | None = None
 

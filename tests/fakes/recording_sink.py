@@ -68,6 +68,8 @@ def recorded_request(
     trace_context: dict[str, str] | None = None,
     deadline: float = inf,
     first_token_by: float = inf,
+    tenant: str = "",
+    weight: float = 1.0,
     **options: Any,
 ) -> tuple[ValidRequest, RecordingSink]:
     """Returns a request, and the sink that it carries. It ignores the end-of-sequence token by default."""
@@ -84,5 +86,7 @@ def recorded_request(
         trace_context or {},
         deadline=deadline,
         first_token_by=first_token_by,
+        tenant=tenant,
+        weight=weight,
     )
     return request, sink

@@ -146,6 +146,7 @@ class Simulation:
         max_batch_size: int = 8,
         speculate: int = 0,
         adapters: Adapters | None = None,
+        fair: bool = False,
         **limits: Any,
     ) -> None:
         """prefill_chunk_tokens: that ride along, unless there is a `pace`. adapters: None: `a` and `b`, both ready."""
@@ -164,6 +165,7 @@ class Simulation:
             self._metrics,
             pace or FixedPace(prefill_chunk_tokens),
             adapters=_ready_adapters() if adapters is None else adapters,
+            fair=fair,
             clock=lambda: self.seconds,
         )
         self.waiting, self.batch = self.scheduler.waiting, self.scheduler.batch

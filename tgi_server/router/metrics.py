@@ -50,6 +50,7 @@ class ConcatReason(Enum):
     BACKPRESSURE = "backpressure"
     WAIT_EXCEEDED = "wait_exceeded"
     CHUNKING = "chunking"
+    PREEMPTION = "preemption"
 
 
 @dataclass(frozen=True, slots=True)

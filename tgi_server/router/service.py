@@ -125,7 +125,8 @@ class RequestPolicy:
 
     payload_limit: bytes of a body. max_stored_responses: number of responses stored for /v1/responses. strict_fields:
     unknown fields are refused. ignored_fields: unknown fields that were logged. adapter_root: the folder below which
-    adapters may be loaded from while the server runs; None: they may not.
+    adapters may be loaded from while the server runs; None: they may not. max_priority: the lowest number that requests
+    may give as their priority.
     """
 
     payload_limit: int
@@ -133,6 +134,7 @@ class RequestPolicy:
     max_stored_responses: int
     strict_fields: bool = False
     adapter_root: Path | None = None
+    max_priority: int = 0
     ignored_fields: set[str] = field(default_factory=set)
 
 

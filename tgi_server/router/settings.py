@@ -1,6 +1,8 @@
 """The router's settings: TGI's flags and environment variables."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -34,6 +36,17 @@ Count = Annotated[int, Field(gt=0, lt=2**31)]
 _MOST_SECONDS = 1_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key that callers may use, the weight of its share, and the lowest `priority` that it may give; None: that of
+    all others.
+    """
+
+    text: str = field(repr=False)
+    weight: float = 1.0
+    max_priority: int | None = None
+
+
 class ServingSettings(ServiceSettings):
     """Settings that router and launcher both take; the launcher passes them on."""
 
@@ -52,6 +65,8 @@ class ServingSettings(ServiceSettings):
         "allow_special_tokens": "Chat",
         "disable_grammar_support": "Limits of requests",
         "api_key": "Access",
+        "max_priority": "Batching and KV cache",
+        "cors_allow_origin": "Access",
         "json_output": "Logs and traces",
         "log_level": "Logs and traces",
         "graceful_termination_timeout": "HTTP server",
@@ -167,7 +182,17 @@ class ServingSettings(ServiceSettings):
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Key that requests must carry: Authorization: Bearer KEY.")
     api_key_file: Path | None = Field(
-        default=None, description="File with one API key per line; each key has its own prefix cache."
+        default=None,
+        description="File with one API key per line, each with its own prefix cache. Behind a key may stand "
+        "weight=NUMBER (for --fairness) and max-priority=NUMBER.",
+    )
+    max_priority: int = Field(
+        default=0, description="Lowest number that requests may give as their priority: lower ones are served first."
+    )
+    fairness: Literal["none", "key"] = Field(
+        default="none",
+        description="key: API keys get equal shares of the tokens, or shares by their weights, however many requests "
+        "each sends.",
     )
     cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins from which browsers may call.")
     allowed_hosts: CommaSeparated[str] = Field(
@@ -202,10 +227,11 @@ class ServingSettings(ServiceSettings):
         return file
 
     @property
-    def api_keys(self) -> list[str]:
+    def api_keys(self) -> list[ApiKey]:
         """Keys of which a request must carry one; none: it need not."""
-        keys = [self.api_key] if self.api_key else []
-        return list(dict.fromkeys([*keys, *(_read_keys(self.api_key_file) if self.api_key_file else ())]))
+        keys = _read_keys(self.api_key_file) if self.api_key_file else []
+        own = [ApiKey(self.api_key)] if self.api_key and all(each.text != self.api_key for each in keys) else []
+        return [*own, *keys]
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -223,6 +249,8 @@ class ServingSettings(ServiceSettings):
             raise ValueError(f"--port and --prometheus-port are both {self.port}")
         if self.adapter_root is not None and not self.allow_adapter_updates:
             raise ValueError("--adapter-root does nothing without --allow-adapter-updates; add that, or leave it out")
+        if self.fairness == "key" and len(self.api_keys) < 2:
+            raise ValueError("--fairness=key needs several keys to share among: give them with --api-key-file")
         if self.allow_adapter_updates and not (self.api_key or self.api_key_file):
             raise ValueError("--allow-adapter-updates needs --api-key or --api-key-file: who has a key may update")
         if self.allow_adapter_updates and (self.adapter_root is None or not self.adapter_root.is_dir()):
@@ -250,17 +278,33 @@ class RouterSettings(ServingSettings):
     otlp_service_name: str = Field(default="text-generation-inference.router", description="Service name in traces.")
 
 
-def _read_keys(file: Path) -> list[str]:
+def _read_keys(file: Path) -> list[ApiKey]:
     """Returns the keys of a file. Raises ValueError with one line that tells none of them."""
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"the file cannot be read: {reason}") from None
-    for number, line in enumerate(lines, 1):
-        if " " in line or not line.isprintable():
-            raise ValueError(f"line {number} of the file is no key: a key has no spaces")
-    keys = [line for line in lines if line]
+    keys = {key.text: key for number, line in enumerate(lines, 1) if line for key in [_read_key(number, line)]}
     if not keys:
         raise ValueError("the file has no keys; it wants one a line")
-    return keys
+    return list(keys.values())
+
+
+def _read_key(number: int, line: str) -> ApiKey:
+    """Returns the key of a line, with what stands behind it. Raises ValueError."""
+    text, *words = line.split(" ")
+    settings = dict(word.partition("=")[::2] for word in words if word)
+    if not line.isprintable() or settings.keys() - {"weight", "max-priority"}:
+        raise ValueError(
+            f"line {number} of the file is no key: a key has no spaces, and only weight=NUMBER and max-priority=NUMBER "
+            "may follow it"
+        )
+    try:
+        weight, priority = float(settings.get("weight", 1)), settings.get("max-priority")
+        key = ApiKey(text, weight, None if priority is None else int(priority))
+    except ValueError:
+        raise ValueError(f"line {number} of the file: weight and max-priority are numbers") from None
+    if not 0 < weight < inf:
+        raise ValueError(f"line {number} of the file: the weight is {weight}; it must be more than 0")
+    return key

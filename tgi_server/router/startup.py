@@ -137,7 +137,15 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         if settings.prefix_caching != prefix_caching:
             logger.info("%s models have states beside keys and values: their prefixes are not cached", info.model_type)
         scheduler = Scheduler(
-            shards, info, capacity, limits, metrics, pace, adapters=adapters, prefix_caching=prefix_caching
+            shards,
+            info,
+            capacity,
+            limits,
+            metrics,
+            pace,
+            adapters=adapters,
+            prefix_caching=prefix_caching,
+            fair=settings.fairness == "key",
         )
         form, thoughts = _answer_form(settings, template, threads.tokenizer)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
@@ -153,6 +161,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     settings.max_stored_responses,
                     settings.strict_fields,
                     settings.adapter_root if settings.allow_adapter_updates else None,
+                    settings.max_priority,
                 ),
                 text=TextParts(threads.tokenizer, threads, template, guard, form),
                 options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),

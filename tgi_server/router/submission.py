@@ -45,7 +45,7 @@ class ValidRequest:
     input_ids: the prompt's tokens. For encoder-decoder models, of the encoder.
     cache_namespace: requests of different ones share nothing in the prefix cache.
     deadline: the time after which nobody waits for the answer. first_token_by: the same for its first token. Both are
-    `perf_counter` seconds.
+    `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of its share.
     """
 
     id: int
@@ -56,6 +56,8 @@ class ValidRequest:
     trace_context: dict[str, str] = field(default_factory=dict)
     deadline: float = inf
     first_token_by: float = inf
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Submitter(Protocol):

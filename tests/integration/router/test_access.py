@@ -267,3 +267,62 @@ def test_a_server_that_others_reach_is_no_pages_of_another_name(start: Start, fl
         assert httpx.get(f"{url}/info", headers={"host": host, **browser}).status_code == (
             403 if "evil" in host else 200
         )
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("one\ntwo weight=0\n", "line 2 .*weight is 0"),
+        ("one weight=x\n", "line 1 .*numbers"),
+        ("one weight=nan\n", "line 1 "),
+        ("one max-priority=0.5\n", "line 1 "),
+        ("one priority=5\n", "line 1 "),
+    ],
+)
+def test_settings_of_a_key_that_are_wrong_are_refused(tmp_path: Path, content: str, fault: str):
+    with pytest.raises(ValueError, match=fault):
+        RouterSettings(tokenizer_name=demo_model.PATH, api_key_file=key_file(tmp_path, content))
+
+
+def test_shares_need_several_keys():
+    with pytest.raises(ValueError, match="--fairness=key needs several keys"):
+        RouterSettings(tokenizer_name=demo_model.PATH, api_key="one", fairness="key")
+
+
+async def test_a_key_may_use_the_classes_that_it_is_given(routers: RouterFactory, tmp_path: Path):
+    keys = key_file(tmp_path, "first-key\nsecond-key max-priority=-3\n")
+    router = await routers(api_key_file=keys, max_priority=2)
+
+    async def status(key: str, priority: int) -> int:
+        body = {"prompt": "Hi", "max_tokens": 2, "priority": priority}
+        response = await router.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        if response.status_code != 200:
+            assert response.json()["error"]["param"] == "priority"
+        return response.status_code
+
+    assert [await status("first-key", each) for each in (1, 2, 9)] == [400, 200, 200]
+    assert [await status("second-key", each) for each in (-4, -3, 0)] == [400, 200, 200]
+
+
+async def test_no_request_is_above_the_default_class_unless_it_may_be(router: Router):
+    body = {"inputs": "Hi", "parameters": {"priority": -1}}
+    response = await router.post("/generate", **body)
+    assert response.status_code == 422
+    assert "`priority` is -1; the lowest that a request may give is 0 (--max-priority)" in response.text
+
+
+async def test_the_requests_of_one_key_do_not_hold_up_those_of_another(routers: RouterFactory, tmp_path: Path):
+    keys = key_file(tmp_path, "first-key weight=2\nsecond-key\n")
+    router = await routers(api_key_file=keys, fairness="key", max_batch_size=2, shard={"step_seconds": 0.01})
+    router.say("Rinse the rice. " * 500, end=False)
+
+    async def ask(key: str, tokens: int) -> httpx.Response:
+        body = {"prompt": PROMPT, "max_tokens": tokens}
+        return await router.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+    crowd = [asyncio.create_task(ask("second-key", 2000)) for _ in range(12)]
+    await router.until(lambda: len(router.shard.received) == 2)
+    assert (await ask("first-key", 3)).json()["usage"]["completion_tokens"] == 3
+    assert not any(each.done() for each in crowd)
+    for each in crowd:
+        each.cancel()

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import read_settings
-from tgi_server.router.settings import RouterSettings
+from tgi_server.router.settings import ApiKey, RouterSettings
 
 # Of the launcher's flags, those that concern the router, with TGI's defaults.
 DEFAULTS = {
@@ -91,7 +91,7 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], told: str, capsys: 
 
 def test_a_key_has_no_line_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("API_KEY", "secret\n")
-    assert read().api_keys == ["secret"]
+    assert read().api_keys == [ApiKey("secret")]
 
 
 def test_the_api_key_is_not_printed():

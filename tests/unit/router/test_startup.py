@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.instant_shard import InstantShard, start
 from tgi_server import demo_model
 from tgi_server.router.errors import StartupError
-from tgi_server.router.settings import RouterSettings
+from tgi_server.router.settings import ApiKey, RouterSettings
 from tgi_server.router.startup import access_rules, assembled, public_name
 
 
@@ -170,4 +170,4 @@ def test_a_server_knows_its_names_and_whether_others_reach_it(
 
 def test_with_a_key_the_key_decides(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert access_rules(settings(tmp_path, api_key="s3cret"), listener).keys == ["s3cret"]
+        assert access_rules(settings(tmp_path, api_key="s3cret"), listener).keys == [ApiKey("s3cret")]

@@ -13,8 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
+from tgi_server.router.settings import ApiKey
 
-_TENANT = "tenant"
+_TENANT, _KEY = "tenant", "key"
 _ANY = "*"
 _KEPT = "/v1/responses/"
 # Pages may send these anywhere without being asked, and programs have no reason to. A third one is curl's default.
@@ -36,7 +37,7 @@ class AccessRules:
     names of the server, for requests without a key. only_here: the server listens on loopback only.
     """
 
-    keys: Sequence[str] = ()
+    keys: Sequence[ApiKey] = ()
     origins: Collection[str] = ()
     hosts: Collection[str] = (_ANY,)
     only_here: bool = False
@@ -46,6 +47,12 @@ def tenant_of(request: Request) -> str:
     """Returns a name of the sender that reveals nothing of the key; empty if there is one key or none."""
     tenant: str = request.scope["state"].get(_TENANT, "")
     return tenant
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """Returns the API key that the request carries; None where none is needed."""
+    key: ApiKey | None = request.scope["state"].get(_KEY)
+    return key
 
 
 def cache_namespace(tenant: str, salt: str | None) -> str:
@@ -66,15 +73,16 @@ class ApiKeyMiddleware:
         self._secret = secrets.token_bytes(32)
         # Looking a key up by a hash that nobody can foresee takes as long for an almost right key as for any other.
         several = len(rules.keys) > 1
-        self._tenants = {self._hash(key.encode()): self._hash(key.encode()) if several else "" for key in rules.keys}
+        hashes = {self._hash(key.text.encode()): key for key in rules.keys}
+        self._callers = {hashed: (hashed if several else "", key) for hashed, key in hashes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].startswith(_KEPT)):
-            tenant = self._tenants.get(self._hash(_api_key(scope)))
-            if tenant is None:
+            caller = self._callers.get(self._hash(_api_key(scope)))
+            if caller is None:
                 await _refuse(Unauthorized("the API key is missing or wrong"), scope, receive, send)
                 return
-            scope["state"][_TENANT] = tenant
+            scope["state"][_TENANT], scope["state"][_KEY] = caller
         await self._app(scope, receive, send)
 
     def _hash(self, key: bytes) -> str:

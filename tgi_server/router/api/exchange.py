@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.logging import one_line
-from tgi_server.router.api.access import cache_namespace, tenant_of
+from tgi_server.router.api.access import cache_namespace, key_of, tenant_of
 from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.encoding import (
@@ -71,6 +71,7 @@ class Exchange:
         self.request = request
         self.path: str = request.scope["path"]
         self.tenant = tenant_of(request)
+        self._key = key_of(request)
         self._owner = owner_of(request)
         self.arrived = perf_counter()
         self._time_limits = TimeLimits.of(request.headers)
@@ -151,8 +152,12 @@ class Exchange:
         *,
         shown: Collection[int] = (),
     ) -> TokenStream[F]:
-        """Queues a sequence, which `output` writes. shown: special tokens that are part of the text."""
+        """Queues a sequence, which `output` writes. shown: special tokens that are part of the text.
+
+        Raises InvalidRequest for a class that the caller may not use.
+        """
         service, options = self.service, checked.options
+        self._check_priority(options.priority)
         self._note_unenforced(checked.unenforced)
         stream = TokenStream(
             service.text.tokenizer,
@@ -194,9 +199,21 @@ class Exchange:
                 trace_context=service.tracer.context(self.span),
                 deadline=deadline,
                 first_token_by=first_token_by,
+                tenant=self.tenant,
+                weight=1.0 if self._key is None else self._key.weight,
             )
         )
         return stream
+
+    def _check_priority(self, priority: int) -> None:
+        allowed = None if self._key is None else self._key.max_priority
+        lowest = self.service.policy.max_priority if allowed is None else allowed
+        if priority < lowest:
+            raise InvalidRequest(
+                f"`priority` is {priority}; the lowest that {'this key' if self._key else 'a request'} may give is "
+                f"{lowest} (--max-priority)",
+                param="priority",
+            )
 
     def _answer_bytes(self) -> int:
         """Returns roughly the bytes of the answers that are generated and not sent."""

@@ -1,7 +1,8 @@
 """The sequences that wait for the shards, and those that the shards hold."""
 
 import logging
-from collections import OrderedDict, defaultdict
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 
 from tgi_server.contract import MOST_DRAFTED
@@ -16,34 +17,40 @@ _AHEAD = MOST_DRAFTED
 
 
 class WaitingQueue:
-    """First come, first served; a preempted request goes before all others, which came after it."""
+    """Sequences by their places: the first one is served first, unless another tenant has had less."""
 
     def __init__(self) -> None:
-        self._sequences: OrderedDict[int, Sequence] = OrderedDict()
+        self._by_id: dict[int, Sequence] = {}
+        self._sequences: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return iter(self._sequences)
 
     def get(self, request_id: int) -> Sequence | None:
-        return self._sequences.get(request_id)
+        return self._by_id.get(request_id)
 
     def add(self, sequence: Sequence) -> None:
-        self._sequences[sequence.id] = sequence
+        self._by_id[sequence.id] = sequence
+        insort(self._sequences, sequence, key=_place)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Puts a sequence that is older than all that wait to the front."""
-        self._sequences[sequence.id] = sequence
-        self._sequences.move_to_end(sequence.id, last=False)
+        """Takes a sequence that was preempted, at the place that it had."""
+        self.add(sequence)
 
     def first(self) -> Sequence | None:
-        return next(iter(self._sequences.values()), None)
+        return self._sequences[0] if self._sequences else None
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the sequence out, if it waits."""
-        self._sequences.pop(sequence.id, None)
+        if self._by_id.pop(sequence.id, None) is not None:
+            del self._sequences[bisect_left(self._sequences, sequence.place, key=_place)]
+
+
+def _place(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.place
 
 
 class Batch:
@@ -69,7 +76,7 @@ class Batch:
         self.step = 1
         self.answered = 0
         self.filter_due = False
-        self._members: dict[int, Sequence] = {}  # oldest first: they join in the order in which they came
+        self._members: dict[int, Sequence] = {}  # in the order in which they joined
         self._prefilling: dict[int, Sequence] = {}
         self._jumping: dict[int, Sequence] = {}
         self._full_at: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step
@@ -91,11 +98,8 @@ class Batch:
     def ids(self) -> list[int]:
         return list(self._members)
 
-    def youngest(self) -> Sequence:
-        return next(reversed(self._members.values()))
-
     def prefilling(self) -> list[Sequence]:
-        """Returns the sequences whose known tokens have not all been computed, oldest first."""
+        """Returns the sequences whose known tokens have not all been computed."""
         return list(self._prefilling.values())
 
     @property

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
@@ -11,6 +12,7 @@ from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import Verdict
+from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.submission import Limits
@@ -30,6 +32,7 @@ class Reason(Enum):
     ROOM = "the running batch is at most half full"
     BACKPRESSURE = "the waiting requests outnumber the running ones by waiting_served_ratio"
     WAIT_EXCEEDED = "max_waiting_tokens decode steps have passed without a prefill"
+    PREEMPTION = "running requests give way to a waiting one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,9 @@ class StepPlanner:
         pace: PromptPace,
         on_fault: Callable[[Sequence], None],
         adapters: Adapters,
+        order: Order,
     ) -> None:
+        self._order = order
         self._waiting = waiting
         self._batch = batch
         self._policy = policy
@@ -132,6 +137,7 @@ class StepPlanner:
         self._adapters = adapters
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
+        self._urgent: set[int] = set()  # requests for which others have just been preempted
 
     def plan(self, steps_in_flight: int) -> list[FilterPlan | StepPlan]:
         """Returns the next call; none if there is none before a step in flight is answered, or another request comes.
@@ -144,10 +150,12 @@ class StepPlanner:
         if steps_in_flight >= STEPS_IN_FLIGHT:
             return []
         growing = batch.growing()
-        if not batch.memory.can_grow(len(growing)):
+        short = not batch.memory.can_grow(len(growing))
+        if short or self._must_give_way():
             if steps_in_flight:
                 return []  # they may free blocks, and their tokens belong to a sequence that must give way
-            return [self._filter(self._make_room())]
+            if preempted := self._make_room() if short else self._give_way():
+                return [self._filter(preempted)]
         step = self._step(growing)
         if step is not None:
             batch.sent()
@@ -159,14 +167,57 @@ class StepPlanner:
         return FilterPlan(self._batch.id, self._batch.ids(), preempted)
 
     def _make_room(self) -> int:
-        """Preempts the youngest sequences until all others can grow. Returns how many were preempted.
+        """Preempts the sequences that are served last until all others can grow. Returns how many were preempted.
 
         One that is alone can always grow.
         """
         preempted = 0
         while not self._batch.memory.can_grow(len(self._batch.growing())):
-            preempted += self._alone(self._preempt, self._batch.youngest()) is not None
+            preempted += self._alone(self._preempt, self._order.last(self._batch)) is not None
         return preempted
+
+    def _must_give_way(self) -> bool:
+        """Returns True if running sequences have to give way to the waiting one that is served next."""
+        first = self._order.first(self._waiting) if self._batch.memory.chunks and len(self._batch) else None
+        if first is None or self._has_room(first) or self._order.gives_way(first, list(self._batch)) is None:
+            return False
+        return self._may_join(first)
+
+    def _give_way(self) -> int:
+        """Preempts running sequences for waiting ones that are served before them, and that the next step can begin.
+
+        Returns how many were preempted.
+        """
+        preempted, budget = 0, self._prefill_budget(self._batch.replies)
+        claiming: list[Sequence] = []
+        for sequence in self._order.arrange(self._waiting):
+            while not self._has_room(sequence, len(claiming)):
+                victim = self._order.gives_way(sequence, [*self._batch, *claiming])
+                if victim is None or victim not in self._batch:
+                    return preempted
+                preempted += self._alone(self._preempt, victim) is not None
+                self._urgent.add(sequence.id)
+            claiming.append(sequence)
+            budget -= sequence.remaining
+            if budget <= 0:
+                break
+        return preempted
+
+    def _has_room(self, sequence: Sequence, claimed: int = 0) -> bool:
+        """Returns False if there is no place, or no memory, for a sequence beside `claimed` others that are to join."""
+        batch = self._batch
+        if len(batch) + claimed >= self._policy.limits.max_batch_size:
+            return False
+        if not self._lacked_memory(sequence):
+            return True
+        block = batch.memory.block_size
+        free = self._policy.total_budget(batch.memory.held_tokens, growth_tokens=len(batch) * block)
+        return free > sequence.remaining + block
+
+    def _lacked_memory(self, sequence: Sequence) -> bool:
+        """Returns True if there was no memory for the sequence, and no less of it was held than now."""
+        tried = self._did_not_fit
+        return tried is not None and tried[0] == sequence.id and self._batch.memory.held_tokens >= tried[1] > 0
 
     def _preempt(self, sequence: Sequence) -> Sequence:
         self._batch.leave(sequence)
@@ -182,11 +233,14 @@ class StepPlanner:
         plan.decode = batch.decoding()
         plan.replies = batch.replies if plan.decode else 0
         running = len(batch)
-        budget = self._prefill(plan, batch.prefilling(), self._prefill_budget(plan.replies))
         self._grow(plan, (sequence for sequence in batch.jumping() if batch.memory.can_grow(1)))
-        reason = self._policy.reason_to_admit(running, len(self._waiting), self._steps_since_prefill)
-        if reason is not None:
-            self._admit(plan, budget)
+        prefilling = batch.prefilling()
+        budget = self._admit(plan, self._prefill_budget(plan.replies), self._overtaking())
+        budget = self._prefill(plan, self._order.arrange(prefilling), budget)
+        reason = Reason.PREEMPTION if plan.joined else None
+        if usual := self._policy.reason_to_admit(len(batch), len(self._waiting), self._steps_since_prefill):
+            reason = reason or usual
+            self._admit(plan, budget, self._order.arrange(self._waiting))
         self._steps_since_prefill = 0 if plan.joined else self._steps_since_prefill + 1
         plan.reason = reason if running else None
         plan.chunks = [chunk for chunk in plan.chunks if batch.get(chunk[0])]  # the others have failed since
@@ -213,28 +267,43 @@ class StepPlanner:
                 budget -= tokens
         return budget
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
+    def _overtaking(self) -> list[Sequence]:
+        """Returns the waiting sequences that join before others are computed further: they are served before those."""
+        urgent, self._urgent = self._urgent, set()
+        if not (urgent or self._order.may_overtake(self._waiting, self._batch)):
+            return []
+        running = list(self._batch)
+
+        def overtakes(sequence: Sequence) -> bool:
+            return sequence.id in urgent or self._order.gives_way(sequence, running) is not None
+
+        return list(takewhile(overtakes, self._order.arrange(self._waiting)))
+
+    def _admit(self, plan: StepPlan, budget: int, sequences: Iterable[Sequence]) -> int:
         """Takes requests from the queue, in order, as long as there is room, and adds their first chunks.
+
+        Returns what is left of the budget.
 
         Those whose adapters are not ready let others pass. As all places may be taken by adapters of running sequences,
         they do so for `max_waiting_tokens` steps: then none with an adapter joins before them, so a place is freed.
         """
         in_order = False
         room = _JOINING_BYTES
-        for sequence in list(self._waiting):
+        for sequence in sequences:
             if budget <= 0 or room <= 0 or len(self._batch) >= self._policy.limits.max_batch_size:
-                return
+                return budget
             if (in_order and sequence.adapter is not None) or not self._may_join(sequence):
                 in_order = in_order or self._waits_too_long(sequence)
                 continue
             admitted = self._alone(self._fits, sequence, budget, bool(plan.joined))
             if admitted is False:
-                return
+                return budget
             if admitted and (tokens := self._alone(self._batch.compute, sequence, budget)):
                 plan.joined.append(sequence)
                 plan.chunks.append((sequence.id, tokens))
                 budget -= tokens
                 room -= sequence.size
+        return budget
 
     def _may_join(self, sequence: Sequence) -> bool:
         """Returns False while a sequence's adapter is not ready. It becomes ready once there is a place for it."""
@@ -256,7 +325,7 @@ class StepPlanner:
         if not memory.chunks and others_joined and sequence.remaining > budget:
             return False
         held = memory.held_tokens
-        if self._did_not_fit is not None and self._did_not_fit[0] == sequence.id and held >= self._did_not_fit[1] > 0:
+        if self._lacked_memory(sequence):
             return False
         # Each running sequence is left room to grow by a block, so that the newcomer is not preempted at once.
         growth = len(self._batch) * memory.block_size

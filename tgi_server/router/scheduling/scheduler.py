@@ -16,6 +16,7 @@ from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.deadlines import DeadlineAlarm
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
+from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
 from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
@@ -28,6 +29,7 @@ _CONCAT = {
     Reason.ROOM: ConcatReason.CHUNKING,
     Reason.BACKPRESSURE: ConcatReason.BACKPRESSURE,
     Reason.WAIT_EXCEEDED: ConcatReason.WAIT_EXCEEDED,
+    Reason.PREEMPTION: ConcatReason.PREEMPTION,
 }
 
 
@@ -60,6 +62,7 @@ class Scheduler:
         *,
         adapters: Adapters | None = None,
         prefix_caching: bool = True,
+        fair: bool = False,
         clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
         recovery_timeout_s: float = 5.0,
@@ -69,6 +72,7 @@ class Scheduler:
 
         adapters: those that requests may name; None: none.
         prefix_caching: what one request has computed is kept for others.
+        fair: tenants get equal shares of the tokens, by their weights.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
@@ -91,8 +95,9 @@ class Scheduler:
             else PaddedMemory(limits.max_batch_total_tokens)
         )
         self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
+        self._order = Order(fair=fair)
         self._planner = StepPlanner(
-            self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken, self._adapters
+            self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken, self._adapters, self._order
         )
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
@@ -128,11 +133,12 @@ class Scheduler:
             return
         try:
             adapter = self._adapters.find(request.options.adapter_id) if request.options.adapter_id else None
-            sequence = Sequence(request, self._speculates, adapter)
+            sequence = Sequence(request, self._speculates, adapter, self._clock())
             self.batch.memory.check_length(sequence)
         except (InvalidRequest, NoSuchAdapter) as error:
             tell_end(request, error)
         else:
+            self._order.enter(sequence, (*self.waiting, *self.batch))
             self.waiting.add(sequence)
             self._alarm.add(sequence.deadline)
             self._work.set()
@@ -228,6 +234,7 @@ class Scheduler:
                 self._end(sequence, RouterError("the start of the generation could not be handled"))
             else:
                 if first:
+                    self._order.charge(sequence, sequence.prompt_tokens - sequence.cached)
                     self._metrics.batches.looked_up(sequence.prompt_tokens, sequence.cached)
 
     async def receive(self) -> None:
@@ -261,6 +268,7 @@ class Scheduler:
             sequence = self.batch.get(generation.request_id)
             if sequence is None:
                 continue  # it has left meanwhile: nobody waits for its tokens
+            self._order.charge(sequence, len(generation.token_ids))
             try:
                 outcome = sequence.advance(generation)
             except Exception:

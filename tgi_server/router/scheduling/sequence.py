@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # counts cached tokens in the same steps.
 _CACHED_TOKENS_STEP = 128
 
+# No request is overtaken by one of its class that comes so much later, however soon that one's deadline is.
+_LONGEST_OVERTAKEN_S = 10.0
+
 # The end of a request: the reason, or the error that it failed with.
 Outcome = FinishReason | RouterError
 
@@ -44,11 +47,15 @@ class Sequence:
         token that the one before it yielded.
     newest: tokens of its last generation, of which no step may have computed any.
     without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
+    submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before
+        a higher one, and within it the earlier deadline.
     """
 
     request: ValidRequest
     speculates: bool = False
     adapter: Adapter | None = None
+    submitted_at: float = 0.0
+    place: tuple[int, float, int] = field(init=False)
     message: pb.Request = field(init=False)
     size: int = field(init=False)
     tokens: "array[int]" = field(init=False)
@@ -74,10 +81,16 @@ class Sequence:
         self.size = self.message.ByteSize() + (grammar.size if grammar is not None else 0)
         self.known = self.prompt_tokens = len(self.tokens)
         self.max_total_tokens = self.prompt_tokens + self.request.options.stopping.max_new_tokens
+        due = min(self.deadline, self.submitted_at + _LONGEST_OVERTAKEN_S)
+        self.place = self.request.options.priority, due, self.request.id
 
     @property
     def id(self) -> int:
         return self.request.id
+
+    @property
+    def priority(self) -> int:
+        return self.request.options.priority
 
     @property
     def generated(self) -> int:

@@ -12,6 +12,7 @@ from tgi_server.router.api.access import (
     cache_namespace,
     tenant_of,
 )
+from tgi_server.router.settings import ApiKey
 
 Headers = dict[str, str]
 
@@ -39,13 +40,13 @@ async def tell_tenant(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("authorization", ["Bearer s3cret", "bearer s3cret", "BEARER  s3cret "])
 async def test_the_key_opens_the_door_however_the_scheme_is_written(authorization: str):
-    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=["s3cret"]))
+    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("s3cret")]))
     assert await status(app, authorization=authorization) == (200, "")
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer s3cre"}, {"authorization": "Basic s3cret"}])
 async def test_a_post_without_the_key_is_refused_and_a_get_is_not(headers: Headers):
-    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=["s3cret"]))
+    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("s3cret")]))
     code, body = await status(app, **headers)
     assert code == 401
     assert "the API key is missing or wrong" in body
@@ -53,7 +54,7 @@ async def test_a_post_without_the_key_is_refused_and_a_get_is_not(headers: Heade
 
 
 async def test_each_of_several_keys_is_a_tenant_whose_name_hides_the_key():
-    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=["first", "second"]))
+    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("first"), ApiKey("second")]))
     tenants = [(await status(app, authorization=f"Bearer {key}"))[1] for key in ("first", "second", "first")]
     assert tenants[0] == tenants[2] != tenants[1]
     assert all(tenants)

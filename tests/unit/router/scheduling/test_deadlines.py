@@ -22,6 +22,7 @@ def test_a_request_that_runs_ends_at_its_deadline_and_frees_its_blocks() -> None
 def test_a_request_that_waits_ends_at_its_deadline() -> None:
     simulation = Simulation(max_batch_size=1)
     running = simulation.submit([1, 2, 1], 20)
+    simulation.turn()
     late = simulation.submit([2, 2, 1], 20, deadline=5.5)
     simulation.run()
     assert isinstance(late.error, RequestTimedOut)
@@ -32,6 +33,7 @@ def test_a_request_that_waits_ends_at_its_deadline() -> None:
 def test_the_first_token_may_have_a_deadline_of_its_own() -> None:
     simulation = Simulation(max_batch_size=1)
     flows = simulation.submit([1, 2, 1], 20, first_token_by=3.5)
+    simulation.turn()
     silent = simulation.submit([2, 2, 1], 20, first_token_by=3.5)
     simulation.run()
     assert len(flows.tokens) == 20

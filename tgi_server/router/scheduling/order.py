@@ -1,0 +1,120 @@
+"""Who goes first: the lower `priority`, then the key that has had less, then the earlier deadline."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from heapq import heappop, heappush
+
+from tgi_server.router.scheduling.sequence import Sequence
+
+
+class Shares:
+    """The tokens that each tenant has had, divided by its weight: fair queueing in tokens (arXiv:2401.00588).
+
+    Who comes back after a pause is put level with those who are there, so that nobody saves up.
+    """
+
+    def __init__(self) -> None:
+        self._had: defaultdict[str, float] = defaultdict(float)
+
+    def enter(self, tenant: str, present: Collection[str]) -> None:
+        """Notes that a request of the tenant comes. present: the tenants of all others that wait or run."""
+        if not present:
+            self._had.clear()
+        elif tenant not in present:
+            self._had[tenant] = max(self._had[tenant], min(self._had[each] for each in present))
+
+    def charge(self, sequence: Sequence, tokens: int) -> None:
+        """Notes tokens that were computed for a request."""
+        request = sequence.request
+        self._had[request.tenant] += tokens / request.weight
+
+    def merge(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Returns sequences that are in order, so that those of a tenant that has had less come first.
+
+        Each is charged with its prompt for those behind it.
+        """
+        queues: defaultdict[tuple[int, str], list[Sequence]] = defaultdict(list)
+        for sequence in sequences:
+            queues[sequence.priority, sequence.request.tenant].append(sequence)
+        heads: list[tuple[int, float, tuple[int, float, int], int, str]] = []
+        for (priority, tenant), queue in queues.items():
+            heappush(heads, (priority, self._had[tenant], queue[0].place, 0, tenant))
+        merged = []
+        while heads:
+            priority, had, _, index, tenant = heappop(heads)
+            queue = queues[priority, tenant]
+            sequence = queue[index]
+            merged.append(sequence)
+            if index + 1 < len(queue):
+                had += sequence.remaining / sequence.request.weight
+                heappush(heads, (priority, had, queue[index + 1].place, index + 1, tenant))
+        return merged
+
+
+class Order:
+    """Orders the sequences that wait, and names those that give way to one of them."""
+
+    def __init__(self, *, fair: bool = False) -> None:
+        """fair: tenants get equal shares, by their weights."""
+        self._shares = Shares() if fair else None
+
+    def enter(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
+        """Notes a sequence that is new. others: all that wait or run."""
+        if self._shares is not None:
+            self._shares.enter(sequence.request.tenant, {each.request.tenant for each in others})
+
+    def charge(self, sequence: Sequence, tokens: int) -> None:
+        """Notes tokens that were computed for a sequence."""
+        if self._shares is not None:
+            self._shares.charge(sequence, tokens)
+
+    def arrange(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Returns the sequences in the order in which they are served."""
+        in_order = sorted(sequences, key=_place)
+        return in_order if self._shares is None else self._shares.merge(in_order)
+
+    def first(self, sequences: Iterable[Sequence]) -> Sequence | None:
+        """Returns the one that is served first; None if there is none."""
+        if self._shares is None:
+            return min(sequences, key=_place, default=None)
+        return next(iter(self.arrange(sequences)), None)
+
+    def last(self, sequences: Iterable[Sequence]) -> Sequence:
+        """Returns the one that gives way when there is no memory for all."""
+        return max(sequences, key=_place)
+
+    def may_overtake(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> bool:
+        """Returns False if it is sure that no running sequence gives way to one that waits."""
+        first = next(iter(waiting), None)
+        if first is None or self._shares is not None:
+            return first is not None
+        return any(each.priority > first.priority for each in running)
+
+    def gives_way(self, sequence: Sequence, running: Collection[Sequence]) -> Sequence | None:
+        """Returns the running sequence that is preempted for one that waits; None if that one waits for its turn.
+
+        It is one of a lower class; or else one of a tenant that runs so many more, by its weight, that it still runs no
+        fewer afterwards.
+        """
+        last = max(running, key=_place, default=None)
+        if last is None or last.priority > sequence.priority or self._shares is None:
+            return last if last is not None and last.priority > sequence.priority else None
+        of_tenants: defaultdict[str, list[Sequence]] = defaultdict(list)
+        for each in running:
+            of_tenants[each.request.tenant].append(each)
+        own = sequence.request
+        with_it = (len(of_tenants.get(own.tenant, ())) + 1) / own.weight
+        most = max(of_tenants.values(), key=_places)
+        if most[0].request.tenant == own.tenant or (len(most) - 1) / most[0].request.weight < with_it:
+            return None
+        victim = max(most, key=_place)
+        return victim if victim.priority >= sequence.priority else None
+
+
+def _places(sequences: list[Sequence]) -> float:
+    """Returns the number of a tenant's sequences, divided by its weight."""
+    return len(sequences) / sequences[0].request.weight
+
+
+def _place(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.place
