@@ -19,7 +19,14 @@ ToolCallParser = Literal[
     "hermes",
     "qwen3_coder",
     "glm45",
+    "glm47",
     "minimax_m2",
+    "seed_oss",
+    "gemma4",
+    "kimi_k2",
+    "granite",
+    "lfm2",
+    "pythonic",
     "mistral",
     "mistral_args",
     "llama3_json",
@@ -92,7 +99,9 @@ class ServingSettings(ServiceSettings):
     tool_call_parser: ToolCallParser = Field(
         default="auto", description="Format in which the model calls tools; auto: read from its chat template."
     )
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "harmony"] = Field(
+    reasoning_parser: Literal[
+        "auto", "none", "deepseek_r1", "qwen3", "harmony", "gemma4", "granite", "kimi_vl", "mistral", "seed_oss"
+    ] = Field(
         default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")

@@ -337,7 +337,7 @@ def _answer_form(
             "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
             "/generate and /v1/completions need none"
         )
-    return AnswerForm(calls, thoughts, tokenizer.special_tokens), thoughts
+    return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens), thoughts
 
 
 def public_name(model_id: str) -> str:

@@ -17,7 +17,7 @@ from tests.integration.router.conftest import Router, events, running_router
 from tests.published_tokenizers import PUBLISHED, Published
 from tgi_server.grammar import GrammarCompiler
 from tgi_server.router.text.reasoning import reasoning_tags
-from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.router.text.tool_formats import NUMBER, tool_format
 from tgi_server.wire import grammar_from_message
 
 # The last one's calls are in a form that only a flag names.
@@ -47,6 +47,11 @@ class Model:
         begins = "<think>" in published.template.rpartition("add_generation_prompt")[2]
         self.opened = begins and "enable_thinking" not in published.template
 
+    @property
+    def thought_marks(self) -> tuple[str, ...]:
+        """The texts around thoughts."""
+        return () if self._tags is None else (self._tags.begin, self._tags.end)
+
     def thought(self) -> str:
         """Thoughts as the model writes them; empty where it has none."""
         if self._tags is None:
@@ -64,12 +69,15 @@ class Model:
         """Calls of tools as the model writes them."""
         form, written = self.form, self.form.trigger
         for index, (name, arguments) in enumerate(calls):
-            written += form.next_head(name) if index else form.first_head(name)
+            head = form.next_head(name) if index else form.first_head(name)
+            written += head.replace(NUMBER, str(index))
             tags = form.tags
             if tags is None:
                 written += json.dumps(arguments, ensure_ascii=False) + form.tail
             else:
-                written += "".join(tags.tag(key) + value + tags.end for key, value in arguments.items()) + form.tail
+                texts = {key: value if tags.end else json.dumps(value) for key, value in arguments.items()}
+                told = (tags.tag(key) + tags.quote + value + tags.end for key, value in texts.items())
+                written += tags.separator.join(told) + form.tail
         return written + form.end
 
     async def answers(self, text: str, **body: Any) -> dict[str, Any]:
@@ -209,12 +217,13 @@ async def test_thoughts_behind_a_blank(model: Model):
     for text in (None, "I look it up."):
         if text and model.said(""):
             continue  # an answer is either a text or a call
-        written = f"\n{model.thought()}{text or ''}\n{model.call(called)}"
+        blank = "" if model.said("") else "\n"
+        written = f"\n{model.thought()}{text or ''}{blank}{model.call(called)}"
         assert await model.answers(written, tools=TOOLS) == answer(model, text, called)
 
 
 async def test_a_text_beside_tools(model: Model):
-    marks = (model.form.trigger, "<think>", "</think>")
+    marks = (model.form.trigger, *model.thought_marks)
     text = f"It is {' '.join(each for each in model.published.texts if each not in marks)}, {{or}} I think."
     assert await model.answers(model.thought() + model.said(text), tools=TOOLS) == answer(model, text)
 
@@ -228,6 +237,8 @@ async def test_added_tokens_within_json(model: Model):
     added = "".join(f"{each} a" for each in model.published.texts)
     written = json.dumps({"place": f"it is {added}"}, ensure_ascii=False)
     assert await model.answers(model.thought() + model.said(written), response_format=FORMAT) == answer(model, written)
+    if model.form.tags is not None and model.form.tags.end:  # which no text has
+        written = written.replace(model.form.tags.end, "")
     called = ("weather", json.loads(written))
     written = model.thought() + model.call(called)
     assert await model.answers(written, tools=TOOLS, tool_choice="required") == answer(model, None, called)

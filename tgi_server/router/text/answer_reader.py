@@ -5,12 +5,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from tgi_server.router.text.json_reader import JsonReader
 from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tagged_arguments import Beginnings, TaggedArgumentsReader, Tags, beginning_held
-from tgi_server.router.text.tool_formats import Arguments, ToolFormat
+from tgi_server.router.text.tagged_arguments import (
+    Arguments,
+    Beginnings,
+    TaggedArgumentsReader,
+    Tags,
+    beginning_held,
+)
+from tgi_server.router.text.tool_formats import NUMBER, ToolFormat
 
+# The number of a call, complete or not.
+_NUMBER = re.compile(r":\d+(?=<|\Z)")
 _JSON_STRING = re.compile(r'"([^"\\]|\\.)*"')
-_STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
 class AnswerPart(Enum):
@@ -24,11 +32,15 @@ class AnswerPart(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer. text: of a CALL, the name of the tool. call: which of the calls it belongs to."""
+    """A piece of an answer. text: of a CALL, the name of the tool. call: which of the calls it belongs to.
+
+    id: of a CALL, the one that the model gave it; empty: none.
+    """
 
     part: AnswerPart
     text: str
     call: int = 0
+    id: str = ""
 
 
 class CallHeads:
@@ -52,10 +64,10 @@ class CallHeads:
         """Returns the form of the calls of a tool."""
         return self._called[name]
 
-    def reader(self, name: str) -> "_JsonReader | TaggedArgumentsReader":
+    def reader(self, name: str) -> "JsonReader | TaggedArgumentsReader":
         """Returns what reads the arguments of a call."""
         tags = self._tags.get(name)
-        return _JsonReader() if tags is None else TaggedArgumentsReader(tags)
+        return JsonReader() if tags is None else TaggedArgumentsReader(tags)
 
 
 class AnswerReader:
@@ -170,7 +182,7 @@ class _CallReader:
         self._form = self._called = heads.form
         self._place = _ReaderPlace.TEXT
         self._buffer = self._trigger = ""
-        self._reader: _JsonReader | TaggedArgumentsReader = _JsonReader()
+        self._reader: JsonReader | TaggedArgumentsReader = JsonReader()
         self.number = 0
 
     @property
@@ -224,16 +236,18 @@ class _CallReader:
         """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
         # A call that has named its tool is no text, even if it is cut off here.
         ended = last and not self._form.anywhere and _JSON_STRING.match(self._buffer) is None
-        seen = self._buffer
-        found = heads.of(seen)
+        seen, number = self._buffer, ""
+        if self._form.numbered and (numbered := _NUMBER.search(seen)) is not None:
+            number, seen = numbered[0], f"{seen[: numbered.start()]}:{NUMBER}{seen[numbered.end() :]}"
+        found = None if heads.may_grow(seen) else heads.of(seen)
         if found is not None:
             name = names[found]
-            yield Piece(AnswerPart.CALL, name, self.number)
+            yield Piece(AnswerPart.CALL, name, self.number, f"functions.{name}{number}" if number else "")
             self.number += 1
             self._called, self._reader = self._heads.form_of(name), self._heads.reader(name)
             self._buffer, self._place = seen.removeprefix(found), _ReaderPlace.ARGUMENTS
         elif self._place is _ReaderPlace.FIRST_HEAD and (ended or not heads.may_follow(seen)):
-            self._buffer, self._place = self._trigger + seen, _ReaderPlace.PLAIN
+            self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
 
     def _arguments(self) -> Iterator[Piece]:
         certain, self._buffer, ended = self._reader.read(self._buffer)
@@ -245,40 +259,3 @@ class _CallReader:
         if self._buffer.startswith(self._called.tail):
             self._buffer = self._buffer.removeprefix(self._called.tail)
             self._place = _ReaderPlace.BETWEEN
-
-
-class _JsonReader:
-    """Reads a JSON object that comes in pieces, up to its end."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def read(self, text: str) -> tuple[str, str, bool]:
-        """Returns what is of the object, what comes behind it, and True at its end. text: what has come since."""
-        end = self._end(text)
-        return (text, "", False) if end is None else (text[:end], text[end:], True)
-
-    def _end(self, text: str) -> int | None:
-        """Returns the place behind the object's last brace; None while it goes on."""
-        start = 0
-        if self._escaped and text:
-            start, self._escaped = 1, False
-        while (found := _STRUCTURE.search(text, start)) is not None:
-            start, sign = found.end(), found[0]
-            if self._in_string:
-                if sign == '"':
-                    self._in_string = False
-                elif sign == "\\":
-                    self._escaped = start == len(text)
-                    start += 1
-            elif sign == '"':
-                self._in_string = True
-            elif sign in "{[":
-                self._depth += 1
-            elif sign in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return start
-        return None

@@ -27,7 +27,7 @@ class ReasoningTags:
 
     def open_in(self, prompt: str) -> bool:
         """Returns True if the prompt ends within thoughts, so that the answer begins with them."""
-        return prompt.rstrip().endswith(self.begin)
+        return prompt.rstrip().endswith(self.begin.rstrip())
 
 
 _THINK = ReasoningTags("<think>", "</think>")
@@ -39,7 +39,16 @@ _HARMONY = ReasoningTags(
     ("<|channel|>commentary<|message|>",),
     repeats=True,
 )
-_PARSERS = {"deepseek_r1": _THINK, "qwen3": _THINK, "harmony": _HARMONY}
+_PARSERS = {
+    "deepseek_r1": _THINK,
+    "qwen3": _THINK,
+    "harmony": _HARMONY,
+    "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
+    "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
+    "kimi_vl": ReasoningTags("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+}
 REASONING_PARSERS = ("auto", "none", *_PARSERS)
 
 
@@ -50,8 +59,8 @@ def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     """
     if parser != "auto":
         return _PARSERS.get(parser)
-    signs = {_HARMONY.begin: _HARMONY, _THINK.end: _THINK}
-    return next((tags for sign, tags in signs.items() if sign in template), None)
+    own = (tags for tags in _PARSERS.values() if tags is not _THINK)
+    return next((tags for tags in (*own, _THINK) if (tags.begin if tags.opening else tags.end) in template), None)
 
 
 def thought_budget(

@@ -1,7 +1,7 @@
-"""Arguments that are written one by one between tags, and what is read from them as JSON.
+"""Arguments that are written one by one, and what is read from them as JSON.
 
 A text stands between its tags as it is, and ends with the first closing tag. Everything else is JSON, on one line. As
-Qwen3-Coder writes them:
+Qwen3-Coder writes them, and as Gemma 4 does, where they are listed:
 
     <parameter=place>
     Paris
@@ -9,14 +9,18 @@ Qwen3-Coder writes them:
     <parameter=days>
     [1, 2]
     </parameter>
+
+    place:<|"|>Paris<|"|>,days:[1, 2]
 """
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tgi_server.router.text.json_reader import JsonReader
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
 _ANNOTATIONS = frozenset(
@@ -35,15 +39,24 @@ _OF_WHOLE_OBJECTS = frozenset(
 )
 _MOST_REFERENCES = 16
 _NULL = "null"
+# What a tag behind a value begins with.
+_IN_TAGS = re.compile(r"[\n<]")
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """The tags around an argument. begin: the texts before and after its name, in front of the value. end: contains a
-    line break, which no listed value contains."""
+    """The tags around an argument.
+
+    begin: the texts before and after its name, in front of the value. end: the text behind the value. separator: what
+    stands between arguments that are listed, of which only texts have an end; if that is empty, texts are JSON, too.
+    quote: what stands in front of a text. words: those of JSON that the model writes otherwise.
+    """
 
     begin: tuple[str, str]
     end: str
+    separator: str = ""
+    quote: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def tag(self, name: str) -> str:
         """Returns the tag in front of an argument's value."""
@@ -55,6 +68,7 @@ class TaggedParameter:
     """One parameter of a tool.
 
     text: its value is a text, one of `values` if there are any. nullable: or null. Otherwise the value is JSON.
+    boolean: true or false.
     """
 
     name: str
@@ -62,6 +76,32 @@ class TaggedParameter:
     text: bool = False
     values: tuple[str, ...] = ()
     nullable: bool = False
+    boolean: bool = False
+
+    @property
+    def as_json(self) -> "TaggedParameter":
+        """The parameter with a value in JSON."""
+        return replace(self, text=False, values=(), nullable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one tool.
+
+    place: of their schema, as a JSON pointer. tagged: they are written one by one; None: as one JSON object.
+    """
+
+    place: str
+    tagged: Sequence[TaggedParameter] | None = None
+
+    def place_of(self, parameter: TaggedParameter) -> str:
+        """Returns the place of the schema of one of them."""
+        return f"{self.place}/properties/{parameter.name}"
+
+    @property
+    def places(self) -> list[str]:
+        """The places of the schemas of all that is JSON in them."""
+        return [self.place] if self.tagged is None else [self.place_of(each) for each in self.tagged if not each.text]
 
 
 def tagged_parameters(schema: Any) -> tuple[TaggedParameter, ...] | None:
@@ -99,7 +139,9 @@ def _fits(name: str, member: Any, required: bool) -> bool:
 def _parameter(name: str, schema: Any, root: Mapping[str, Any], *, required: bool) -> TaggedParameter:
     read = _text(schema, root)
     if read is None:
-        return TaggedParameter(name, required)
+        own = _followed(schema, root)
+        boolean = isinstance(own, dict) and {key: own[key] for key in own.keys() - _ANNOTATIONS} == {"type": "boolean"}
+        return TaggedParameter(name, required, boolean=boolean and not own.get("nullable"))
     values, nullable = read
     return TaggedParameter(name, required, text=True, values=values, nullable=nullable)
 
@@ -128,7 +170,7 @@ def _text(schema: Any, root: Mapping[str, Any]) -> tuple[tuple[str, ...], bool] 
         return None
     listed = schema["enum"] if "enum" in keywords else [schema["const"]]
     values = [each for each in listed if each is not None] if isinstance(listed, list) else []
-    if not values or not all(isinstance(each, str) and each and "\n" not in each for each in values):
+    if not values or not all(isinstance(each, str) and each and not _IN_TAGS.search(each) for each in values):
         return None
     may_be_null = None in listed and (not kinds or _NULL in kinds)
     return tuple(dict.fromkeys(values)), nullable or may_be_null
@@ -155,10 +197,10 @@ class Beginnings:
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = frozenset(texts)
         self._sorted = sorted(self._texts)
-        self._lengths = sorted({len(each) for each in self._texts})
+        self._lengths = sorted({len(each) for each in self._texts}, reverse=True)
 
     def of(self, text: str) -> str | None:
-        """Returns the one that `text` begins with, the shortest if there are several; None if there is none."""
+        """Returns the one that `text` begins with, the longest if there are several; None if there is none."""
         return next((text[:length] for length in self._lengths if text[:length] in self._texts), None)
 
     def may_follow(self, text: str) -> bool:
@@ -166,12 +208,17 @@ class Beginnings:
         place = bisect_left(self._sorted, text)
         return place < len(self._sorted) and self._sorted[place].startswith(text)
 
+    def may_grow(self, text: str) -> bool:
+        """Returns True if one of them begins with `text` and is longer."""
+        place = bisect_right(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
+
 
 class Tags:
-    """The tags of the parameters of one tool. end: the tag after each value."""
+    """The tags of the parameters of one tool, in a form."""
 
     def __init__(self, form: ArgumentTags, parameters: Sequence[TaggedParameter]) -> None:
-        self.end = form.end
+        self.form = form
         self._parameters = {form.tag(each.name): each for each in parameters}
         self._beginnings = Beginnings(self._parameters)
 
@@ -190,8 +237,10 @@ class TaggedArgumentsReader:
 
     def __init__(self, tags: Tags) -> None:
         self._tags = tags
+        self._form = tags.form
         self._open: TaggedParameter | None = None
         self._in_text = False
+        self._json: JsonReader | None = None
         self._before = "{"
 
     def read(self, text: str) -> tuple[str, str, bool]:
@@ -202,45 +251,68 @@ class TaggedArgumentsReader:
         pieces: list[str] = []
         while True:
             if self._open is None:
-                found = self._tags.of(text)
+                separator = self._form.separator if self._before != "{" else ""
+                found = self._tags.of(text.removeprefix(separator)) if text.startswith(separator) else None
                 if found is None:
-                    ended = bool(text) and not self._tags.may_follow(text)
+                    ended = bool(text) and not self._may_follow(text, separator)
                     if ended:
                         pieces.append("{}" if self._before == "{" else "}")
                     return "".join(pieces), text, ended
                 tag, self._open = found
-                text = text.removeprefix(tag)
+                text = text.removeprefix(separator).removeprefix(tag)
                 pieces.append(f"{self._before}{json.dumps(self._open.name, ensure_ascii=False)}: ")
                 self._before = ", "
-            text = self._value(self._open, text, pieces)
+            text = self._text(self._open, text, pieces) if self._open.text else self._value(text, pieces)
             if self._open is not None:
                 return "".join(pieces), text, False
 
-    def _value(self, parameter: TaggedParameter, text: str, pieces: list[str]) -> str:
-        """Reads on in a value, and adds what is certain of it to `pieces`. Returns what is left to be read again.
+    def _may_follow(self, text: str, separator: str) -> bool:
+        """Returns True if another argument may begin with `text`."""
+        if len(text) < len(separator):
+            return separator.startswith(text)
+        return text.startswith(separator) and self._tags.may_follow(text.removeprefix(separator))
+
+    def _text(self, parameter: TaggedParameter, text: str, pieces: list[str]) -> str:
+        """Reads on in a text, and adds what is certain of it to `pieces`. Returns what is left to be read again.
 
         No parameter is open once the value has ended.
         """
-        if parameter.text and not self._in_text:
-            null = _NULL + self._tags.end
+        form = self._form
+        if not self._in_text:
+            null = _NULL if form.separator else _NULL + form.end
             if parameter.nullable and len(text) < len(null) and null.startswith(text):
                 return text
             if parameter.nullable and text.startswith(null):
                 pieces.append(_NULL)
                 self._open = None
                 return text.removeprefix(null)
+            if not text.startswith(form.quote):
+                return text
+            text = text.removeprefix(form.quote)
             pieces.append('"')
             self._in_text = True
-        value, end, rest = text.partition(self._tags.end)
-        held = 0 if end else beginning_held(value, self._tags.end)
-        certain = value[: len(value) - held]
-        pieces.append(json.dumps(certain, ensure_ascii=False)[1:-1] if parameter.text else certain)
+        value, end, rest = text.partition(form.end)
+        held = 0 if end else beginning_held(value, form.end)
+        pieces.append(json.dumps(value[: len(value) - held], ensure_ascii=False)[1:-1])
         if not end:
             return value[len(value) - held :]
-        if parameter.text:
-            pieces.append('"')
+        pieces.append('"')
         self._open, self._in_text = None, False
         return rest
+
+    def _value(self, text: str, pieces: list[str]) -> str:
+        """Reads on in a value in JSON as `_text` does in a text."""
+        if self._json is None:
+            self._json = JsonReader()
+        if not self._json.ended:
+            certain, text, _ = self._json.read(text)
+            own = next((word for word, written in self._form.words.items() if written == certain), certain)
+            pieces.append(own)
+        end = "" if self._form.separator else self._form.end
+        if not self._json.ended or not text.startswith(end):
+            return text
+        self._open = self._json = None
+        return text.removeprefix(end)
 
 
 def beginning_held(text: str, marker: str) -> int:

@@ -61,7 +61,8 @@ _BYTES = _byte_level()
 class TextTokenizer:
     """The model's tokenizer.
 
-    special_tokens: maps the ids of special tokens to their text. vocab_size: token ids are less than that.
+    special_tokens: maps the ids of special tokens to their text. added_tokens: these, and those that were added to the
+    vocabulary as text. vocab_size: token ids are less than that.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
@@ -72,9 +73,9 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.special_tokens = {
-            token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token_id: token.content for token_id, token in added.items()}
+        self.special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
         self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[:1]
         self._bytes: dict[int, bytes] = {}
 

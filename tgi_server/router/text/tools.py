@@ -5,14 +5,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
+from tgi_server.router.text.answer_frame import Calls, FrameWriter
 from tgi_server.router.text.answer_reader import AnswerReader, CallHeads
 from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tagged_arguments import tagged_parameters
-from tgi_server.router.text.tool_formats import TGI_FORMAT, Arguments, Calls, FrameWriter, ToolFormat
+from tgi_server.router.text.tagged_arguments import Arguments, TaggedParameter, tagged_parameters
+from tgi_server.router.text.tool_formats import TGI_FORMAT, ToolFormat
 
 TGI_TOOL_PROMPT = (
     "You may call one of the functions above. If one of them helps, answer with JSON only, which names it and has a "
@@ -95,10 +97,18 @@ class AnswerForm:
     shown: special tokens that the form is made of, by id: a reader of answers has to see them.
     """
 
-    def __init__(self, calls: ToolFormat, thoughts: ReasoningTags | None, special_tokens: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        calls: ToolFormat,
+        thoughts: ReasoningTags | None,
+        special_tokens: Mapping[int, str],
+        added_tokens: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """added_tokens: those that were added to the tokenizer, special or not."""
         self._calls = calls
         self._thoughts = thoughts
-        self._frames = FrameWriter(special_tokens)
+        marks = {token: name for token, name in added_tokens.items() if name.strip() and name in calls.markers}
+        self._frames = FrameWriter(special_tokens, marks)
         markers = calls.markers + (thoughts.begin + thoughts.end + thoughts.opening if thoughts is not None else "")
         self.shown = frozenset(token for token, name in special_tokens.items() if name and name in markers)
 
@@ -153,11 +163,16 @@ class AnswerForm:
 
     def _arguments(self, use: ToolUse) -> dict[str, Arguments]:
         """Returns the arguments of each tool, in the form in which the model writes them."""
-        may_be_tagged = self._calls.as_json is not None
         return {
-            tool.name: Arguments(f"#/$defs/{home}", tagged_parameters(tool.parameters) if may_be_tagged else None)
+            tool.name: Arguments(f"#/$defs/{home}", self._tagged(tool))
             for tool, home in zip(use.tools, _homes(use.names), strict=True)
         }
+
+    def _tagged(self, tool: ToolSpec) -> Sequence[TaggedParameter] | None:
+        """Returns the parameters whose arguments are written one by one; None where they are one JSON object."""
+        tags = self._calls.tags
+        found = None if tags is None else tagged_parameters(tool.parameters)
+        return found if tags is None or tags.end or found is None else [each.as_json for each in found]
 
 
 def _homes(names: Sequence[str]) -> list[str]:

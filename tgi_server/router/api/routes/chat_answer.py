@@ -123,6 +123,7 @@ class WholeChoice:
     def __init__(self) -> None:
         self._texts: dict[AnswerPart, list[str]] = {part: [] for part in AnswerPart}
         self._arguments: list[list[str]] = []
+        self._ids: list[str] = []
         self._logprobs: list[ChatCompletionLogprob] = []
         self._reason = ""
 
@@ -131,6 +132,7 @@ class WholeChoice:
         self._texts[piece.part].append(piece.text)
         if piece.part is AnswerPart.CALL:
             self._arguments.append([])
+            self._ids.append(piece.id)
         elif piece.part is AnswerPart.ARGUMENTS:
             self._arguments[piece.call].append(piece.text)
         if reason is not None:
@@ -149,17 +151,17 @@ class WholeChoice:
         return self._reason
 
     @property
-    def calls(self) -> list[tuple[str, str]]:
-        """The calls: the name of each, and its arguments as JSON."""
+    def calls(self) -> list[tuple[str, str, str]]:
+        """The calls: the name of each, its arguments as JSON, and the id that the model gave it; empty: none."""
         arguments = map("".join, self._arguments)
-        return list(zip(self._texts[AnswerPart.CALL], arguments, strict=True))
+        return list(zip(self._texts[AnswerPart.CALL], arguments, self._ids, strict=True))
 
     def complete(self, index: int, *, logprobs: bool) -> ChatCompletionComplete:
         """Returns the whole choice. logprobs: they were requested."""
         thoughts = self.thoughts or UNSET
         calls = [
-            MadeToolCall(id=call_id(), function=CalledFunction(name=name, arguments=arguments))
-            for name, arguments in self.calls
+            MadeToolCall(id=own or call_id(), function=CalledFunction(name=name, arguments=arguments))
+            for name, arguments, own in self.calls
         ]
         message: TextMessage | ToolCallMessage = TextMessage(content=self.text, reasoning_content=thoughts)
         if calls:
@@ -186,7 +188,7 @@ def delta_of(piece: Piece, *, first: bool) -> Delta:
             return ReasoningDelta(role=role, reasoning_content=piece.text)
         case AnswerPart.CALL:
             function = Function(name=piece.text, arguments="")
-            call = DeltaToolCall(index=piece.call, id=call_id(), type="function", function=function)
+            call = DeltaToolCall(index=piece.call, id=piece.id or call_id(), type="function", function=function)
         case AnswerPart.ARGUMENTS:
             call = DeltaToolCall(index=piece.call, function=Function(arguments=piece.text))
     return ToolCallDelta(role=role, tool_calls=[call])

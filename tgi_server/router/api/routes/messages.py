@@ -99,10 +99,10 @@ def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]
         blocks.append(SentThinking(thinking=written.thoughts))
     if written.text:
         blocks.append(SentText(text=written.text))
-    for name, arguments in written.calls:
+    for name, arguments, own in written.calls:
         # Those of a call that was cut off are as much of an object as there is.
         made = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
-        blocks.append(SentToolUse(id=_tool_use_id(), name=name, input=made))
+        blocks.append(SentToolUse(id=own or _tool_use_id(), name=name, input=made))
     return blocks
 
 
@@ -141,7 +141,7 @@ class _MessageEvents:
         if self._index < 0 and self._open is None:
             self._begin_message()
         if piece.part is AnswerPart.CALL:
-            self._begin(piece, SentToolUse(id=_tool_use_id(), name=piece.text, input={}))
+            self._begin(piece, SentToolUse(id=piece.id or _tool_use_id(), name=piece.text, input={}))
         elif piece.text:
             self._write(piece)
         if reason is not None:

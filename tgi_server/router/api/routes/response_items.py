@@ -111,7 +111,7 @@ class ResponseItems:
     def _begin(self, kind: str, piece: Piece) -> ResponseItem:
         item = ResponseItem(kind, new_id(_IDS[kind]))
         if kind == "function_call":
-            item.name, item.call_id = piece.text, call_id()
+            item.name, item.call_id = piece.text, piece.id or call_id()
         self._pieces, self._logprobs = [], []
         self.items.append(item)
         self._emit("response.output_item.added", {"output_index": len(self.items) - 1, "item": item.shown()})

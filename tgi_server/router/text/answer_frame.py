@@ -1,0 +1,205 @@
+"""The grammar of a whole answer: thoughts, then calls of tools in the model's own form, or a text, or JSON."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
+from tgi_server.router.text.tool_formats import JSON_PARTS, NUMBER, ToolFormat
+
+# Of one answer: a weak model may not find an end.
+_MOST_CALLS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that an answer may have.
+
+    arguments: of the tools, by name. required: there is one at least. parallel: there may be several.
+    """
+
+    form: ToolFormat
+    arguments: Mapping[str, Arguments]
+    required: bool
+    parallel: bool
+
+
+class FrameWriter:
+    """Writes the Lark grammar of a whole answer. `%schema POINTER` in it stands for JSON that fits a schema."""
+
+    def __init__(self, special_tokens: Mapping[int, str], marks: Mapping[int, str]) -> None:
+        """special_tokens: names by id. In a grammar they are no text, but tokens of their own.
+
+        marks: other tokens that the tokenizer has for marks of calls. They are text, too, but two of them that begin
+        alike would not be written as tokens if the grammar had them as text.
+        """
+        self._ids = {name: token for token, name in {**marks, **special_tokens}.items() if name}
+        self._special = _any_of(special_tokens.values())
+        self._tokens = _any_of(self._ids)
+
+    def frame(self, calls: Calls | None, schema: str | None, thoughts: ReasoningTags | None, *, open_: bool) -> str:
+        """Returns the grammar of an answer.
+
+        calls: those that it may have. schema: the place of the schema of an answer without calls; None: any text.
+        thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
+        """
+        lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]{0,4}/"]
+        may_think = thoughts is not None and not open_
+        # A text that might also be thoughts, or a call, would hide them.
+        others: list[str] = []
+        begin = ""
+        if thoughts is not None and may_think and self._begins_special(thoughts.begin):
+            begin = f"BLANK {self._literal(thoughts.begin)}"
+        elif thoughts is not None and may_think:
+            others.append(rf"[ \n]*{_pattern(thoughts.begin)}")
+            lines.append(f"BEGIN: /{others[0]}/")
+            begin = "BEGIN"
+        opening = self._literal(thoughts.opening) if thoughts is not None else ""
+        answers = list(self._answers(calls, schema, opening, others, lines))
+        if thoughts is not None:
+            thought = self._until(thoughts.end, "thought", [], lines)
+            blank = "" if opening else "BLANK"
+            known = [f"{begin} {thought} {blank} {each}" for each in answers]
+            answers = known + answers if may_think else known
+        return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
+
+    def _answers(
+        self, calls: Calls | None, schema: str | None, opening: str, others: Sequence[str], lines: list[str]
+    ) -> Iterator[str]:
+        """Yields each kind of answer that there may be.
+
+        opening: what comes before an answer without calls. others: patterns that no text begins with. lines: takes the
+        rules that the answers are made of.
+        """
+        if calls is not None:
+            form = calls.form
+            in_text = not calls.required and schema is None and not opening
+            if in_text and form.anywhere:
+                yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
+            elif in_text:
+                names = "|".join(_pattern(form.of(each).named(name)) for name, each in calls.arguments.items())
+                others = [*others, f"{form.layouts}({names})"]
+                yield "calls"
+            elif calls.required or form.anywhere:
+                yield f"{self._literal(form.trigger)} calls"
+            else:
+                # In the terminals of a schema: up to the name, the answer may be either.
+                for trigger in (form.trigger, *form.triggers):
+                    yield f"{' '.join(map(_quoted, JSON_PARTS.findall(trigger)))} calls"
+            lines += self._call_rules(calls, whole=in_text and not form.anywhere)
+        if calls is None or not calls.required:
+            if schema is None:
+                lines.append(f"OTHER: {_beginning_without(others)}")
+            yield f"{opening} {'OTHER' if schema is None else f'%schema {json.dumps(schema)}'}"
+
+    def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
+        """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.
+
+        Such a beginning is one terminal: no other can follow where a text might go on.
+        """
+        if whole:
+            yield f"TRIGGER: /{calls.form.layouts}/"
+        several = calls.parallel and not calls.form.alone
+        more = f" another{{0,{_MOST_CALLS - 1}}}" if several else ""
+        yield f"calls: first{more} {self._literal(calls.form.end)}"
+        for rule in ("first", "another") if several else ("first",):
+            bodies = []
+            for i, (name, arguments) in enumerate(calls.arguments.items()):
+                form = calls.form.of(arguments)
+                head = self._literal(form.first_head(name) if rule == "first" else form.next_head(name))
+                if whole and rule == "first":
+                    yield f"HEAD{i}: TRIGGER {_quoted(form.first_head(name))}"
+                    head = f"HEAD{i}"
+                bodies.append(f"{head} arguments{i} {self._literal(form.tail)}")
+            yield f"{rule}: {' | '.join(bodies)}"
+        for i, arguments in enumerate(calls.arguments.values()):
+            yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)
+        if calls.form.tags is not None and any(each.tagged for each in calls.arguments.values()):
+            end = calls.form.tags.end
+            if not end:
+                return
+            if self._begins_special(end):
+                yield f"tagged_text: TEXT {self._literal(end)}"
+            else:
+                yield rf"tagged_text[lazy]: /(.|\n)*/ {_quoted(end)}"
+
+    def _argument_rules(self, rule: str, tags: ArgumentTags | None, arguments: Arguments) -> Iterator[str]:
+        if tags is None or arguments.tagged is None:
+            yield f"{rule}: %schema {json.dumps(arguments.place)}"
+            return
+        for i, each in enumerate(arguments.tagged):
+            yield f"{rule}_{i}: {self._literal(tags.tag(each.name))} {self._value(tags, each, arguments)}"
+        if tags.separator:
+            yield from self._list(rule, tags.separator, arguments.tagged)
+            return
+        members = (f"{rule}_{i}{'' if each.required else '?'}" for i, each in enumerate(arguments.tagged))
+        yield f"{rule}: {' '.join(members) or _quoted('')}"
+
+    def _value(self, tags: ArgumentTags, parameter: TaggedParameter, arguments: Arguments) -> str:
+        """Returns the grammar of a value, and of what stands around it behind its tag."""
+        end = self._literal(tags.end)
+        if parameter.text:
+            texts = " | ".join(map(_quoted, parameter.values))
+            null = _quoted("null") if parameter.nullable else ""
+            if tags.separator:
+                value = f"{self._literal(tags.quote)} {f'({texts}) {end}' if texts else 'tagged_text'}"
+                return f"({value} | {null})" if null else value
+            return f"({' | '.join(filter(None, (texts, null)))}) {end}" if texts else "tagged_text"
+        if parameter.boolean and tags.words:
+            return f"({' | '.join(map(_quoted, tags.words.values()))})"
+        return f"%schema {json.dumps(arguments.place_of(parameter))} {'' if tags.separator else end}"
+
+    def _list(self, rule: str, separator: str, parameters: Sequence[TaggedParameter]) -> Iterator[str]:
+        """Yields the rules of arguments with a separator between them, of which some may be left out."""
+        # From the last to the first: what may follow when something has been written, and when nothing has.
+        after = first = _quoted("")
+        for i, each in reversed(list(enumerate(parameters))):
+            own = f"{rule}_{i}"
+            yield f"{own}_next: {self._literal(separator)} {own} {after}{'' if each.required else f' | {after}'}"
+            yield f"{own}_first: {own} {after}{'' if each.required else f' | {first}'}"
+            after, first = f"{own}_next", f"{own}_first"
+        yield f"{rule}: {first}"
+
+    def _until(self, marker: str, rule: str, others: Sequence[str], lines: list[str]) -> str:
+        """Returns the grammar of a text up to the first `marker`. others: patterns that it must not begin with."""
+        if self._begins_special(marker):
+            return f"TEXT {self._literal(marker)}"
+        lines.append(f"{rule}[lazy]: {_beginning_without(others)} {_quoted(marker)}")
+        return rule
+
+    def _begins_special(self, text: str) -> bool:
+        """Returns True for what no text can be the beginning of, since it begins with a special token."""
+        return self._special is not None and self._special.match(text) is not None
+
+    def _literal(self, text: str) -> str:
+        """Returns a text in Lark, its special tokens and marks by their ids."""
+        parts = self._tokens.split(text) if self._tokens is not None else [text]
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else _plain(part) for part in parts if part)
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """Returns the regular expression of some texts, of which the longest is found; None without any."""
+    found = sorted(filter(None, names), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
+
+
+def _plain(text: str) -> str:
+    """Returns a text in Lark, with any number in the place of one."""
+    return " /[0-9]{1,9}/ ".join(_quoted(part) if part else "" for part in text.split(NUMBER)).strip()
+
+
+def _quoted(text: str) -> str:
+    """Returns a text in Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    """Returns a text as a part of a regular expression in Lark."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def _beginning_without(patterns: Sequence[str]) -> str:
+    """Returns Lark for any text, also an empty one, that begins with a match of none of the patterns."""
+    return rf"(/(.|\n)*/ & ~/({'|'.join(patterns)})(.|\n)*/)" if patterns else r"/(.|\n)*/"
