@@ -6,11 +6,14 @@ request is a field here, a field of the same name there, and the code that appli
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 # Tokens that may be drafted for a sequence in one step: the router grants blocks for so many ahead, and more are hardly
 # ever all right.
 MOST_DRAFTED = 32
+
+# What a model does that reads texts and writes none: embeddings, or scores of texts and pairs.
+Task = Literal["embed", "rank"]
 
 
 class FinishReason(Enum):

@@ -69,6 +69,11 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Encode = channel.unary_unary(
+                '/generate.v1.TextGenerationService/Encode',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeResponse.FromString,
+                _registered_method=True)
 
 
 class TextGenerationServiceServicer:
@@ -124,6 +129,14 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Encode(self, request, context):
+        """Encodes texts with an embedding or rerank model (InfoResponse.encoders), between the layers of which steps go on.
+        Sent to the first shard only. NOT_FOUND: there is no such model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +174,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Encode': grpc.unary_unary_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.EncodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,6 +370,33 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/UnloadAdapter',
             shared_dot_stubs_dot_generate__pb2.UnloadAdapterRequest.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/Encode',
+            shared_dot_stubs_dot_generate__pb2.EncodeRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.EncodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,7 +21,7 @@ from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, fetch_speculative_model, find_adapters, find_model
+from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model
 
 PROGRAM = "text-generation-launcher"
 # Variables that TGI's server reads and this one has no use for.
@@ -39,6 +39,8 @@ def main() -> None:
     Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
     settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
+    if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
+        settings = settings.model_copy(update={"model_id": encoder})
     configure_logging(
         "launcher", level=settings.log_level, json_output=settings.json_output, order_seconds=_ORDER_SECONDS
     )
@@ -50,7 +52,7 @@ def main() -> None:
         logger.warning("the variable %s of TGI has no effect here", variable)
     if "cuda_memory_fraction" in settings.model_fields_set and not has_gpu():
         logger.warning("--cuda-memory-fraction has no effect on a CPU; --cpu-memory limits the KV cache there")
-    if "model_id" not in settings.model_fields_set:
+    if "model_id" not in settings.model_fields_set and settings.first_encoder is None:
         logger.warning("no --model-id: serving the bundled demo model, a few million parameters for trying things")
     try:
         asyncio.run(_launch(settings))
@@ -107,7 +109,7 @@ async def _models(settings: LauncherSettings) -> Path:
     """Returns the model's folder, once all that shards and router read is on this machine. Raises LauncherError."""
     folder = await find_model(settings)
     check_tokenizer(folder)
-    await fetch_speculative_model(settings)
+    await fetch_further_models(settings)
     return folder
 
 

@@ -122,6 +122,11 @@ class LauncherSettings(ServingSettings, ModelSettings):
         return port
 
     @property
+    def first_encoder(self) -> str | None:
+        """Returns the embedding model, or else the rerank model; None if there is neither."""
+        return self.embedding_model_id or self.rerank_model_id
+
+    @property
     def meeting_address(self) -> str:
         """Returns the address of node 0, where the launchers of several machines meet."""
         return self.node_address if self.node_rank == 0 and self.node_address else self.master_addr

@@ -28,10 +28,13 @@ async def find_model(settings: LauncherSettings) -> Path:
     return folder
 
 
-async def fetch_speculative_model(settings: LauncherSettings) -> None:
-    """Fetches the model that drafts, if there is one, in the same way. Raises ModelMissingError."""
-    if settings.speculative_model and not _ready_folder(settings.speculative_model):
-        await _download(commands.download(settings, settings.speculative_model))
+async def fetch_further_models(settings: LauncherSettings) -> None:
+    """Fetches the models that draft, embed and rank, if there are any, in the same way. Raises LauncherError."""
+    for encoder in filter(None, (settings.embedding_model_id, settings.rerank_model_id)):
+        _check_local(encoder)
+    for model in filter(None, (settings.speculative_model, settings.embedding_model_id, settings.rerank_model_id)):
+        if not _ready_folder(model):
+            await _download(commands.download(settings, model))
 
 
 async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:

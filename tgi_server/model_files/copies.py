@@ -16,6 +16,9 @@ TEMPLATES = "*.jinja"
 METADATA = ["*.json", TEMPLATES, "*.model", "*.txt", "*.tiktoken"]
 CODE = ["*.py"]
 
+# Of the modules of sentence-transformers.
+MODULES = "[0-9]_*/*"
+
 # Files that say in which file a weight is.
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 MEDUSA_FILE = "medusa_lm_head.pt"
@@ -48,7 +51,9 @@ def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
         whole = Path(scratch) / "model"
         whole.mkdir()
-        for file in (file for pattern in (*METADATA, *CODE, f"*/{TEMPLATES}") for file in folder.glob(pattern)):
+        for file in (
+            file for pattern in (*METADATA, *CODE, f"*/{TEMPLATES}", MODULES) for file in folder.glob(pattern)
+        ):
             if file.name not in INDEXES:
                 target = whole / file.relative_to(folder)
                 target.parent.mkdir(exist_ok=True)

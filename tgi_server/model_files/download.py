@@ -182,8 +182,9 @@ def _snapshot(
 ) -> Path:
     """Returns the folder of one commit in the hub's cache, complete. Raises ModelUnavailable."""
     wanted = [*METADATA, *(CODE if trust_remote_code else ()), f"*{extension}"]
-    # Subfolders hold the same weights in other formats, but for that of further chat templates.
-    in_subfolders = [f"*/{pattern}" for pattern in wanted if pattern != TEMPLATES]
+    # Subfolders hold the same weights in other formats, but for that of further chat templates, and those of
+    # sentence-transformers' modules, such as 1_Pooling.
+    in_subfolders = [f"[!0-9]*/{pattern}" for pattern in wanted if pattern != TEMPLATES]
     try:
         folder = snapshot_download(
             model_id,

@@ -133,6 +133,12 @@ class RequestMetrics:
         self._first_token.observe(times.first_token)
         self._generated_tokens.observe(generated_tokens)
 
+    def answered(self, seconds: float, input_length: int) -> None:
+        """A request that generates nothing was answered."""
+        self._success.inc()
+        self._total.observe(seconds)
+        self._input_length.observe(input_length)
+
     def gap(self, seconds: float) -> None:
         self._gap.observe(seconds)
 

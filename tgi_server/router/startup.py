@@ -32,6 +32,7 @@ from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy,
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.encoder import Encoders, ServedEncoder
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
 from tgi_server.router.text.reasoning import ReasoningTags, reasoning_tags
@@ -123,6 +124,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         adapters = Adapters(shards, settings.max_loras)
         await _add_adapters(adapters, settings)
         info, capacity = await _warm_up(shards, settings, adapters)
+        encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings.target_token_gap_ms)
         limits = _limits(settings, info, capacity)
         if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
             told = "the tokenizer has %d tokens, the model %d: prompts with those that it does not know are refused"
@@ -181,6 +183,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 metrics=metrics,
                 tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
                 check_health=_HealthCheck(scheduler, shards),
+                encoders=encoders,
+                generates=not info.encoders_only,
             )
         finally:
             watch.cancel()
@@ -249,6 +253,9 @@ async def _warm_up(
     places = settings.max_loras if settings.allow_adapter_updates else len(adapters)
     try:
         info = await shards.info()
+        if info.encoders_only:
+            tokens = max(info.max_position_embeddings, 2)
+            return info, pb.WarmupResponse(max_total_tokens=tokens, max_batch_total_tokens=tokens)
         _check_context(settings, info)
         # An earlier router may have left requests behind.
         await shards.send(calls.clear_call(), _CLEAR_SECONDS).response()
@@ -351,6 +358,13 @@ def public_name(model_id: str) -> str:
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.name or model_id
+
+
+def _encoders(
+    info: pb.InfoResponse, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
+) -> Encoders:
+    """Returns the models that embed and rank. Raises StartupError for one whose tokenizer cannot be read."""
+    return Encoders({each.task: ServedEncoder(each, shards, threads, target_gap_ms) for each in info.encoders})
 
 
 def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:

@@ -3,11 +3,13 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import nullcontext
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard import conversion
+from tgi_server.shard.encoder_queue import Turns
 from tgi_server.shard.tracing import RequestSpans
 
 # A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: the last
@@ -22,13 +24,17 @@ class CallStream:
     started is done.
     """
 
-    def __init__(self, engine: Engine, spans: RequestSpans | None, *, alone: bool = True) -> None:
-        """spans: of the requests, when somebody collects them. alone: no other shard computes the same steps.
+    def __init__(
+        self, engine: Engine, spans: RequestSpans | None, turns: Turns | None = None, *, alone: bool = True
+    ) -> None:
+        """spans: of the requests, when somebody collects them. turns: with the thread that encodes texts, if there is
+        one. alone: no other shard computes the same steps.
 
         A shard that is alone forgets sequences as soon as they have ended.
         """
         self._engine = engine
         self._spans = spans
+        self._turn = turns.step if turns is not None else nullcontext
         self._started: asyncio.Queue[Started] = asyncio.Queue()
         self._ended = False
         self._alone = alone
@@ -69,7 +75,8 @@ class CallStream:
         self._calls += 1
         while self._unseen and self._unseen[0][0] <= call.answered:
             self._unseen.popleft()[1].retire()
-        started = self._execute(call)
+        with self._turn():
+            started = self._execute(call)
         if isinstance(started, Step) and not self._alone:
             self._unseen.append((self._calls, started))
         return started

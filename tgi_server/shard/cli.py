@@ -4,9 +4,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from shared.logging import configure_logging
 from shared.settings import fail, package_version, read_settings
+from tgi_server.contract import Task
 from tgi_server.loading import IMPORTING, percent_of, remove_progress, write_progress
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
@@ -58,18 +60,21 @@ def serve(arguments: Sequence[str]) -> None:
     _leave_threads_unbound()
     _let_idle_threads_sleep()
 
-    from tgi_server.model_files.download import find_models
+    from tgi_server.model_files.download import find_model, find_models
 
     socket = shard_socket(settings.uds_path, settings.rank)
     logger.info("loading: %s", IMPORTING)
     write_progress(socket, 0, IMPORTING)
     try:
-        folders = find_models(
-            settings.model_id,
-            settings.revision,
-            settings.speculative_model,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        trust = settings.trust_remote_code
+        folders: dict[Task, Path] = {
+            task: find_model(model_id, None, trust_remote_code=trust) for task, model_id in settings.encoders.items()
+        }
+        generates, drafts = None, None
+        if settings.generates:
+            generates, drafts = find_models(
+                settings.model_id, settings.revision, settings.speculative_model, trust_remote_code=trust
+            )
 
         from tgi_server.shard.lean_imports import lean_imports
 
@@ -78,8 +83,8 @@ def serve(arguments: Sequence[str]) -> None:
 
             from tgi_server.shard import server  # imports torch, which takes seconds
 
-            engine, group = server.load(settings, *folders)
-        server.serve(settings, folders[0], engine, group)
+            loaded = server.load(settings, generates, drafts, folders)
+        server.serve(settings, generates, folders, loaded)
     except ModelUnavailable as error:
         fail(service, str(error), status=FAILED)
     except KeyboardInterrupt:

@@ -4,7 +4,9 @@ import asyncio
 import gc
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,18 @@ from shared.stubs.generate_pb2_grpc import (
     add_TextGenerationServiceServicer_to_server,
 )
 from shared.tracing import configure_tracing, stop_tracing
+from tgi_server.contract import Task
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
+from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.errors import CannotConnect, PeerLost
 from tgi_server.engine.kernels import compile_beside
 from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to
 from tgi_server.grammar import Sandbox
 from tgi_server.loading import percent_of, remove_progress, write_progress
+from tgi_server.shard.encoder_queue import EncoderQueue, Turns
+from tgi_server.shard.encoder_service import EncoderService, encoder_message
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
@@ -74,17 +80,40 @@ class LoadingProgress:
         write_progress(self._socket, percent, stage)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The models of a shard. engine: None where no model generates. encoders: by task, of the first shard only."""
+
+    engine: Engine | None
+    group: ShardGroup | None
+    encoders: Mapping[Task, Encoder]
+
+
 def load(
-    settings: ShardSettings, model_path: Path, speculative_model: Path | None = None
-) -> tuple[Engine, ShardGroup | None]:
-    """Loads the model, together with the other shards. Raises SystemExit after one line when it cannot be loaded."""
+    settings: ShardSettings,
+    model_path: Path | None,
+    speculative_model: Path | None = None,
+    encoder_paths: Mapping[Task, Path] | None = None,
+) -> Loaded:
+    """Loads the models, that which generates together with the other shards. model_path: None: no model generates.
+
+    Raises SystemExit after one line when one cannot be loaded.
+    """
     report_to(LoadingProgress(shard_socket(settings.uds_path, settings.rank)).report)
-    if settings.world_size == 1 and not has_gpu() and not settings.disable_custom_kernels and _fits_twice(model_path):
+    compiles = settings.world_size == 1 and not has_gpu() and not settings.disable_custom_kernels
+    if compiles and model_path is not None and _fits_twice(model_path):
         compile_beside()
     try:
         _check_gpus(settings)
         group = _connect(settings)
-        return Engine(engine_config(settings, model_path, speculative_model, group)), group
+        encoders = {
+            task: Encoder(task, replace(engine_config(settings, path), device=_device(settings)))
+            for task, path in (encoder_paths or {}).items()
+            if settings.rank == 0
+        }
+        if model_path is None:
+            return Loaded(None, group, encoders)
+        return Loaded(Engine(engine_config(settings, model_path, speculative_model, group)), group, encoders)
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
     except PeerLost as error:
@@ -96,13 +125,13 @@ def _fits_twice(model_path: Path) -> bool:
     return 2 * sum(file.stat().st_size for file in model_path.glob("*.safetensors")) < available_ram()
 
 
-def serve(settings: ShardSettings, model_path: Path, engine: Engine, group: ShardGroup | None) -> None:
-    """Serves the model until SIGTERM or SIGINT."""
+def serve(settings: ShardSettings, model_path: Path | None, encoder_paths: Mapping[Task, Path], loaded: Loaded) -> None:
+    """Serves the models until SIGTERM or SIGINT."""
     # Objects made while loading live as long as the process: the garbage collector need not walk them again and again.
     gc.collect()
     gc.freeze()
-    uvloop.run(_serve(settings, model_path, engine, group))
-    if group is not None and engine.info.device_type == "cuda":
+    uvloop.run(_serve(settings, model_path, encoder_paths, loaded))
+    if loaded.group is not None and loaded.engine is not None and loaded.engine.info.device_type == "cuda":
         _end_at_once(0)  # NCCL waits for graphs with its kernels, which are still there, before it lets a process end
 
 
@@ -199,7 +228,9 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
     return address
 
 
-async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, group: ShardGroup | None) -> None:
+async def _serve(
+    settings: ShardSettings, model_path: Path | None, encoder_paths: Mapping[Task, Path], loaded: Loaded
+) -> None:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     asyncio.get_running_loop().set_exception_handler(_end_without_memory)
@@ -208,26 +239,43 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
     grammar_server = grpc.server(grammar_threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=_GRAMMAR_CALLS)
     place = Place(_listen(server, socket, settings), _listen(grammar_server, grammar_socket(socket), settings))
-    grammars = _grammar_queue(engine, model_path)
+    engine, group = loaded.engine, loaded.group
+    grammars = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
     add_GrammarServiceServicer_to_server(GrammarService(grammars), grammar_server)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
-    service = TextGenerationService(
-        engine,
-        settings.model_id,
-        settings.revision,
-        _all_places(place, group),
-        grammars,
-        on_fatal=_end_at_once,
-        spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
-    )
-    add_TextGenerationServiceServicer_to_server(service, server)
+    queue = EncoderQueue(loaded.encoders, Turns()) if loaded.encoders else None
+    encoders = [
+        encoder_message(each, settings.encoders[task], encoder_paths[task]) for task, each in loaded.encoders.items()
+    ]
+    service = None
+    if engine is None:
+        assert queue is not None  # or nothing would be served
+        add_TextGenerationServiceServicer_to_server(
+            EncoderService(queue, encoders, (place.url, place.grammar_url)), server
+        )
+    else:
+        service = TextGenerationService(
+            engine,
+            settings.model_id,
+            settings.revision,
+            _all_places(place, group),
+            grammars,
+            on_fatal=_end_at_once,
+            spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
+            encoders=queue,
+            encoder_infos=encoders,
+        )
+        add_TextGenerationServiceServicer_to_server(service, server)
     await server.start()
     grammar_server.start()
     remove_progress(socket)
     logger.info("shard %d is ready on %s", settings.rank, socket)
     try:
         await stop.wait()
-        service.end_run("the shard is shutting down")
+        if service is not None:
+            service.end_run("the shard is shutting down")
+        if queue is not None:
+            queue.close()
         grammar_server.stop(0)
         if grammars is not None:
             grammars.close()

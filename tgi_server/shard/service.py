@@ -21,6 +21,8 @@ from tgi_server.engine.errors import EngineError, InvalidAdapter, InvalidCall, N
 from tgi_server.grammar import GrammarError
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream
+from tgi_server.shard.encoder_queue import EncoderQueue
+from tgi_server.shard.encoder_service import encode
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.tracing import RequestSpans
 
@@ -56,12 +58,17 @@ class TextGenerationService(TextGenerationServiceServicer):
         grammars: GrammarQueue | None,
         on_fatal: Callable[[], None],
         spans: RequestSpans | None = None,
+        encoders: EncoderQueue | None = None,
+        encoder_infos: Sequence[pb.Encoder] = (),
     ) -> None:
         """places: the addresses of all shards, in rank order. grammars: None if the model has no tokenizer. on_fatal:
-        called when the device can compute no more. spans: None if no traces are collected.
+        called when the device can compute no more. spans: None if no traces are collected. encoders: of the embedding
+        and rerank models; None: there are none. encoder_infos: what the router hears of them.
         """
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(places))
+        self._info.encoders.extend(encoder_infos)
+        self._encoders = encoders
         self._places = places
         self._grammars = grammars
         self._on_fatal = on_fatal
@@ -119,10 +126,16 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._engine.adapters.drop(request.adapter_id)
         return pb.UnloadAdapterResponse()
 
+    async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+        async with self._errors(context):
+            return await encode(self._encoders, request, context)
+        raise AssertionError  # an error has ended the call
+
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""
         self.end_run("another stream has taken this one's place")
-        self._running = running = CallStream(self._engine, self._spans, alone=len(self._places) == 1)
+        turns = self._encoders.turns if self._encoders else None
+        self._running = running = CallStream(self._engine, self._spans, turns, alone=len(self._places) == 1)
         try:
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:

@@ -9,7 +9,7 @@ from pydantic_settings import CliPositionalArg
 
 from shared.settings import CommaSeparated, LogLevel, Refused, ServiceSettings
 from tgi_server import demo_model
-from tgi_server.contract import MOST_DRAFTED
+from tgi_server.contract import MOST_DRAFTED, Task
 
 # The values of --quantize that agree with the `quant_method` of a checkpoint.
 QUANTIZE_OF_METHOD: Mapping[str, tuple[str, ...]] = {
@@ -59,6 +59,7 @@ class ModelSettings(CheckpointSettings):
         "dtype": "Weights and kernels",
         "cpu_memory": "Memory",
         "cuda_graphs": "Weights and kernels",
+        "embedding_model_id": "Embeddings and ranking",
         "speculate": "Speculation",
         "watermark_gamma": "Watermark",
         "otlp_endpoint": "Logs and traces",
@@ -93,6 +94,15 @@ class ModelSettings(CheckpointSettings):
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
         None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to 256"
+    )
+
+    embedding_model_id: str | None = Field(
+        None,
+        description="model for /v1/embeddings and /embed, beside the model that generates; alone where no model-id is "
+        "given; a local folder, or an id of the hub",
+    )
+    rerank_model_id: str | None = Field(
+        None, description="model for /rerank, /v1/rerank, /v2/rerank and /predict; as embedding-model-id"
     )
 
     speculate: NonNegativeInt = Field(
@@ -150,6 +160,17 @@ class ShardSettings(CommandSettings, ModelSettings):
     master_port: int = Field(29500, gt=0, lt=65536, description="port where the shards connect to each other")
 
     otlp_service_name: str = Field("text-generation-inference.server", description="service name in traces")
+
+    @property
+    def encoders(self) -> dict[Task, str]:
+        """Returns the models that embed and rank, by task."""
+        models: dict[Task, str | None] = {"embed": self.embedding_model_id, "rank": self.rerank_model_id}
+        return {task: model for task, model in models.items() if model}
+
+    @property
+    def generates(self) -> bool:
+        """Returns False if the model is an embedding or rerank model, and no other one is served."""
+        return self.model_id not in self.encoders.values()
 
     @model_validator(mode="after")
     def _knows_its_place(self) -> Self:

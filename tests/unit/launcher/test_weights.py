@@ -11,7 +11,7 @@ from tests.hub import COMMIT, Repository, running_hub
 from tgi_server import demo_model
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, fetch_speculative_model, find_adapters, find_model
+from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model
 
 
 def settings(model_id: object) -> LauncherSettings:
@@ -32,8 +32,8 @@ async def test_a_folder_of_medusa_heads_stands_for_the_model_that_they_were_made
 async def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:
     missing = read_settings(LauncherSettings, "launcher", [f"--speculative-model={tmp_path / 'absent'}"])
     with pytest.raises(ModelMissingError):
-        await fetch_speculative_model(missing)
-    await fetch_speculative_model(settings(demo_model.PATH))
+        await fetch_further_models(missing)
+    await fetch_further_models(settings(demo_model.PATH))
 
 
 async def test_a_folder_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from shared import gpus
 from shared.settings import read_settings
 from tgi_server.engine.errors import PeerLost
 from tgi_server.shard import server
-from tgi_server.shard.server import FATAL_STATUS, engine_config, load
+from tgi_server.shard.server import FATAL_STATUS, Loaded, engine_config, load
 from tgi_server.shard.settings import ShardSettings
 
 
@@ -153,7 +153,7 @@ def test_shards_on_gpus_end_without_waiting_for_each_other(
     monkeypatch.setattr(server, "_serve", stopped)
     monkeypatch.setattr(server.os, "_exit", ended.append)
     engine: Any = SimpleNamespace(info=SimpleNamespace(device_type=device))
-    server.serve(settings(), tmp_path, engine, group)
+    server.serve(settings(), tmp_path, {}, Loaded(engine, group, {}))
     assert ended == ([] if status is None else [status])
 
 

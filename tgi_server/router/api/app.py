@@ -27,10 +27,12 @@ from tgi_server.router.api.routes.adapters import adapter_routes
 from tgi_server.router.api.routes.chat import chat_routes
 from tgi_server.router.api.routes.compatibility import compatibility_routes
 from tgi_server.router.api.routes.completions import completion_routes
+from tgi_server.router.api.routes.embeddings import embedding_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.messages import message_routes
 from tgi_server.router.api.routes.page import page_routes
+from tgi_server.router.api.routes.ranking import ranking_routes
 from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError, Unhealthy
@@ -39,7 +41,7 @@ from tgi_server.router.service import Service
 
 _LOADING_RETRY_SECONDS = "5"
 
-# The busiest first: routes are tried in this order.
+# Of models that generate. The busiest first: routes are tried in this order.
 _ROUTES = (
     generate_routes,
     chat_routes,
@@ -47,10 +49,9 @@ _ROUTES = (
     response_routes,
     message_routes,
     compatibility_routes,
-    tokenize_routes,
-    probe_routes,
     adapter_routes,
 )
+_OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, probe_routes)
 
 
 def create_app(service: Service, rules: AccessRules) -> FastAPI:
@@ -66,7 +67,7 @@ def create_app(service: Service, rules: AccessRules) -> FastAPI:
         # Requests have spans of their own, in `tgi_server.router.tracing`.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    for routes in _ROUTES:
+    for routes in (*(_ROUTES if service.generates else ()), *_OTHER_ROUTES):
         app.include_router(_with_head(routes(service)), tags=["Text generation"])
     app.include_router(_with_head(document_routes(app)))
     app.include_router(_with_head(page_routes()))

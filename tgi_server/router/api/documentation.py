@@ -20,6 +20,7 @@ from tgi_server.router.schemas import (
     chat,
     compatibility,
     completions,
+    encoding,
     generate,
     info,
     messages,
@@ -88,6 +89,11 @@ _EXAMPLES: dict[str, Any] = {
     "MessagesRequest": {"messages": _CHAT, "max_tokens": 40},
     "CountTokensRequest": {"messages": _CHAT},
     "ResponsesRequest": {"input": "How do I cook rice?", "max_output_tokens": 40},
+    "EmbeddingsRequest": {"input": ["How do I cook rice?"]},
+    "EmbedRequest": {"inputs": "How do I cook rice?"},
+    "RankRequest": {"query": "cooking rice", "texts": ["Rinse the rice.", "Sand the board."]},
+    "PredictRequest": {"inputs": "I like rice."},
+    "RerankRequest": {"query": "cooking rice", "documents": ["Rinse the rice.", "Sand the board."]},
     "TokenizeRequest": {"inputs": "How do I cook rice?"},
     "DetokenizeRequest": {"tokens": [7, 8, 9]},
 }
@@ -109,6 +115,8 @@ _REQUESTS: list[type[BaseModel]] = [
     messages.CountTokensRequest,
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
+    *(encoding.EmbeddingsRequest, encoding.EmbedRequest, encoding.RankRequest, encoding.PredictRequest),
+    encoding.RerankRequest,
     adapters.LoadAdapterBody,
     adapters.UnloadAdapterBody,
 ]
@@ -126,6 +134,7 @@ _RESPONSES: list[type[ResponseModel]] = [
     *(messages.SentMessage, messages.SentText, messages.SentThinking, messages.SentToolUse, messages.CountedTokens),
     *_MESSAGE_EVENTS,
     messages.AnthropicErrorResponse,
+    *(encoding.EmbeddingsResponse, encoding.Rank, encoding.Prediction, encoding.RerankResponse),
     *(info.Info, info.ModelsInfo, info.ModelInfo, info.VersionInfo),
     *(openai.OpenAIErrorResponse, ErrorResponse),
 ]
@@ -136,13 +145,19 @@ def _any_of(*models: type[ResponseModel]) -> dict[str, Any]:
 
 
 _GENERATED = {"type": "array", "items": _reference("GenerateResponse")}
+_PREDICTED = {"type": "array", "items": _reference("Prediction")}
 # Schemas that are no object, by the names that TGI's have.
 _NAMED: dict[str, Any] = {
     "ChatCompletionDelta": _any_of(chat.TextDelta, chat.ToolCallDelta, chat.ReasoningDelta),
     "Completion": _any_of(completions.Chunk, completions.CompletionFinal),
+    "Embeddings": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
     "GeneratedList": _GENERATED,
     "MessageEvent": _any_of(*_MESSAGE_EVENTS),
     "OutputMessage": _any_of(chat.TextMessage, chat.ToolCallMessage),
+    "Predictions": {
+        "anyOf": [_PREDICTED, {"type": "array", "items": _PREDICTED}],
+    },
+    "Ranks": {"type": "array", "items": _reference("Rank")},
     "SagemakerResponse": {
         "anyOf": [
             _GENERATED,

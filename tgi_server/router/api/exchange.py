@@ -39,6 +39,7 @@ from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.schemas.base import unknown_fields
 from tgi_server.router.service import Service
 from tgi_server.router.submission import ValidRequest
+from tgi_server.router.text.encoder import ServedEncoder
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
 
@@ -86,6 +87,7 @@ class Exchange:
         self._closed = False
         self._streams = False
         self._requested: Fields = {}
+        self._read_tokens: int | None = None
         # Bytes that a token of the prompt and one of the answer take, for each sequence.
         self._token_bytes: list[tuple[int, int]] = []
         self._outbox: Outbox | None = None
@@ -273,6 +275,32 @@ class Exchange:
             headers["x-finish-reason"] = reason.value
         return json_response(content, headers | self._notes())
 
+    def encoder(self, task: str, model: str | None) -> ServedEncoder:
+        """Returns the model that embeds or ranks. model: its name in the request. Raises NotSupported, NoSuchModel."""
+        generating = self.service.model.names if self.service.generates else ()
+        found = self.service.encoders.get(task, model, generating)
+        self._requested = {"gen_ai.request.model": found.info.model_id}
+        return found
+
+    async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns what `work` returns. Cancels it as soon as the client closes its connection. Raises ClientGone."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._disconnected())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone("the client left")
+            return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    def respond_with_values(self, content: Any, *, tokens: int) -> Response:
+        """Returns the response to a request that generates nothing. tokens: that were read."""
+        self._read_tokens = tokens
+        total = f"{(perf_counter() - self.arrived) * 1000:.0f}"
+        headers = {"x-compute-type": self.service.model.compute_type, "x-total-time": total}
+        return json_response(content, headers | {"x-prompt-tokens": str(tokens)} | self._notes())
+
     def stream_end(
         self,
         outbox: Outbox,
@@ -329,6 +357,8 @@ class Exchange:
         self.release()
         if error is None and self._sequences:
             self._succeeded()
+        elif error is None and self._read_tokens is not None:
+            self._answered(self._read_tokens)
         else:
             self._failed(error)
 
@@ -369,6 +399,14 @@ class Exchange:
             ],
         }
         self.service.tracer.end(self.span, {**fields, **conventional, **self._requested}, None)
+
+    def _answered(self, tokens: int) -> None:
+        """Notes the end of a request that generates nothing. tokens: that were read."""
+        seconds = perf_counter() - self.arrived
+        self.service.metrics.requests.answered(seconds, tokens)
+        fields: Fields = {"total_time": Milliseconds.of(seconds), "prompt_tokens": tokens}
+        logger.info("%s answered", self.path, extra=fields | self._identity(200))
+        self.service.tracer.end(self.span, {**fields, **self._requested, "gen_ai.usage.input_tokens": tokens}, None)
 
     def _identity(self, status: int) -> Fields:
         """Returns the fields that identify the request in its log line."""

@@ -282,6 +282,13 @@ class ShardedClient:
         for shard in self._shards:
             shard.release(pin)
 
+    async def encode(self, request: pb.EncodeRequest, timeout_s: float = 300.0) -> pb.EncodeResponse:
+        """Has the first shard encode texts. Raises Unhealthy."""
+        responses: list[pb.EncodeResponse] = await self._ask_each(
+            lambda shard: shard.stub.Encode(request, timeout=timeout_s), self._shards[:1]
+        )
+        return responses[0]
+
     async def load_adapter(
         self, adapter_id: str, folder: str, *, check_only: bool = False, timeout_s: float = 300.0
     ) -> pb.LoadAdapterResponse:

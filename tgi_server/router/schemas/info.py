@@ -15,6 +15,17 @@ class AdapterInfo(ResponseModel, kw_only=True):
     ready: bool
 
 
+class EncoderInfo(ResponseModel, kw_only=True):
+    """A model that embeds or ranks. columns: numbers of an embedding, or labels."""
+
+    task: Literal["embed", "rank"]
+    model_id: str
+    dtype: str
+    max_tokens: Annotated[int, Meta(description="of one text, or pair")]
+    columns: int
+    pooling: str | None
+
+
 class Info(ResponseModel, kw_only=True):
     model_id: str
     model_sha: str | None = None
@@ -41,6 +52,7 @@ class Info(ResponseModel, kw_only=True):
     fallbacks: Annotated[
         list[str], Meta(description="why parts of the model are computed in a slower way than the device has")
     ]
+    encoders: Annotated[list[EncoderInfo], Meta(description="models that embed and rank")]
     adapters: Annotated[list[AdapterInfo], Meta(description="that requests may name")]
 
 

@@ -203,11 +203,24 @@ def load_tokenizer(model: Path, config: TokenizerConfig) -> TextTokenizer:
 
     Raises StartupError when there is no tokenizer that can be used.
     """
+    return TextTokenizer(_found(model), config)
+
+
+def tokenizer_of(model: Path) -> Tokenizer:
+    """Returns the tokenizer of a model that embeds or ranks, as its files have it. Raises StartupError."""
+    tokenizer = _found(model)
+    _check_growth(tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _found(model: Path) -> Tokenizer:
     file = model / "tokenizer.json"
     if file.is_file():
-        return TextTokenizer(_read(file), config)
+        return _read(file)
     with tempfile.TemporaryDirectory() as folder:
-        return TextTokenizer(_read(_convert(model, Path(folder))), config)
+        return _read(_convert(model, Path(folder)))
 
 
 def _read(file: Path) -> Tokenizer:

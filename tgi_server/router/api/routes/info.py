@@ -13,7 +13,7 @@ from tgi_server.router.api.routes.page import page, wants_page
 from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
-from tgi_server.router.schemas.info import AdapterInfo, Info, ModelInfo, ModelsInfo, VersionInfo
+from tgi_server.router.schemas.info import AdapterInfo, EncoderInfo, Info, ModelInfo, ModelsInfo, VersionInfo
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
 
@@ -71,13 +71,15 @@ def probe_routes(service: Service) -> APIRouter:
 
     def all_models() -> dict[str, ModelInfo]:
         model, owner = service.model.names[0], service.model.model_id
-        parents = dict.fromkeys(service.model.names) | {adapter.id: model for adapter in service.adapters}
+        parents = dict.fromkeys(service.model.names) if service.generates else {}
+        parents |= {adapter.id: model for adapter in service.adapters}
+        parents |= dict.fromkeys(each.info.model_id for each in service.encoders.by_task.values())
         return {
             name: ModelInfo(id=name, object="model", created=created, owned_by=owner, parent=parent)
             for name, parent in parents.items()
         }
 
-    @get("/v1/models", "The model, by all its names, and its adapters", ModelsInfo)
+    @get("/v1/models", "The models, by all their names, and adapters", ModelsInfo)
     async def models() -> Response:
         return json_response(ModelsInfo(object="list", data=list(all_models().values())))
 
@@ -96,7 +98,7 @@ def _info(service: Service) -> Info:
     return Info(
         model_id=service.model.model_id,
         model_sha=service.model.revision,
-        model_pipeline_tag="text2text-generation" if service.model.encoder_decoder else "text-generation",
+        model_pipeline_tag=_pipeline(service),
         model_device_type=service.model.device,
         model_dtype=service.model.dtype,
         paged=service.model.paged,
@@ -115,8 +117,26 @@ def _info(service: Service) -> Info:
         max_batch_total_tokens=limits.max_batch_total_tokens,
         linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
+        encoders=[
+            EncoderInfo(
+                task="rank" if each.task == "rank" else "embed",
+                model_id=each.model_id,
+                dtype=each.dtype,
+                max_tokens=each.max_tokens,
+                columns=each.columns,
+                pooling=each.pooling or None,
+            )
+            for each in (served.info for served in service.encoders.by_task.values())
+        ],
         adapters=[AdapterInfo(id=each.id, rank=each.rank, ready=each.ready) for each in service.adapters],
     )
+
+
+def _pipeline(service: Service) -> str:
+    """Returns the hub's name of what the model does."""
+    if service.generates:
+        return "text2text-generation" if service.model.encoder_decoder else "text-generation"
+    return "feature-extraction" if "embed" in service.encoders.by_task else "text-ranking"
 
 
 def _comparable(version: str) -> str:

@@ -46,6 +46,8 @@ def named_adapter(service: Service, model: str | None) -> str | None:
         return None
     if any(adapter.id == model for adapter in service.adapters):
         return model
+    if encoder := service.encoders.named(model):
+        raise NoSuchModel(f"{model[:100]!r} generates no text: it is a model to {encoder.info.task}")
     if not len(service.adapters) and service.policy.adapter_root is None:
         return None
     known = ", ".join(map(repr, (*service.model.names, *(adapter.id for adapter in service.adapters))))

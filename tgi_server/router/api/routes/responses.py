@@ -27,7 +27,7 @@ from tgi_server.router.api.routes.response_request import (
     turns_to_json,
 )
 from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
-from tgi_server.router.errors import NoSuchResponse, NotSupported, PayloadTooLarge, PreviousResponseNotFound
+from tgi_server.router.errors import NoSuchResponse, PayloadTooLarge, PreviousResponseNotFound
 from tgi_server.router.options import Dialect, rows
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.schemas.responses import (
@@ -94,10 +94,6 @@ def response_routes(service: Service) -> APIRouter:
         response_id = request.path_params["response_id"]
         kept.delete(tenant_of(request), response_id)
         return json_response(DeletedResponse(id=response_id))
-
-    @router.post("/v1/embeddings", include_in_schema=False)
-    async def embed(request: Request) -> Response:
-        raise NotSupported("this server has no embeddings: it serves a model that generates text")
 
     return router
 

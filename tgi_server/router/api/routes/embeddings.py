@@ -1,0 +1,104 @@
+"""/v1/embeddings, OpenAI's, and /embed, that of Text Embeddings Inference (TEI)."""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, answered_by, described_body
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.completions import Prompt
+from tgi_server.router.schemas.encoding import (
+    MOST_TEXTS,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+)
+from tgi_server.router.schemas.encoding import Embedding as EmbeddingObject
+from tgi_server.router.schemas.encoding import EmbeddingUsage as Usage
+from tgi_server.router.service import Service
+from tgi_server.router.text.encoder import Fitting, ServedEncoder
+
+
+def embedding_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+
+    @router.post(
+        "/v1/embeddings",
+        summary="Embeddings of texts, as OpenAI has them",
+        response_class=Response,
+        responses=OPENAI_ERRORS | answered_by(EmbeddingsResponse),
+        openapi_extra=described_body(EmbeddingsRequest),
+    )
+    async def embeddings(request: Request) -> Response:
+        return await respond_to(service, request, EmbeddingsRequest, _embeddings)
+
+    @router.post(
+        "/embed",
+        summary="Embeddings of texts, as TEI has them",
+        response_class=Response,
+        responses=REQUEST_ERRORS | answered_by("Embeddings"),
+        openapi_extra=described_body(EmbedRequest),
+    )
+    async def embed(request: Request) -> Response:
+        return await respond_to(service, request, EmbedRequest, _embed)
+
+    return router
+
+
+async def _embeddings(exchange: Exchange, request: EmbeddingsRequest) -> Response:
+    encoder = exchange.encoder("embed", request.model)
+    most = request.truncate_prompt_tokens
+    fitting = Fitting("input", cut=most is not None, most=most if most and most > 0 else None)
+    prompt = encoder.prompt(request.prompt_name)
+    dimensions = _dimensions(encoder, request.dimensions)
+    inputs = await _inputs(encoder, request.input, fitting, prompt)
+    values = await exchange.unless_left(encoder.values(inputs, dimensions=dimensions, normalize=True))
+    rows: list[Any] = (
+        [b64encode(row).decode() for row in values] if request.encoding_format == "base64" else values.numbers()
+    )
+    tokens = _tokens(inputs)
+    response = EmbeddingsResponse(
+        object="list",
+        data=[EmbeddingObject(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
+        model=encoder.info.model_id,
+        usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+    return exchange.respond_with_values(response, tokens=tokens)
+
+
+async def _embed(exchange: Exchange, request: EmbedRequest) -> Response:
+    encoder = exchange.encoder("embed", None)
+    fitting = Fitting("inputs", cut=request.truncate, left=request.truncation_direction == "left")
+    prompt = encoder.prompt(request.prompt_name)
+    dimensions = _dimensions(encoder, request.dimensions)
+    inputs = await _inputs(encoder, request.inputs, fitting, prompt)
+    values = await exchange.unless_left(encoder.values(inputs, dimensions=dimensions, normalize=request.normalize))
+    return exchange.respond_with_values(values.numbers(), tokens=_tokens(inputs))
+
+
+async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, prompt: str) -> list[pb.EncodeInput]:
+    """Returns the tokens of texts, or those that were given. Raises InvalidRequest."""
+    name, texts = fitting.name, given.root
+    if not 0 < len(texts) <= MOST_TEXTS:
+        raise InvalidRequest(f"`{name}` has {len(texts)} texts; it may have 1 to {MOST_TEXTS}", param=name)
+    if isinstance(texts[0], str):
+        if "" in texts:
+            raise InvalidRequest(f"`{name}` has an empty text; leave it out", param=name)
+        return await encoder.of_texts([str(text) for text in texts], fitting, prompt=prompt)
+    return encoder.of_tokens([ids for ids in texts if not isinstance(ids, str)], fitting)
+
+
+def _dimensions(encoder: ServedEncoder, requested: int | None) -> int:
+    if requested is not None and requested > encoder.info.columns:
+        raise InvalidRequest(f"`dimensions` is {requested}; it must be at most {encoder.info.columns}")
+    return requested or 0
+
+
+def _tokens(inputs: Sequence[pb.EncodeInput]) -> int:
+    return sum(len(each.ids) for each in inputs)

@@ -1,0 +1,179 @@
+"""/rerank and /predict, those of Text Embeddings Inference (TEI); /v1/rerank and /v2/rerank, Jina's and Cohere's."""
+
+from collections.abc import Sequence
+from functools import partial
+from math import exp
+from uuid import uuid4
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, answered_by, described_body
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.encoding import (
+    Prediction,
+    PredictRequest,
+    Rank,
+    RankedDocument,
+    RankedResult,
+    RankRequest,
+    RerankRequest,
+    RerankResponse,
+    RerankUsage,
+)
+from tgi_server.router.service import Service
+from tgi_server.router.text.encoder import Fitting, ServedEncoder
+
+# Pairs that Cohere counts as one search.
+_PAIRS_OF_A_SEARCH = 100
+
+
+def ranking_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+
+    @router.post(
+        "/rerank",
+        summary="Scores of texts for a query, as TEI has them",
+        response_class=Response,
+        responses=REQUEST_ERRORS | answered_by("Ranks"),
+        openapi_extra=described_body(RankRequest),
+    )
+    async def rank(request: Request) -> Response:
+        return await respond_to(service, request, RankRequest, _rank)
+
+    @router.post(
+        "/predict",
+        summary="Labels of texts or pairs, as TEI has them",
+        response_class=Response,
+        responses=REQUEST_ERRORS | answered_by("Predictions"),
+        openapi_extra=described_body(PredictRequest),
+    )
+    async def predict(request: Request) -> Response:
+        return await respond_to(service, request, PredictRequest, _predict)
+
+    for path, shows in (("/v1/rerank", True), ("/v2/rerank", False)):
+
+        async def rerank(request: Request, *, shows: bool = shows) -> Response:
+            return await respond_to(service, request, RerankRequest, partial(_rerank, shows=shows))
+
+        router.add_api_route(
+            path,
+            rerank,
+            methods=["POST"],
+            summary="Scores of documents for a query, as Jina and Cohere have them",
+            response_class=Response,
+            responses=OPENAI_ERRORS | answered_by(RerankResponse),
+            openapi_extra=described_body(RerankRequest),
+            operation_id=f"rerank_{path[1:3]}",
+        )
+    return router
+
+
+async def _rank(exchange: Exchange, request: RankRequest) -> Response:
+    encoder = _scorer(exchange, None)
+    fitting = Fitting("texts", cut=request.truncate, left=request.truncation_direction == "left")
+    pairs = [(request.query, text) for text in request.texts]
+    inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
+    scores = await _scores(exchange, encoder, inputs, raw=request.raw_scores)
+    ranks = [
+        Rank(index=index, score=score, text=request.texts[index] if request.return_text else None)
+        for index, score in _sorted(scores)
+    ]
+    return exchange.respond_with_values(ranks, tokens=_tokens(inputs))
+
+
+async def _rerank(exchange: Exchange, request: RerankRequest, *, shows: bool) -> Response:
+    """Longer documents are cut, as Jina and Cohere do."""
+    encoder = _scorer(exchange, request.model)
+    most = request.max_tokens_per_doc or request.truncate_prompt_tokens
+    fitting = Fitting("documents", cut=True, most=most if most and most > 0 else None)
+    pairs = [(request.query, text) for text in request.documents]
+    inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
+    scores = await _scores(exchange, encoder, inputs)
+    shows = shows if request.return_documents is None else request.return_documents
+    tokens = _tokens(inputs)
+    response = RerankResponse(
+        id=f"rerank-{uuid4().hex}",
+        object="list",
+        model=encoder.info.model_id,
+        results=[
+            RankedResult(
+                index=index,
+                relevance_score=score,
+                document=RankedDocument(text=request.documents[index]) if shows else None,
+            )
+            for index, score in _sorted(scores)[: request.top_n]
+        ],
+        usage=RerankUsage(prompt_tokens=tokens, total_tokens=tokens),
+        meta={
+            "api_version": {"version": exchange.path[2]},
+            "billed_units": {"search_units": -(-len(pairs) // _PAIRS_OF_A_SEARCH)},
+            "tokens": {"input_tokens": tokens},
+        },
+    )
+    return exchange.respond_with_values(response, tokens=tokens)
+
+
+async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
+    encoder = exchange.encoder("rank", None)
+    if encoder.info.answers:
+        raise InvalidRequest("the rerank model answers yes or no and has no labels; send its texts to /rerank")
+    fitting = Fitting("inputs", cut=request.truncate, left=request.truncation_direction == "left")
+    given = request.pairs
+    pairs = [(each[0], each[1]) for each in given if len(each) == 2]
+    texts = [each[0] for each in given if len(each) == 1]
+    of_pairs = iter(await encoder.of_pairs(pairs, fitting))
+    of_texts = iter(await encoder.of_texts(texts, fitting))
+    inputs = [next(of_pairs if len(each) == 2 else of_texts) for each in given]
+    values = await exchange.unless_left(encoder.values(inputs))
+    labels = encoder.info.labels
+    answers = [
+        [
+            Prediction(label=labels[index], score=score)
+            for index, score in _sorted(row if request.raw_scores else _probabilities(row))
+        ]
+        for row in values.numbers()
+    ]
+    return exchange.respond_with_values(answers[0] if request.single else answers, tokens=_tokens(inputs))
+
+
+def _scorer(exchange: Exchange, model: str | None) -> ServedEncoder:
+    """Returns the rerank model. Raises InvalidRequest for a model of several labels, of which none is the score."""
+    encoder = exchange.encoder("rank", model)
+    if encoder.info.columns > 1:
+        raise InvalidRequest(
+            f"{encoder.info.model_id} classifies into {encoder.info.columns} labels and ranks nothing; use /predict"
+        )
+    return encoder
+
+
+async def _scores(
+    exchange: Exchange, encoder: ServedEncoder, inputs: Sequence[pb.EncodeInput], *, raw: bool = False
+) -> list[float]:
+    values = await exchange.unless_left(encoder.values(inputs))
+    return [row[0] if raw else _sigmoid(row[0]) for row in values.numbers()]
+
+
+def _probabilities(logits: Sequence[float]) -> list[float]:
+    """Returns the softmax of several labels' logits, or the sigmoid of one's."""
+    if len(logits) == 1:
+        return [_sigmoid(logits[0])]
+    highest = max(logits)
+    weights = [exp(logit - highest) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + exp(-logit)) if logit >= 0 else exp(logit) / (1 + exp(logit))
+
+
+def _sorted(scores: Sequence[float]) -> list[tuple[int, float]]:
+    """Returns the numbers of scores with them, the highest first."""
+    return sorted(enumerate(scores), key=lambda each: -each[1])
+
+
+def _tokens(inputs: Sequence[pb.EncodeInput]) -> int:
+    return sum(len(each.ids) for each in inputs)

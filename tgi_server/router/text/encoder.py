@@ -1,0 +1,221 @@
+"""Embedding and rerank models as routes see them: their texts become tokens here, and shards compute the values."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.errors import InvalidRequest, NoSuchModel, NotSupported
+from tgi_server.router.scheduling.shard_client import ShardedClient
+from tgi_server.router.text.tokenizer import TokenizerThreads, tokenizer_of
+from tgi_server.router.text.tokenizer_config import read_json
+
+_KINDS = {"embed": "embedding", "rank": "rerank"}
+# The conversation in which Qwen3-Reranker judges a document.
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_BEFORE = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What becomes of texts that are too long. cut: they lose their end, or with `left` their beginning; else the
+    request is refused. most: tokens of a text, if fewer than the model's. name: the field, for the error.
+    """
+
+    name: str
+    cut: bool = False
+    left: bool = False
+    most: int | None = None
+
+
+class Values:
+    """Rows of numbers: embeddings, or logits."""
+
+    def __init__(self, values: bytes, columns: int) -> None:
+        """values: float32, little-endian."""
+        self._values, self._row = values, 4 * columns
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yields the bytes of each row."""
+        return (self._values[start : start + self._row] for start in range(0, len(self._values), self._row))
+
+    def numbers(self) -> list[list[float]]:
+        """Returns the rows, with the digits that a float32 below 1 has."""
+        return [[round(value, 9) for value in array("f", row)] for row in self]
+
+
+class ServedEncoder:
+    """One embedding or rerank model."""
+
+    def __init__(
+        self, info: pb.Encoder, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
+    ) -> None:
+        """Reads the tokenizer of the model's folder. Raises StartupError."""
+        folder = Path(info.folder)
+        self.info = info
+        self._shards = shards
+        self._threads = threads
+        self._target_gap_ms = target_gap_ms or 0
+        self._tokenizer = tokenizer_of(folder)
+        if info.answers:
+            plain = tokenizer_of(folder)
+            plain.encode_special_tokens = True  # those that a document spells are text
+            self._user_tokenizer = plain
+        described = read_json(folder / "config_sentence_transformers.json")
+        self._prompts: dict[str, Any] = described.get("prompts") or {}
+        self._default_prompt = described.get("default_prompt_name")
+        self._lowercase = bool(read_json(folder / "sentence_bert_config.json").get("do_lower_case"))
+
+    def prompt(self, name: str | None) -> str:
+        """Returns the text that is put before each text. Raises InvalidRequest for a name that the model has not."""
+        name = name if name is not None else self._default_prompt
+        if name is None:
+            return ""
+        if name not in self._prompts:
+            known = ", ".join(map(repr, self._prompts)) or "none"
+            raise InvalidRequest(f"`prompt_name` is {name[:80]!r}; this model has {known}")
+        return str(self._prompts[name])
+
+    async def of_texts(self, texts: Sequence[str], fitting: Fitting, *, prompt: str = "") -> list[pb.EncodeInput]:
+        """Returns the tokens of texts. Raises InvalidRequest for one that is too long."""
+        characters = sum(map(len, texts))
+        texts = [prompt + (text.lower() if self._lowercase else text) for text in texts]
+
+        def tokenize() -> list[pb.EncodeInput]:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [self._input(index, each, None, fitting) for index, each in enumerate(encodings)]
+
+        return await self._threads.run(characters, tokenize)
+
+    def of_tokens(self, texts: Sequence[Sequence[int]], fitting: Fitting) -> list[pb.EncodeInput]:
+        """Returns texts that came as tokens. Raises InvalidRequest for one that is too long, or an unknown token."""
+        most = min(self.info.max_tokens, fitting.most or self.info.max_tokens)
+        inputs = []
+        for index, ids in enumerate(texts):
+            if max(ids) >= self.info.vocab_size:
+                raise InvalidRequest(
+                    f"`{fitting.name}` has the token {max(ids)} in text {index}; ids are 0 to "
+                    f"{self.info.vocab_size - 1}",
+                    param=fitting.name,
+                )
+            if len(ids) > most and not fitting.cut:
+                raise _too_long(fitting, index, len(ids), most)
+            inputs.append(pb.EncodeInput(ids=ids[-most:] if fitting.left else ids[:most]))
+        return inputs
+
+    async def of_pairs(
+        self, pairs: Sequence[tuple[str, str]], fitting: Fitting, *, instruction: str | None = None
+    ) -> list[pb.EncodeInput]:
+        """Returns the tokens of pairs, of which only the second text may be cut.
+
+        instruction: for a model that answers yes or no. Raises InvalidRequest for a pair that is too long.
+        """
+        if self._lowercase:
+            pairs = [(first.lower(), second.lower()) for first, second in pairs]
+        firsts = dict.fromkeys(first for first, _ in pairs)
+
+        def tokenize() -> list[pb.EncodeInput]:
+            if self.info.answers:
+                return self._conversations(pairs, fitting, instruction or _INSTRUCTION)
+            encode = self._tokenizer.encode_batch_fast
+            known = dict(zip(firsts, encode(list(firsts), add_special_tokens=False), strict=True))
+            seconds = encode([second for _, second in pairs], add_special_tokens=False)
+            return [
+                self._input(index, known[first], second, fitting)
+                for index, ((first, _), second) in enumerate(zip(pairs, seconds, strict=True))
+            ]
+
+        return await self._threads.run(sum(map(len, firsts)) + sum(len(second) for _, second in pairs), tokenize)
+
+    def _conversations(
+        self, pairs: Sequence[tuple[str, str]], fitting: Fitting, instruction: str
+    ) -> list[pb.EncodeInput]:
+        texts = [f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}" for query, text in pairs]
+        before, after = (self._tokenizer.encode(each, add_special_tokens=False).ids for each in (_BEFORE, _AFTER))
+        room = self.info.max_tokens - len(before) - len(after)
+        inputs = []
+        for index, encoding in enumerate(self._user_tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
+            if len(encoding) > room and not fitting.cut:
+                raise _too_long(fitting, index, len(encoding), room)
+            inputs.append(pb.EncodeInput(ids=[*before, *encoding.ids[:room], *after]))
+        return inputs
+
+    def _input(self, index: int, first: Encoding, second: Encoding | None, fitting: Fitting) -> pb.EncodeInput:
+        """Returns the tokens of a text or pair, special ones included. Raises InvalidRequest if they are too many."""
+        most = self.info.max_tokens
+        added = self._tokenizer.num_special_tokens_to_add(second is not None)
+        room = most - added - (len(first) if second is not None else 0)
+        if second is not None and room < 1:
+            raise InvalidRequest(
+                f"`query` has {len(first)} tokens; the model reads at most {most} of a query and a text together",
+                param="query",
+            )
+        last = first if second is None else second
+        if fitting.most is not None:
+            room = min(room, max(fitting.most - (added if second is None else 0), 1))
+        if len(last) > room:
+            if not fitting.cut:
+                raise _too_long(fitting, index, len(last) + most - room, most)
+            last.truncate(room, direction="left" if fitting.left else "right")
+        whole = self._tokenizer.post_process(first, second, add_special_tokens=True)
+        if not whole.ids:
+            raise InvalidRequest(f"`{fitting.name}` has no tokens in text {index}", param=fitting.name)
+        return pb.EncodeInput(ids=whole.ids, second=whole.type_ids.index(1) if 1 in whole.type_ids else 0)
+
+    async def values(self, inputs: Sequence[pb.EncodeInput], *, dimensions: int = 0, normalize: bool = False) -> Values:
+        """Returns a row for each input. Raises Unhealthy."""
+        response = await self._shards.encode(
+            pb.EncodeRequest(
+                task=self.info.task,
+                inputs=inputs,
+                dimensions=dimensions,
+                normalize=normalize,
+                target_gap_ms=self._target_gap_ms,
+            )
+        )
+        return Values(response.values, response.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoders:
+    """The embedding and rerank models of a server, by task."""
+
+    by_task: dict[str, ServedEncoder] = field(default_factory=dict)
+
+    def get(self, task: str, model: str | None, generating: Sequence[str] = ()) -> ServedEncoder:
+        """Returns the model of a task. model: its name in the request. generating: names of the model that generates.
+
+        Where nothing else is served, any name is taken, because clients often have one of another server. Raises
+        NotSupported, or NoSuchModel.
+        """
+        found = self.by_task.get(task)
+        if found is None:
+            raise NotSupported("this server has no {} model; --{}-model-id loads one".format(*[_KINDS[task]] * 2))
+        others = [each.info.model_id for each in self.by_task.values() if each is not found]
+        if model and model != found.info.model_id and (model in (*others, *generating)):
+            raise NoSuchModel(f"{model[:100]!r} is no {_KINDS[task]} model; {found.info.model_id!r} is one")
+        if model and model != found.info.model_id and (others or generating):
+            known = ", ".join(map(repr, (found.info.model_id, *others, *generating)))
+            raise NoSuchModel(f"there is no model {model[:100]!r} here; there are {known}")
+        return found
+
+    def named(self, model: str) -> ServedEncoder | None:
+        """Returns the model of that name."""
+        return next((each for each in self.by_task.values() if each.info.model_id == model), None)
+
+
+def _too_long(fitting: Fitting, index: int, tokens: int, most: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"`{fitting.name}` has {tokens} tokens in text {index}; the model reads at most {most}; shorten it, or have it "
+        "truncated",
+        param=fitting.name,
+    )

@@ -1,0 +1,86 @@
+"""Embedding and rerank models over gRPC, beside the model that generates or without one."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import torch
+
+from shared.stubs import generate_pb2 as pb
+from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
+from tgi_server.engine.encoders import Encoder
+from tgi_server.shard.encoder_queue import EncoderQueue
+
+
+def encoder_message(encoder: Encoder, model_id: str, folder: Path) -> pb.Encoder:
+    """Returns the facts about a model for the router."""
+    info = encoder.info
+    return pb.Encoder(
+        task=info.task,
+        model_id=model_id,
+        folder=str(folder),
+        model_type=info.model_type,
+        dtype=info.dtype,
+        vocab_size=info.vocab_size,
+        max_tokens=info.max_tokens,
+        columns=info.columns,
+        labels=info.labels,
+        answers=info.answers,
+        pooling=info.pooling,
+    )
+
+
+async def encode(
+    queue: EncoderQueue | None, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
+) -> pb.EncodeResponse:
+    """Returns the values of a request's texts. Ends the call where there is no such model."""
+    if queue is None or request.task not in queue.encoders:
+        await context.abort(grpc.StatusCode.NOT_FOUND, f"no model is loaded for the task {request.task!r}")
+        raise AssertionError  # the call has ended
+    gap_s = request.target_gap_ms / 1000 or None
+    values = await queue.encode(
+        "rank" if request.task == "rank" else "embed",
+        request.inputs,
+        dimensions=request.dimensions,
+        unit=request.normalize,
+        target_gap_s=gap_s,
+    )
+    return pb.EncodeResponse(values=values.contiguous().numpy().tobytes(), columns=values.shape[1])
+
+
+class EncoderService(TextGenerationServiceServicer):
+    """The service of a shard that has no model which generates."""
+
+    def __init__(self, queue: EncoderQueue, encoders: Sequence[pb.Encoder], urls: tuple[str, str]) -> None:
+        """urls: of this service, and of the GrammarService beside it, which compiles nothing."""
+        first = encoders[0]
+        self._queue = queue
+        self._urls = urls
+        self._info = pb.InfoResponse(
+            model_id=first.model_id,
+            model_type=first.model_type,
+            dtype=first.dtype,
+            device_type=next(iter(queue.encoders.values())).info.device_type,
+            world_size=1,
+            vocab_size=first.vocab_size,
+            max_position_embeddings=first.max_tokens,
+            encoders=encoders,
+            encoders_only=True,
+        )
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
+        return self._info
+
+    async def ServiceDiscovery(
+        self, request: pb.ServiceDiscoveryRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=[self._urls[0]], grammar_urls=[self._urls[1]])
+
+    async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
+        device = next(iter(self._queue.encoders.values())).info.device_type
+        await asyncio.to_thread(lambda: int(torch.ones(2, device=device).sum()))
+        return pb.HealthResponse()
+
+    async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+        return await encode(self._queue, request, context)
