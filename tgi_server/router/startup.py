@@ -364,7 +364,12 @@ def _encoders(
     info: pb.InfoResponse, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
 ) -> Encoders:
     """Returns the models that embed and rank. Raises StartupError for one whose tokenizer cannot be read."""
-    return Encoders({each.task: ServedEncoder(each, shards, threads, target_gap_ms) for each in info.encoders})
+    return Encoders(
+        {
+            each.task: ServedEncoder(public_name(each.model_id), each, shards, threads, target_gap_ms)
+            for each in info.encoders
+        }
+    )
 
 
 def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:

@@ -45,7 +45,7 @@ class Reference:
 
 class Models:
     def __init__(self, folder: Path, chat: Path) -> None:
-        self.chat = str(chat)
+        self.chat = chat
         self.embedder = make_embedder("bert", folder / "embedder")
         self.ranker = make_ranker("bert", folder / "ranker")
         self.embed, self.rank = Reference("embed", self.embedder), Reference("rank", self.ranker)
@@ -172,12 +172,12 @@ def test_predict_of_tei(url: str, models: Models) -> None:
 
 def test_models_are_listed_and_chosen(url: str, client: openai.OpenAI, models: Models) -> None:
     names = {each.id for each in client.models.list()}
-    assert names == {models.chat, str(models.embedder), str(models.ranker)}
+    assert names == {models.chat.name, "embedder", "ranker"}
     with pytest.raises(openai.NotFoundError, match="no embedding model"):
-        client.embeddings.create(model=models.chat, input="oak")
+        client.embeddings.create(model=models.chat.name, input="oak")
     with pytest.raises(openai.NotFoundError, match="generates no text"):
-        client.completions.create(model=str(models.embedder), prompt="oak")
-    assert client.completions.create(model=models.chat, prompt="oak", max_tokens=2).choices
+        client.completions.create(model="embedder", prompt="oak")
+    assert client.completions.create(model=models.chat.name, prompt="oak", max_tokens=2).choices
     info = httpx.get(f"{url}/info").json()
     assert [each["task"] for each in info["encoders"]] == ["embed", "rank"]
 

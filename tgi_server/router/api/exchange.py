@@ -279,7 +279,7 @@ class Exchange:
         """Returns the model that embeds or ranks. model: its name in the request. Raises NotSupported, NoSuchModel."""
         generating = self.service.model.names if self.service.generates else ()
         found = self.service.encoders.get(task, model, generating)
-        self._requested = {"gen_ai.request.model": found.info.model_id}
+        self._requested = {"gen_ai.request.model": found.name}
         return found
 
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:

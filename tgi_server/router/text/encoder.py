@@ -54,13 +54,14 @@ class Values:
 
 
 class ServedEncoder:
-    """One embedding or rerank model."""
+    """One embedding or rerank model. name: in requests and responses; requests may also have the id as it was given."""
 
     def __init__(
-        self, info: pb.Encoder, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
+        self, name: str, info: pb.Encoder, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
     ) -> None:
         """Reads the tokenizer of the model's folder. Raises StartupError."""
         folder = Path(info.folder)
+        self.name = name
         self.info = info
         self._shards = shards
         self._threads = threads
@@ -74,6 +75,9 @@ class ServedEncoder:
         self._prompts: dict[str, Any] = described.get("prompts") or {}
         self._default_prompt = described.get("default_prompt_name")
         self._lowercase = bool(read_json(folder / "sentence_bert_config.json").get("do_lower_case"))
+
+    def is_named(self, name: str) -> bool:
+        return name in (self.name, self.info.model_id)
 
     def prompt(self, name: str | None) -> str:
         """Returns the text that is put before each text. Raises InvalidRequest for a name that the model has not."""
@@ -200,17 +204,18 @@ class Encoders:
         found = self.by_task.get(task)
         if found is None:
             raise NotSupported("this server has no {} model; --{}-model-id loads one".format(*[_KINDS[task]] * 2))
-        others = [each.info.model_id for each in self.by_task.values() if each is not found]
-        if model and model != found.info.model_id and (model in (*others, *generating)):
-            raise NoSuchModel(f"{model[:100]!r} is no {_KINDS[task]} model; {found.info.model_id!r} is one")
-        if model and model != found.info.model_id and (others or generating):
-            known = ", ".join(map(repr, (found.info.model_id, *others, *generating)))
-            raise NoSuchModel(f"there is no model {model[:100]!r} here; there are {known}")
-        return found
+        others = [*generating, *(each.name for each in self.by_task.values() if each is not found)]
+        if not model or not others or found.is_named(model):
+            return found
+        if model in others:
+            raise NoSuchModel(f"{model[:100]!r} is no {_KINDS[task]} model; {found.name!r} is one")
+        raise NoSuchModel(
+            f"there is no model {model[:100]!r} here; there are {', '.join(map(repr, (found.name, *others)))}"
+        )
 
     def named(self, model: str) -> ServedEncoder | None:
         """Returns the model of that name."""
-        return next((each for each in self.by_task.values() if each.info.model_id == model), None)
+        return next((each for each in self.by_task.values() if each.is_named(model)), None)
 
 
 def _too_long(fitting: Fitting, index: int, tokens: int, most: int) -> InvalidRequest:

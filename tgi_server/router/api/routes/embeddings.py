@@ -66,7 +66,7 @@ async def _embeddings(exchange: Exchange, request: EmbeddingsRequest) -> Respons
     response = EmbeddingsResponse(
         object="list",
         data=[EmbeddingObject(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
-        model=encoder.info.model_id,
+        model=encoder.name,
         usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return exchange.respond_with_values(response, tokens=tokens)

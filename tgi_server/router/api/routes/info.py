@@ -73,7 +73,7 @@ def probe_routes(service: Service) -> APIRouter:
         model, owner = service.model.names[0], service.model.model_id
         parents = dict.fromkeys(service.model.names) if service.generates else {}
         parents |= {adapter.id: model for adapter in service.adapters}
-        parents |= dict.fromkeys(each.info.model_id for each in service.encoders.by_task.values())
+        parents |= dict.fromkeys(each.name for each in service.encoders.by_task.values())
         return {
             name: ModelInfo(id=name, object="model", created=created, owned_by=owner, parent=parent)
             for name, parent in parents.items()
@@ -119,14 +119,14 @@ def _info(service: Service) -> Info:
         fallbacks=list(service.model.fallbacks),
         encoders=[
             EncoderInfo(
-                task="rank" if each.task == "rank" else "embed",
-                model_id=each.model_id,
-                dtype=each.dtype,
-                max_tokens=each.max_tokens,
-                columns=each.columns,
-                pooling=each.pooling or None,
+                task="rank" if served.info.task == "rank" else "embed",
+                model_id=served.name,
+                dtype=served.info.dtype,
+                max_tokens=served.info.max_tokens,
+                columns=served.info.columns,
+                pooling=served.info.pooling or None,
             )
-            for each in (served.info for served in service.encoders.by_task.values())
+            for served in service.encoders.by_task.values()
         ],
         adapters=[AdapterInfo(id=each.id, rank=each.rank, ready=each.ready) for each in service.adapters],
     )

@@ -98,7 +98,7 @@ async def _rerank(exchange: Exchange, request: RerankRequest, *, shows: bool) ->
     response = RerankResponse(
         id=f"rerank-{uuid4().hex}",
         object="list",
-        model=encoder.info.model_id,
+        model=encoder.name,
         results=[
             RankedResult(
                 index=index,
@@ -145,7 +145,7 @@ def _scorer(exchange: Exchange, model: str | None) -> ServedEncoder:
     encoder = exchange.encoder("rank", model)
     if encoder.info.columns > 1:
         raise InvalidRequest(
-            f"{encoder.info.model_id} classifies into {encoder.info.columns} labels and ranks nothing; use /predict"
+            f"{encoder.name} classifies into {encoder.info.columns} labels and ranks nothing; use /predict"
         )
     return encoder
 
