@@ -140,6 +140,7 @@ async def test_info(routers: RouterFactory):
         "max_batch_total_tokens": info["max_batch_total_tokens"],
         "linear_kernels": None,
         "fallbacks": [],
+        "encoders": [],
         "adapters": [],
     }
 
