@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
@@ -105,23 +107,43 @@ def test_rows_are_rounded_to_fp8(dtype: torch.dtype) -> None:
     wanted = x.float().abs().amax(1, keepdim=True).clamp(min=448e-30) / 448
     torch.testing.assert_close(scales, wanted)
     assert torch.equal(codes.float(), (x.float() / scales).to(torch.float8_e4m3fn).float())
+    codes, scales = rounded(x, 300)
+    assert scales.stride() == (1, 5)
+    by_group = x.float().unflatten(1, (5, 300))
+    torch.testing.assert_close(scales, by_group.abs().amax(2).clamp(min=448e-30) / 448)
+    wanted = (by_group / scales.unsqueeze(2)).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.float(), wanted.float().flatten(1))
+
+
+_scaled_mm = torch._scaled_mm
 
 
 def scaled_mm(x, weight, scale_x, scale_weight, bias, out_dtype, use_fast_accum):
     """The product of torch, which CPUs do not have."""
     assert x.dtype == weight.dtype == torch.float8_e4m3fn
     assert (x.is_contiguous(), weight.t().is_contiguous()) == (True, True)
-    assert (scale_x.shape, scale_weight.shape) == ((len(x), 1), (1, weight.shape[1]))
-    y = (x.float() @ weight.float()) * scale_x * scale_weight
+    with FakeTensorMode():  # in which torch checks what it would check on a GPU
+        there = [
+            None if each is None else torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
+            for each in (x, weight, scale_x, scale_weight, bias)
+        ]
+        _scaled_mm(*there, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    groups, scale_weight = scale_x.shape[1], scale_weight.contiguous()
+    if groups > 1:  # what cuBLAS asks for, and torch without a GPU does not check
+        assert (bias, use_fast_accum, scale_x.stride(), x.shape[1]) == (None, False, (1, len(x)), 128 * groups)
+    size = x.shape[1] // groups
+    parts = zip(x.float().split(size, 1), weight.float().split(size), scale_x.split(1, 1), scale_weight, strict=True)
+    y = sum(own @ of_weight * scale * of_outputs for own, of_weight, scale, of_outputs in parts)
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def test_a_layer_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_layer_of_fp8(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    weight = random_weight("fp8", 64, 48, torch.zeros(64, dtype=torch.long))
+    weight = random_weight("fp8", 384, 48, torch.arange(384) // (384 // groups))
     bias = torch.randn(48).bfloat16()
     layer = ScaledLinear(weight, bias, None, torch.bfloat16)
-    x, residual = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 48).bfloat16()
+    x, residual = torch.randn(2, 3, 384).bfloat16(), torch.randn(2, 3, 48).bfloat16()
     wanted = linear(x.float(), weight.dense(), bias.float())
     for actual, expected in (
         (layer(x), wanted),
@@ -131,6 +153,12 @@ def test_a_layer_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         assert actual.dtype is torch.bfloat16
         assert (actual.float() - expected).norm() < 0.05 * expected.norm()
     torch.testing.assert_close(layer.unpacked().weight, weight.dense(torch.bfloat16))
+
+
+def layer_of(weight: QuantizedWeight) -> QuantizedLinear:
+    module = QuantizedLinear(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
+    module.fill(weight)
+    return module
 
 
 def quantized(layout: str, folder: Path, architecture: str, dtype: torch.dtype) -> Any:
@@ -204,6 +232,10 @@ def test_scaled_mm_is_for_chips_that_have_it_and_a_scale_for_each_output(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, known=capability: known)
         model = quantized(layout, tmp_path / f"{layout}{capability}", "llama", torch.bfloat16)
         assert str(gpu_linear_factory(model, dtype)[0]) == kernels
+    in_blocks = layer_of(random_weight("fp8", 256, 128, torch.arange(256) // 128))
+    for capability, fits in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, known=capability: known)
+        assert gpu._has_scaled_mm(in_blocks, torch.bfloat16) is fits
 
 
 def test_what_is_compared_has_a_tolerance_for_rounding_only() -> None:

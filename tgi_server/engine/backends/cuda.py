@@ -8,8 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from tgi_server.engine.backends.attention import flash
 from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
@@ -22,6 +24,7 @@ from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.grouped_experts import group_experts
 from tgi_server.engine.models.spec import DecoderSpec
+from tgi_server.engine.parallel import fault_of_any
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +41,12 @@ class CudaBackend(ReferenceBackend):
         self._linear, self.fallbacks = gpu_linear_factory(source, source.dtype, config.group)
         self.fallbacks += group_experts(source, source.dtype, config.group)
         self.linear_kernels = str(self._linear)
+        self._attention: list[type[CudaAttention]] = [FlashAttention, CudaAttention]  # the fastest first
 
     def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
-        if CudaAttention.supports(shape, self.source.dtype):
-            return CudaAttention(shape, self.source.device, self.source.dtype, kv_format)
+        for kind in self._attention:
+            if kind.supports(shape, self.source.dtype):
+                return kind(shape, self.source.device, self.source.dtype, kv_format)
         return super().attention(shape, kv_format)
 
     def lora(self, max_rank: int) -> MakeLora:
@@ -63,14 +68,27 @@ class CudaBackend(ReferenceBackend):
             self._fall_back(f"attention runs in plain torch, which is slower: {missing}")
         else:
             probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
-            if fault := probe.fault(model, type(model.attention).__name__):
-                model.attention = super().attention(probe.shape, model.attention.kv_format)
-                self._fall_back(f"attention runs in plain torch, which is slower: {fault}")
-            elif spec is not None:
+            self._prove_attention(model, probe)
+            if spec is not None and type(model.attention) is not GatherAttention:
                 proved = self._of_spec(model, probe, spec)
         if proved is None:
             pack_quantized(self.source, self._linear)
         return proved or model
+
+    def _prove_attention(self, model: GenericModel, probe: LogitsProbe) -> None:
+        """Gives the model the fastest attention that computes what plain torch does."""
+        while type(model.attention) is not GatherAttention:
+            kind, fault = type(model.attention), None
+            if isinstance(model.attention, FlashAttention):
+                windows = {variant.window for variant in probe.variants.values()}
+                fault = fault_of_any(flash.fault_of(model.attention, windows), self.group)
+            fault = fault or probe.fault(model, kind.__name__)
+            if fault is None:
+                return
+            self._attention = [each for each in self._attention if each is not kind]
+            model.attention = self.attention(probe.shape, model.attention.kv_format)
+            where = "plain torch" if type(model.attention) is GatherAttention else "the engine's own kernel"
+            self._fall_back(f"attention runs in {where}, which is slower: {fault}")
 
     def _of_spec(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec) -> PagedModel | None:
         """Returns the model in fused layers; None if its first layer has other outputs in them."""

@@ -26,9 +26,10 @@ _OUTPUTS = 256
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 # By which rounding inputs to FP8 may change outputs, besides; as shares of their norm.
 _FP8_TOLERANCE = 5e-2
-# The product of FP8 takes multiples of so many inputs and outputs, on devices of this compute capability and newer.
-_UNIT = 16
-_OLDEST = (8, 9)
+# The product of FP8 takes multiples of so many inputs and outputs, on devices of this compute capability and newer. With
+# scales for blocks of so many inputs, it is for the other one alone.
+_UNIT, _BLOCK = 16, 128
+_OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 
 
 def gpu_linear_factory(
@@ -108,7 +109,15 @@ def _candidates(
 
 
 def _has_scaled_mm(module: QuantizedLinear, dtype: torch.dtype) -> bool:
-    """Returns True if torch has a product for this layer of FP8 on its device: a scale for each output, in bfloat16."""
+    """Returns True if torch has a product in bfloat16 for this layer of FP8 on its device.
+
+    That is for a scale for each output, or for each of its blocks of 128 inputs.
+    """
+    if dtype is not torch.bfloat16 or module.zeros is not None:
+        return False
+    capability = torch.cuda.get_device_capability(module.scales.device)
     sizes = module.out_features, module.in_features
-    of_outputs = module.scales.shape[1] == 1 and module.zeros is None and not any(size % _UNIT for size in sizes)
-    return of_outputs and dtype is torch.bfloat16 and torch.cuda.get_device_capability(module.scales.device) >= _OLDEST
+    if module.scales.shape[1] == 1:
+        return capability >= _OLDEST and not any(size % _UNIT for size in sizes)
+    in_blocks = module.quantized(0, 1).group_size == _BLOCK and not any(size % _BLOCK for size in sizes)
+    return in_blocks and capability == _WITH_BLOCKS

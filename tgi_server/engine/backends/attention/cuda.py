@@ -1,5 +1,6 @@
 """Attention on CUDA, for prompts and for sequences that decode, by the engine's own kernels in Triton."""
 
+from collections.abc import Iterable
 from enum import Enum, auto
 from functools import partial
 from importlib.util import find_spec
@@ -54,16 +55,33 @@ class CudaAttention(GatherAttention):
         return rotate_and_write(query, key, value, (cosine[0], sine[0]), *caches, metadata.slots, *self._kept(layer))
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, paged_attention, tokens_of_a_tile
+        from tgi_server.engine.kernels.triton.paged_attention import tokens_of_a_tile
+
+        heads, (_, _, kv_heads, head_dim) = query.shape[1], self._keys[layer].shape
+        programs = len(query) * heads / 128 / multiprocessors(query.device)
+        most = tokens_of_a_tile(heads // kv_heads, head_dim, query.element_size(), programs)
+        output = query.new_empty(query.shape)
+        self._attend_tiles(layer, query, metadata, variant, _tile_kinds(metadata, most), output)
+        return output
+
+    def _attend_tiles(
+        self,
+        layer: int,
+        query: Tensor,
+        metadata: ForwardMetadata,
+        variant: AttentionVariant,
+        kinds: Iterable[tuple[int, "Lengths"]],
+        output: Tensor,
+    ) -> None:
+        """Writes what the sequences of some kinds attend to to output, contiguous, of query's shape."""
+        from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, paged_attention
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
         layer = variant.source(layer)
         keys, values = self._keys[layer], self._values[layer]
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
         group, itemsize = heads // kv_heads, query.element_size()
-        output = query.new_empty(query.shape)
-        programs = len(query) * heads / 128 / multiprocessors(query.device)
-        for tokens, lengths in _tile_kinds(metadata, tokens_of_a_tile(group, head_dim, itemsize, programs)):
+        for tokens, lengths in kinds:
             shape = LaunchShape.of(group, head_dim, itemsize, tokens)
             tiles = metadata.made(("tiles", tokens), partial(_tiles, metadata, tokens, lengths))
             plan = metadata.made(
@@ -88,13 +106,12 @@ class CudaAttention(GatherAttention):
                 rounded_alibi=variant.rounded_alibi,
                 sinks=variant.sinks,
             )
-        return output
 
     def _kept(self, layer: int) -> tuple[KVScales, int]:
         return self.kv_format.of(layer), self.kv_format.mantissa
 
 
-class _Lengths(Enum):
+class Lengths(Enum):
     """Selects the sequences of a pass that a kind of tile is for, by the number of their tokens in it."""
 
     ANY = auto()
@@ -102,19 +119,19 @@ class _Lengths(Enum):
     SEVERAL = auto()
 
 
-def _tile_kinds(metadata: ForwardMetadata, most: int) -> list[tuple[int, _Lengths]]:
+def _tile_kinds(metadata: ForwardMetadata, most: int) -> list[tuple[int, Lengths]]:
     """Returns the kinds of tiles to cut a pass into: the most tokens of a tile, and the sequences that it is for.
 
     In a pass with prompts, rows that decode have tiles of their own, of no more tokens than they have.
     """
     if not metadata.chunks:
-        return [(min(most, metadata.row_tokens), _Lengths.ANY)]
+        return [(min(most, metadata.row_tokens), Lengths.ANY)]
     if metadata.decoding and most > 1:
-        return [(1, _Lengths.ONE), (most, _Lengths.SEVERAL)]
-    return [(most, _Lengths.ANY)]
+        return [(1, Lengths.ONE), (most, Lengths.SEVERAL)]
+    return [(most, Lengths.ANY)]
 
 
-def _tiles(metadata: ForwardMetadata, tokens: int, kind: _Lengths) -> QueryTiles:
+def _tiles(metadata: ForwardMetadata, tokens: int, kind: Lengths) -> QueryTiles:
     """Returns tiles of `tokens` tokens of one sequence each; the last tile of a sequence may have fewer.
 
     They are computed on the device from tensors alone, so a captured step computes them again. The host does not know
@@ -122,18 +139,18 @@ def _tiles(metadata: ForwardMetadata, tokens: int, kind: _Lengths) -> QueryTiles
     """
     starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
     lengths = starts.diff()
-    if kind is _Lengths.ONE or (metadata.row_tokens == 1 and not metadata.chunks):
+    if kind is Lengths.ONE or (metadata.row_tokens == 1 and not metadata.chunks):
         rows = torch.arange(len(lengths), dtype=torch.int32, device=starts.device)
         return QueryTiles(starts[:-1], torch.where(lengths == 1, 1, 0).int(), kv_lengths, rows)
     numbers = (lengths + tokens - 1) // tokens
-    if kind is _Lengths.SEVERAL:
+    if kind is Lengths.SEVERAL:
         numbers = torch.where(lengths > 1, numbers, 0)
     ends = numbers.cumsum(0, dtype=torch.int32)
     tile = torch.arange(len(lengths) + len(metadata.slots) // tokens, dtype=torch.int32, device=starts.device)
     sequences = torch.searchsorted(ends, tile, right=True, out_int32=True).clamp_max(len(lengths) - 1)
     offsets = (tile - (ends - numbers)[sequences]) * tokens
     counts = (lengths[sequences] - offsets).clamp(0, tokens)
-    if kind is _Lengths.SEVERAL:
+    if kind is Lengths.SEVERAL:
         counts = torch.where(tile < ends[-1], counts, 0)
     before = kv_lengths[sequences] - lengths[sequences]
     return QueryTiles(starts[sequences] + offsets, counts, before + offsets + counts, sequences)

@@ -51,24 +51,32 @@ def encoded(x, scale, mantissa: tl.constexpr):
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds x, [rows, inputs]. Returns e4m3 numbers, and for each row the scale to multiply by, [rows, 1] float32."""
+def rounded(x: Tensor, together: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rounds x, [rows, inputs]. Returns e4m3 numbers, and the scales to multiply by, [rows, groups] float32.
+
+    together: inputs that share a scale, of which rows are whole multiples; None: all of a row. Scales of several groups
+    are transposed: those of a group are neighbours.
+    """
+    size = together or x.shape[1]
+    groups = x.shape[1] // size
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    _round_row[len(x),](x, codes, scales, x.shape[1], at_once=_AT_ONCE, num_warps=4)
+    scales = torch.empty(groups, len(x), dtype=torch.float32, device=x.device).t()
+    at_once = min(_AT_ONCE, triton.next_power_of_2(size))
+    _round_row[len(x), groups](x, codes, scales, size, at_once=at_once, num_warps=4 if at_once == _AT_ONCE else 1)
     return codes.view(torch.float8_e4m3fn), scales
 
 
 @triton.jit
 def _round_row(x, codes, scales, size, at_once: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    rows, groups = tl.num_programs(0), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     place = tl.arange(0, at_once)
     largest = tl.zeros([at_once], tl.float32)
     for start in range(0, size, at_once):
         own = tl.load(x + row * size + start + place, mask=start + place < size, other=0.0)
         largest = tl.maximum(largest, tl.abs(own.to(tl.float32)))
     scale = tl.maximum(tl.max(largest, 0) / 448.0, 1e-30)
-    tl.store(scales + row, scale)
+    tl.store(scales + tl.program_id(1) * rows + tl.program_id(0), scale)
     for start in range(0, size, at_once):
         real = start + place < size
         own = tl.load(x + row * size + start + place, mask=real, other=0.0)

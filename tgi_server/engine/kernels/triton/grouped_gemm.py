@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, _inputs, _numbers, _scale, bits_of
+from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, block_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,20 @@ def _rows_of_tile(order, starts, tile_ends, experts, all_experts: tl.constexpr, 
     return expert, place, row, real_rows
 
 
+@triton.jit
+def _store_rows(sums, bias, shares, y, expert, place, row, real_rows, output, outputs):
+    """Writes the sums of a tile, [rows, outputs], with the expert's bias, to where `multiply_groups` says."""
+    real_outputs = output < outputs
+    if bias is not None:
+        sums += tl.load(bias + expert * outputs + output, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
+    target = place.to(tl.int64)
+    if shares is not None:
+        sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]
+        target = row
+    there = real_rows[:, None] & real_outputs[None, :]
+    tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)
+
+
 @triton.jit(do_not_specialize=["of_token"])
 def _multiply_groups(
     x, weights, bias, order, starts, tile_ends, shares, y,
@@ -170,14 +184,7 @@ def _multiply_groups(
             other=0.0,
         )
         sums = tl.dot(own, weight, sums, input_precision="ieee")
-    if bias is not None:
-        sums += tl.load(bias + expert * outputs + output, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
-    target = place.to(tl.int64)
-    if shares is not None:
-        sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]
-        target = row
-    there = real_rows[:, None] & real_outputs[None, :]
-    tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)
+    _store_rows(sums, bias, shares, y, expert, place, row, real_rows, output, outputs)
 
 
 @triton.jit(do_not_specialize=["of_token", "blocks"])
@@ -187,43 +194,15 @@ def _multiply_quantized_groups(
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr, whole: tl.constexpr,
     gathers: tl.constexpr, all_experts: tl.constexpr, own_rows: tl.constexpr, own_outputs: tl.constexpr,
 ):  # fmt: skip
-    """As `_multiply_codes` of w4a16_gemm, of the rows of one expert."""
     expert, place, row, real_rows = _rows_of_tile(order, starts, tile_ends, experts, all_experts, own_rows)
     if expert >= experts:
         return
     source = row // of_token if gathers else place.to(tl.int64)
     output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
     real_outputs = output < outputs
-    of_all, all_outputs = expert * outputs + output, experts * outputs
-    word = tl.arange(0, words)
-    x_rows = x + source[:, None] * inputs
-    scale, zero = _scale(scales, zeros, tl.load(input_groups) * all_outputs + of_all, real_outputs, kind)
-    group = tl.load(input_groups + tl.minimum(1, blocks - 1))
-    sums = tl.zeros([own_outputs, own_rows], tl.float32)
-    for index in range(0, blocks):
-        next_scale, next_zero = _scale(scales, zeros, group * all_outputs + of_all, real_outputs, kind)
-        group = tl.load(input_groups + tl.minimum(index + 2, blocks - 1))
-        own_codes = codes + (index * all_outputs + of_all).to(tl.int64)[:, None] * words
-        read = tl.load(own_codes + word[None, :], mask=real_outputs[:, None], other=0)
-        products = tl.zeros([own_outputs, own_rows], tl.float32)
-        inputs_sum = tl.zeros([own_outputs, own_rows], tl.float32)
-        for number in tl.static_range(0, block // words):
-            own = _inputs(x_rows, input_order, index * block + number * words + word, inputs, real_rows, whole)
-            weights = _numbers(read, number, codebook, kind, bits).to(own.dtype)
-            products = tl.dot(weights, tl.trans(own), products, input_precision="ieee")
-            if zeros is not None:
-                ones = tl.full([own_outputs, words], 1.0, tl.float32).to(own.dtype)
-                inputs_sum = tl.dot(ones, tl.trans(own), inputs_sum, input_precision="ieee")
-        if zeros is not None:
-            products -= inputs_sum * zero[:, None]
-        sums += products * scale[:, None]
-        scale, zero = next_scale, next_zero
-    sums = tl.trans(sums)
-    if bias is not None:
-        sums += tl.load(bias + of_all, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
-    target = place.to(tl.int64)
-    if shares is not None:
-        sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]
-        target = row
-    there = real_rows[:, None] & real_outputs[None, :]
-    tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)
+    sums = block_sums(
+        x + source[:, None] * inputs, codes, scales, zeros, codebook, input_groups, input_order,
+        expert * outputs + output, real_rows, real_outputs, experts * outputs, inputs, 0, blocks, blocks,
+        kind, bits, block, words, own_rows, own_outputs, whole,
+    )  # fmt: skip
+    _store_rows(sums, bias, shares, y, expert, place, row, real_rows, output, outputs)

@@ -157,20 +157,44 @@ def _multiply_codes(
     """
     row = tl.program_id(1) * own_rows + tl.arange(0, own_rows)
     output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
-    place = tl.arange(0, words)
     real_rows, real_outputs = row < rows, output < outputs
     x_rows = x + row.to(tl.int64)[:, None] * x_stride
     begin = tl.program_id(2) * share
-    end = tl.minimum(begin + share, blocks)
+    sums = block_sums(
+        x_rows, codes, scales, zeros, codebook, groups, order, output, real_rows, real_outputs,
+        outputs, inputs, begin, tl.minimum(begin + share, blocks), blocks,
+        kind, bits, block, words, own_rows, own_outputs, whole,
+    )  # fmt: skip
+    target = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    real = real_rows[:, None] & real_outputs[None, :]
+    if split:
+        tl.store(y + tl.program_id(2).to(tl.int64) * rows * outputs + target, sums, mask=real)
+    else:
+        _finish(sums, bias, residual, y, output[None, :], target, real, relu)
+
+
+@triton.jit
+def block_sums(
+    x_rows, codes, scales, zeros, codebook, groups, order, output, real_rows, real_outputs,
+    all_outputs, inputs, begin, end, blocks,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr,
+    own_rows: tl.constexpr, own_outputs: tl.constexpr, whole: tl.constexpr,
+):  # fmt: skip
+    """Returns the sums of some rows and outputs over the blocks from `begin` to before `end`, [rows, outputs] float32.
+
+    x_rows: where each row begins. output: places among the `all_outputs` of a block. whole: there are as many inputs as
+    places, in this order.
+    """
+    place = tl.arange(0, words)
     # Scales are loaded one block ahead, and the group that they are of two blocks ahead.
-    scale, zero = _scale(scales, zeros, tl.load(groups + begin) * outputs + output, real_outputs, kind)
+    scale, zero = _scale(scales, zeros, tl.load(groups + begin) * all_outputs + output, real_outputs, kind)
     group = tl.load(groups + tl.minimum(begin + 1, blocks - 1))
     # The weight comes first in a product, for there its numbers stay in the registers that they were computed in.
     sums = tl.zeros([own_outputs, own_rows], tl.float32)
     for index in range(begin, end):
-        next_scale, next_zero = _scale(scales, zeros, group * outputs + output, real_outputs, kind)
+        next_scale, next_zero = _scale(scales, zeros, group * all_outputs + output, real_outputs, kind)
         group = tl.load(groups + tl.minimum(index + 2, blocks - 1))
-        own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
+        own_codes = codes + (index * all_outputs + output).to(tl.int64)[:, None] * words
         read = tl.load(own_codes + place[None, :], mask=real_outputs[:, None], other=0)
         products = tl.zeros([own_outputs, own_rows], tl.float32)
         inputs_sum = tl.zeros([own_outputs, own_rows], tl.float32)
@@ -185,13 +209,7 @@ def _multiply_codes(
             products -= inputs_sum * zero[:, None]
         sums += products * scale[:, None]
         scale, zero = next_scale, next_zero
-    sums = tl.trans(sums)
-    target = row.to(tl.int64)[:, None] * outputs + output[None, :]
-    real = real_rows[:, None] & real_outputs[None, :]
-    if split:
-        tl.store(y + tl.program_id(2).to(tl.int64) * rows * outputs + target, sums, mask=real)
-    else:
-        _finish(sums, bias, residual, y, output[None, :], target, real, relu)
+    return tl.trans(sums)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.unit.engine.backends.attention.test_backends import expected
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata
-from tgi_server.engine.backends.attention.cuda import _Lengths, _tile_kinds, _tiles
+from tgi_server.engine.backends.attention.cuda import Lengths, _tile_kinds, _tiles
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64])
@@ -17,7 +17,7 @@ def test_tiles_of_rows_with_drafts_cover_every_token_once(tokens: int) -> None:
     before = [0, 5, 100]
     chunks = metadata([], [(each, 4) for each in before])
     rows = replace(chunks, decoding=3, chunks=[], row_tokens=4)
-    wanted, tiles = (_tiles(each, tokens, _Lengths.ANY) for each in (chunks, rows))
+    wanted, tiles = (_tiles(each, tokens, Lengths.ANY) for each in (chunks, rows))
     used = tiles.counts > 0
     for name in ("first", "counts", "kv_lengths", "sequences"):
         assert getattr(tiles, name)[used].tolist() == getattr(wanted, name)[used].tolist()
@@ -76,7 +76,7 @@ def test_tiles_cover_every_token_once(tokens: int, decodes: list[int], prompts: 
 
 
 def test_sequences_that_decode_are_tiles_of_their_own() -> None:
-    tiles = _tiles(metadata([5, 9], []), 1, _Lengths.ANY)
+    tiles = _tiles(metadata([5, 9], []), 1, Lengths.ANY)
     fields = (tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences)
     assert [field.tolist() for field in fields] == [[0, 1], [1, 1], [5, 9], [0, 1]]
     assert {field.dtype for field in fields} == {torch.int32}
