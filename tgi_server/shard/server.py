@@ -173,6 +173,7 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
         device=_device(settings),
         local_world_size=settings.local_world_size,
         custom_kernels=not settings.disable_custom_kernels,
+        symmetric=settings.cuda_all_reduce == "symmetric-memory",
     )
 
 

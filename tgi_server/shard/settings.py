@@ -95,6 +95,11 @@ class ModelSettings(CheckpointSettings):
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
         None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to 256"
     )
+    cuda_all_reduce: Literal["nccl", "symmetric-memory"] = Field(
+        "nccl",
+        description="how the GPUs of one machine sum their results; symmetric-memory: small tensors through memory "
+        "that all of them read, if that gives NCCL's sums at load; it has not run on several GPUs yet",
+    )
 
     embedding_model_id: str | None = Field(
         None,

@@ -40,6 +40,8 @@ class CudaBackend(ReferenceBackend):
         super().__init__(source, config)
         self._linear, self.fallbacks = gpu_linear_factory(source, source.dtype, config.group)
         self.fallbacks += group_experts(source, source.dtype, config.group)
+        if config.group is not None and config.group.fallback is not None:
+            self.fallbacks.append(config.group.fallback)
         self.linear_kernels = str(self._linear)
         self._attention: list[type[CudaAttention]] = [FlashAttention, CudaAttention]  # the fastest first
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from shared.control_groups import cores_of_affinity, usable_cores
 from tgi_server.engine.errors import CannotConnect, EngineError, PeerLost, UnsupportedModel
 from tgi_server.engine.memory import HOST
+from tgi_server.engine.parallel import symmetric_memory
 from tgi_server.engine.parallel.shared_memory import share_memory
+from tgi_server.engine.parallel.symmetric_memory import SymmetricMemory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class ShardGroup:
     that order, whatever the others compute is worthless: see `abandon`.
 
     memory: a `torch.classes.oatmill.Ranks`, by which the shards of one machine bring tensors together; None: there is
-    none.
+    none. symmetric: the same of GPUs, for small tensors. fallback: why there is none, though it was requested.
     """
 
     def __init__(self, rank: int, world_size: int, local_world_size: int, store: dist.Store) -> None:
@@ -54,10 +56,31 @@ class ShardGroup:
         self._store = store
         self._exchanges = 0
         self.memory: Any = None
+        self.symmetric: SymmetricMemory | None = None
+        self.fallback: str | None = None
 
     def share_memory(self) -> None:
         """Sends small tensors through shared memory from now on. All shards have to be on one machine."""
         self.memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
+
+    def share_gpu_memory(self, device: torch.device) -> None:
+        """Sums small tensors through symmetric memory from now on, if all shards find it right."""
+        memory, fault = None, None
+        if self.local_world_size < self.world_size:
+            fault = "the shards are on several machines"
+        else:
+            try:
+                memory = SymmetricMemory(device)
+            except Exception as error:  # of a driver, of GPUs that cannot read each other's memory
+                fault = f"symmetric memory fails ({type(error).__name__}: {error})"
+        fault = fault_of_any(fault, self)
+        if memory is not None and fault is None:
+            fault = fault_of_any(symmetric_memory.fault_of(memory, self.rank, device), self)
+        if fault is None:
+            self.symmetric = memory
+        else:
+            self.fallback = f"all-reduce is NCCL's, which is slower for small tensors: {fault}"
+            logger.warning(self.fallback)
 
     def ranks(self) -> Any:
         """Returns the `torch.classes.oatmill.Ranks` by which kernels bring tensors together."""
@@ -71,6 +94,8 @@ class ShardGroup:
         with _peers_of(tensor):
             if self.memory is not None:
                 self.memory.all_reduce(tensor)
+            elif self.symmetric is not None and self.symmetric.takes(tensor):
+                self.symmetric.all_reduce(tensor)
             else:
                 dist.all_reduce(tensor)
         return tensor
@@ -181,10 +206,12 @@ def connect(
     local_world_size: int | None = None,
     timeout: float = CONNECT_SECONDS,
     custom_kernels: bool = True,
+    symmetric: bool = False,
 ) -> ShardGroup:
     """Connects to the other shards where shard 0 listens.
 
     device: what this shard computes on. timeout: seconds. custom_kernels: kernels of the engine's own may be used.
+    symmetric: GPUs sum small tensors through symmetric memory, if that is right.
     Raises CannotConnect.
     """
     local_world_size = local_world_size or world_size
@@ -212,6 +239,8 @@ def connect(
     group = ShardGroup(rank, world_size, local_world_size, store)
     if gpu is None and local_world_size == world_size and custom_kernels:
         group.share_memory()
+    if gpu is not None and symmetric:
+        group.share_gpu_memory(gpu)
     return group
 
 

@@ -17,6 +17,7 @@ from tgi_server.engine.parallel import ShardGroup, fault_of_any, share_cores
 from tgi_server.engine.parallel import group as group_module
 from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.shared_memory import PLACE_BYTES
+from tgi_server.engine.parallel.symmetric_memory import ONE_SHOT_BYTES
 from tgi_server.engine.runners.captured_steps import StepCapture
 from tgi_server.launcher.machine import free_port
 
@@ -154,3 +155,47 @@ def test_kernels_without_shared_memory_miss_a_dead_shard_at_once() -> None:
         with pytest.raises(PeerLost, match="peer lost"):
             ranks.run_alone(0, through_kernels)
         assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("factor", [1, 2], ids=["right", "wrong"])
+def test_small_tensors_of_gpus_are_summed_by_symmetric_memory_if_that_is_right(factor: int, ranks_of: RanksOf) -> None:
+    for size, small, large, fallback in ranks_of(2).run(summed_by_symmetric_memory, factor):
+        assert size == 2
+        assert (small, large) == ((1, 1) if factor == 1 else (0, 0))
+        assert (fallback is None) is (factor == 1)
+        assert fallback is None or "sums of 16 bytes by symmetric memory are off by" in fallback
+
+
+def summed_by_symmetric_memory(group: ShardGroup, factor: int) -> tuple[float, int, int, str | None]:
+    """The operators have the schemas of torch's own, and compute by gloo what they compute on GPUs."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    calls = {"one_shot": 0, "two_shot": 0}
+
+    def one_shot(own: Tensor, operator: str, name: str, out: Tensor) -> Tensor:
+        calls["one_shot"] += 1
+        dist.all_reduce(out.copy_(own * factor))
+        return out
+
+    def two_shot(own: Tensor, operator: str, name: str) -> Tensor:
+        calls["two_shot"] += 1
+        dist.all_reduce(own)
+        return own
+
+    library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    library.impl("one_shot_all_reduce_out", one_shot)
+    library.impl("two_shot_all_reduce_", two_shot)
+    kept = symmetric.empty, symmetric.rendezvous, group.memory
+    symmetric.empty, symmetric.rendezvous, group.memory = torch.empty, lambda *_: None, None
+    try:
+        group.share_gpu_memory(torch.device("cpu"))
+        calls.update(one_shot=0, two_shot=0)
+        small, large = torch.ones(2, 8), torch.ones(ONE_SHOT_BYTES)
+        for tensor in (small, large, torch.ones(3)):  # the last is no multiple of 16 bytes
+            assert torch.equal(group.all_reduce(tensor), torch.full_like(tensor, 2.0))
+        return float(small.amax()), calls["one_shot"], calls["two_shot"], group.fallback
+    finally:
+        symmetric.empty, symmetric.rendezvous, group.memory = kept
+        group.symmetric = group.fallback = None
+        library._destroy()
