@@ -85,6 +85,12 @@ class EndpointOverloaded(EndpointRefused):
     reason = "overloaded"
 
 
+class NoTimeLeft(EndpointRefused):
+    """The endpoint has so much to do that the request would be answered after its deadline."""
+
+    reason = "overloaded"
+
+
 class Unavailable(EndpointRefused):
     """The endpoint responded with 503."""
 

@@ -31,6 +31,7 @@ from llm_functionalities.errors import (
     EndpointOverloaded,
     ModelError,
     NotFound,
+    NoTimeLeft,
     Rejected,
     ServerFailed,
     Unavailable,
@@ -55,6 +56,9 @@ _TIME_LEFT = "x-envoy-expected-rq-timeout-ms"
 
 # Oatmill's server says so once they have passed.
 _TIME_IS_UP = "the time of the request is up"
+
+# It says so of a request that cannot be answered in the time that is left.
+_BUSY = "the server is busy"
 
 # Events that a stream may have besides one for each token.
 MORE_EVENTS = 16
@@ -171,6 +175,9 @@ class Endpoint:
         except EndpointDown as error:
             self.breaker.unreachable(error)
             raise
+        except NoTimeLeft:  # others, which have more time, are answered
+            self.breaker.succeeded()
+            raise
         except EndpointFailed as error:
             self.breaker.failed(error)
             raise
@@ -256,6 +263,8 @@ def _model_errors(call: Call) -> Iterator[None]:
 
 def _of_status(status: int, message: str) -> ModelError:
     text = _short(f"{status}: {message}")
+    if status == 503 and _BUSY in message:
+        return NoTimeLeft(text)
     if status == 504 and _TIME_IS_UP in message:
         return DeadlineExceeded(text)
     error = Rejected if _concerns_one_grammar(text) else _ERROR_OF_STATUS.get(status, ServerFailed)

@@ -120,6 +120,18 @@ class RequestTimedOut(RouterError):
     code = "deadline_exceeded"
 
 
+class CannotBeInTime(RouterError):
+    """The request would surely be answered after its deadline. retry_after: seconds until others are done."""
+
+    status = 503
+    error_type = "overloaded"
+    code = "deadline_unreachable"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class GenerationFailed(RouterError):
     """The shards failed while generating."""
 

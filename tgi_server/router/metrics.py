@@ -51,6 +51,7 @@ class ConcatReason(Enum):
     WAIT_EXCEEDED = "wait_exceeded"
     CHUNKING = "chunking"
     PREEMPTION = "preemption"
+    DEADLINE = "deadline"
 
 
 @dataclass(frozen=True, slots=True)

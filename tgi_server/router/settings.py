@@ -198,6 +198,9 @@ class ServingSettings(ServiceSettings):
     max_priority: int = Field(
         default=0, description="Lowest number that requests may give as their priority: lower ones are served first."
     )
+    admission: Literal["time", "off"] = Field(
+        default="time", description="time: requests that would surely miss their deadlines get 503 at once; off: never."
+    )
     fairness: Literal["none", "key"] = Field(
         default="none",
         description="key: API keys get equal shares of the tokens, or shares by their weights, however many requests "

@@ -148,6 +148,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
             adapters=adapters,
             prefix_caching=prefix_caching,
             fair=settings.fairness == "key",
+            admission=settings.admission == "time",
         )
         form, thoughts = _answer_form(settings, template, threads.tokenizer)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)

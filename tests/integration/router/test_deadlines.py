@@ -24,7 +24,7 @@ STREAMS = {
 @pytest.fixture
 async def slow_router(routers: RouterFactory) -> Router:
     """A router whose answers take minutes."""
-    router: Router = await routers(shard={"step_seconds": 0.02})
+    router: Router = await routers(shard={"step_seconds": 0.02}, admission="off")
     router.say("Rinse the rice. " * 500, end=False)
     return router
 
@@ -96,7 +96,7 @@ async def test_a_header_that_is_no_time_is_no_limit(router: Router, value: str) 
 
 
 async def test_a_request_that_waits_too_long_leaves_the_queue(routers: RouterFactory) -> None:
-    router = await routers(shard={"step_seconds": 0.02}, max_batch_size=1)
+    router = await routers(shard={"step_seconds": 0.02}, max_batch_size=1, admission="off")
     router.say("Rinse the rice. " * 500, end=False)
     async with router.http.stream("POST", "/generate_stream", json=BODIES["/generate"]) as running:
         lines = running.aiter_lines()

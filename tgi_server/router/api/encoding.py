@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
 from tgi_server.router.errors import (
+    CannotBeInTime,
     NoSuchRoute,
     Overloaded,
     RequestTimedOut,
@@ -43,6 +44,8 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     extra: dict[str, str] = {}
     if isinstance(error, Overloaded):
         extra["retry-after"] = _RETRY_SECONDS
+    if isinstance(error, CannotBeInTime):
+        extra["retry-after"] = str(error.retry_after)
     if isinstance(error, RequestTimedOut):  # nobody waits for what the clients of OpenAI and Anthropic would try again
         extra["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):

@@ -28,6 +28,7 @@ from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.time_limits import TimeLimits
 from tgi_server.router.errors import (
+    CannotBeInTime,
     ClientGone,
     GenerationFailed,
     InvalidRequest,
@@ -423,7 +424,7 @@ class Exchange:
         told = error if isinstance(error, RouterError) else ClientGone("the client left")
         self.service.metrics.requests.failed(told.error_type)
         status = shown_status(told, self.path)
-        fault = (status >= 500 or status == 424) and not isinstance(told, RequestTimedOut)
+        fault = (status >= 500 or status == 424) and not isinstance(told, RequestTimedOut | CannotBeInTime)
         level = logging.ERROR if fault else logging.WARNING
         fields: Fields = {"error_type": told.error_type, "total_time": Milliseconds.of(perf_counter() - self.arrived)}
         logger.log(

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
+from itertools import takewhile
 
 from tgi_server.router.scheduling.sequence import Sequence
 
@@ -72,6 +73,12 @@ class Order:
         """Returns the sequences in the order in which they are served."""
         in_order = sorted(sequences, key=_place)
         return in_order if self._shares is None else self._shares.merge(in_order)
+
+    def ahead_of(self, sequence: Sequence, waiting: Iterable[Sequence]) -> list[Sequence]:
+        """Returns those that wait and are served before a sequence that comes."""
+        if self._shares is None:
+            return list(takewhile(lambda each: each.place < sequence.place, waiting))
+        return list(takewhile(lambda each: each is not sequence, self.arrange([*waiting, sequence])))
 
     def first(self, sequences: Iterable[Sequence]) -> Sequence | None:
         """Returns the one that is served first; None if there is none."""

@@ -16,12 +16,46 @@ _LONGEST_FOR_A_CROWD_S = 0.5
 _RECENT_STEPS = 15
 
 
+class StepTimes:
+    """The time of a step without prompts, by the number of replies that it continues, and of each prompt token besides.
+
+    Both are measured while serving. The time of a token is what it was in chunks of the size in use: the first few cost
+    less than others, where a step waits for the weights, and long prompts cost more.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        """block_size: tokens of a KV block; 1 where there are none. Steps with fewer prompt tokens do not count."""
+        self._block_size = block_size
+        recent = partial(deque[float], maxlen=_RECENT_STEPS)
+        self._decode_s: defaultdict[int, deque[float]] = defaultdict(recent)  # by the binary digits of the replies
+        self._token_s = recent()
+
+    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
+        """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
+        if not prompt_tokens:
+            self._decode_s[replies.bit_length()].append(seconds)
+        elif prompt_tokens >= self._block_size and (decode_s := self.decode_s(max(replies, 1))) is not None:
+            self._token_s.append(max(0.0, seconds - decode_s) / prompt_tokens)
+
+    @property
+    def token_s(self) -> float | None:
+        """The seconds of a prompt token; None as long as there has been none."""
+        return median(self._token_s) if self._token_s else None
+
+    def decode_s(self, replies: int) -> float | None:
+        """Returns the seconds of a step that only continues replies; None as long as there has been none.
+
+        Where none of as many replies has been measured, the next larger one counts, or else the largest.
+        """
+        digits = replies.bit_length()
+        known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
+        return None if known is None else median(self._decode_s[known])
+
+
 class PromptPace:
     """Estimates what steps take, from the last ones, and bounds the prompt tokens of the next one.
 
-    A step takes as long as one without prompts, which depends on the number of replies that it continues, and a time
-    for each prompt token besides. Both are measured while serving. The time of a token is what it was in chunks of the
-    size in use: the first few cost less than others, where a step waits for the weights, and long prompts cost more.
+    Steps that begin prompts while no reply runs do not count.
     """
 
     def __init__(self, max_tokens: int, block_size: int, target_gap_s: float | None = None) -> None:
@@ -32,18 +66,12 @@ class PromptPace:
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._target_gap_s = target_gap_s
-        recent = partial(deque[float], maxlen=_RECENT_STEPS)
-        self._decode_s: defaultdict[int, deque[float]] = defaultdict(recent)  # by the binary digits of the replies
-        self._token_s = recent()
+        self._times = StepTimes(block_size)
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
-        if not replies:
-            return
-        if not prompt_tokens:
-            self._decode_s[replies.bit_length()].append(seconds)
-        elif prompt_tokens >= self._block_size and (decode_s := self._decoding(replies)) is not None:
-            self._token_s.append(max(0.0, seconds - decode_s) / prompt_tokens)
+        if replies:
+            self._times.observe(replies, prompt_tokens, seconds)
 
     def tokens_beside(self, replies: int, expected: int) -> int:
         """Returns how many prompt tokens a step may compute that continues so many replies.
@@ -53,24 +81,15 @@ class PromptPace:
         expected: replies once all that wait for their first token have it. The default target is that of so many, and
         longer by the square of the share of them that runs already, up to half a second.
         """
-        decode_s, goal_s = self._decoding(replies), self._target_gap_s
+        decode_s, goal_s = self._times.decode_s(replies), self._target_gap_s
         expected = max(replies, expected)
-        if goal_s is None and (expected_s := self._decoding(expected)) is not None:
+        if goal_s is None and (expected_s := self._times.decode_s(expected)) is not None:
             goal_s = _TARGET_STEPS * expected_s
             goal_s = max(goal_s, min(_LONGEST_FOR_A_CROWD_S, goal_s * (expected / replies) ** 2))
-        if decode_s is None or goal_s is None or not self._token_s:
+        token_s = self._times.token_s
+        if decode_s is None or goal_s is None or token_s is None:
             return min(UNMEASURED_TOKENS, self._max_tokens)
-        token_s = median(self._token_s)
         spare_s = max(0.0, goal_s - decode_s)
         if spare_s >= token_s * self._max_tokens:
             return self._max_tokens
         return min(self._max_tokens, max(1, int(spare_s / token_s) // self._block_size) * self._block_size)
-
-    def _decoding(self, replies: int) -> float | None:
-        """Returns the seconds of a step that only continues replies; None as long as there has been none.
-
-        Where none of as many replies has been measured, the next larger one counts, or else the largest.
-        """
-        digits = replies.bit_length()
-        known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
-        return None if known is None else median(self._decode_s[known])

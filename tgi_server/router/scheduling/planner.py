@@ -32,6 +32,7 @@ class Reason(Enum):
     ROOM = "the running batch is at most half full"
     BACKPRESSURE = "the waiting requests outnumber the running ones by waiting_served_ratio"
     WAIT_EXCEEDED = "max_waiting_tokens decode steps have passed without a prefill"
+    DEADLINE = "a waiting request would be too late if it waited any longer"
     PREEMPTION = "running requests give way to a waiting one"
 
 
@@ -127,8 +128,11 @@ class StepPlanner:
         on_fault: Callable[[Sequence], None],
         adapters: Adapters,
         order: Order,
+        is_pressing: Callable[[Sequence], bool],
     ) -> None:
+        """is_pressing: returns True for a waiting sequence that should join at once because of its deadline."""
         self._order = order
+        self._is_pressing = is_pressing
         self._waiting = waiting
         self._batch = batch
         self._policy = policy
@@ -238,7 +242,7 @@ class StepPlanner:
         budget = self._admit(plan, self._prefill_budget(plan.replies), self._overtaking())
         budget = self._prefill(plan, self._order.arrange(prefilling), budget)
         reason = Reason.PREEMPTION if plan.joined else None
-        if usual := self._policy.reason_to_admit(len(batch), len(self._waiting), self._steps_since_prefill):
+        if usual := self._reason_to_admit():
             reason = reason or usual
             self._admit(plan, budget, self._order.arrange(self._waiting))
         self._steps_since_prefill = 0 if plan.joined else self._steps_since_prefill + 1
@@ -266,6 +270,14 @@ class StepPlanner:
                 plan.chunks.append((sequence.id, tokens))
                 budget -= tokens
         return budget
+
+    def _reason_to_admit(self) -> Reason | None:
+        running = len(self._batch)
+        usual = self._policy.reason_to_admit(running, len(self._waiting), self._steps_since_prefill)
+        if usual is None and len(self._waiting) and running < self._policy.limits.max_batch_size:
+            first = self._waiting.first()
+            return Reason.DEADLINE if first is not None and self._is_pressing(first) else None
+        return usual
 
     def _overtaking(self) -> list[Sequence]:
         """Returns the waiting sequences that join before others are computed further: they are served before those."""

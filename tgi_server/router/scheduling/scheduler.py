@@ -6,15 +6,25 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from time import perf_counter
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.errors import GenerationFailed, InvalidRequest, NoSuchAdapter, RequestTimedOut, RouterError
+from tgi_server.contract import FinishReason
+from tgi_server.router.errors import (
+    CannotBeInTime,
+    GenerationFailed,
+    InvalidRequest,
+    NoSuchAdapter,
+    RequestTimedOut,
+    RouterError,
+)
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.deadlines import DeadlineAlarm
+from tgi_server.router.scheduling.forecast import Forecast
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
@@ -30,6 +40,7 @@ _CONCAT = {
     Reason.BACKPRESSURE: ConcatReason.BACKPRESSURE,
     Reason.WAIT_EXCEEDED: ConcatReason.WAIT_EXCEEDED,
     Reason.PREEMPTION: ConcatReason.PREEMPTION,
+    Reason.DEADLINE: ConcatReason.DEADLINE,
 }
 
 
@@ -63,6 +74,7 @@ class Scheduler:
         adapters: Adapters | None = None,
         prefix_caching: bool = True,
         fair: bool = False,
+        admission: bool = True,
         clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
         recovery_timeout_s: float = 5.0,
@@ -73,6 +85,7 @@ class Scheduler:
         adapters: those that requests may name; None: none.
         prefix_caching: what one request has computed is kept for others.
         fair: tenants get equal shares of the tokens, by their weights.
+        admission: requests that would surely miss their deadlines are refused.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
@@ -96,8 +109,17 @@ class Scheduler:
         )
         self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
         self._order = Order(fair=fair)
+        self._admission = admission
+        self._forecast = Forecast(limits, info.block_size or 1)
         self._planner = StepPlanner(
-            self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken, self._adapters, self._order
+            self.waiting,
+            self.batch,
+            AdmissionPolicy(limits),
+            pace,
+            self._drop_broken,
+            self._adapters,
+            self._order,
+            lambda sequence: self._forecast.is_pressing(sequence, clock()),
         )
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
@@ -135,7 +157,8 @@ class Scheduler:
             adapter = self._adapters.find(request.options.adapter_id) if request.options.adapter_id else None
             sequence = Sequence(request, self._speculates, adapter, self._clock())
             self.batch.memory.check_length(sequence)
-        except (InvalidRequest, NoSuchAdapter) as error:
+            self._check_time(sequence)
+        except (InvalidRequest, NoSuchAdapter, CannotBeInTime) as error:
             tell_end(request, error)
         else:
             self._order.enter(sequence, (*self.waiting, *self.batch))
@@ -144,6 +167,29 @@ class Scheduler:
             self._work.set()
             # The task may be waiting for shards that hang, and would tell only after that.
             self._metrics.batches.queue_size(len(self.waiting))
+
+    def _check_time(self, sequence: Sequence) -> None:
+        """Raises CannotBeInTime for a request that would surely miss its deadline."""
+        if not self._admission:
+            return
+        running = list(self.batch)
+        if self.batch.memory.chunks and self._order.gives_way(sequence, running) is not None:
+            ahead, running = [], []  # how many give way is not certain
+        else:
+            ahead = self._order.ahead_of(sequence, self.waiting)
+        late = self._forecast.seconds_too_late(sequence, ahead, running, self._clock())
+        if late > 0:
+            raise CannotBeInTime(
+                f"the server is busy: the request would be answered {late:.1f} s after its deadline; try again later",
+                retry_after=max(1, ceil(late)),
+            )
+
+    def _refuse_hopeless(self) -> None:
+        """Ends requests that waited longer than was estimated, and would miss their deadlines if they began now."""
+        while (first := self.waiting.first()) is not None and not first.started and self._admission:
+            if not self._forecast.is_hopeless(first, self._clock()):
+                return
+            self._end(first, CannotBeInTime("the server is busy: too little time is left for the request", 1))
 
     def cancel(self, request_id: int) -> None:
         """Forgets the request; its sink hears nothing more. Unknown ids are ignored."""
@@ -207,6 +253,7 @@ class Scheduler:
     def send(self) -> list[FilterPlan | StepPlan]:
         """Plans the next call and sends it, without waiting for its response. Returns what was sent."""
         self.expire()
+        self._refuse_hopeless()
         plans = self._planner.plan(self._steps_in_flight)
         for plan in plans:
             self._send(plan)
@@ -234,6 +281,7 @@ class Scheduler:
                 self._end(sequence, RouterError("the start of the generation could not be handled"))
             else:
                 if first:
+                    self._forecast.began(sequence)
                     self._order.charge(sequence, sequence.prompt_tokens - sequence.cached)
                     self._metrics.batches.looked_up(sequence.prompt_tokens, sequence.cached)
 
@@ -249,7 +297,9 @@ class Scheduler:
             return
         self._steps_in_flight -= 1
         self._answered.set()
-        self._pace.observe(sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started)
+        step = sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started
+        self._pace.observe(*step)
+        self._forecast.observe(*step)
         timings = response.step.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
         if self._speculates:
@@ -276,6 +326,8 @@ class Scheduler:
                 self._drop_broken(sequence)
                 continue
             if outcome is not None:
+                if isinstance(outcome, FinishReason):
+                    self._forecast.ended(sequence)
                 self._end(sequence, outcome, dropped_by_shards=bool(generation.finish_reason))
 
     def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:

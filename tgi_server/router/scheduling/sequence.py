@@ -93,6 +93,10 @@ class Sequence:
         return self.request.options.priority
 
     @property
+    def most_generated(self) -> int:
+        return self.max_total_tokens - self.prompt_tokens
+
+    @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
@@ -104,9 +108,8 @@ class Sequence:
 
     def progress(self) -> str:
         """Returns how far the request came in its time."""
-        most = self.max_total_tokens - self.prompt_tokens
         waited = "it waited for a place in a batch"
-        done = f"it has {self.generated} of at most {most} tokens" if self.started else waited
+        done = f"it has {self.generated} of at most {self.most_generated} tokens" if self.started else waited
         return f"the time of the request is up; {done}"
 
     @property

@@ -18,6 +18,7 @@ from llm_functionalities.errors import (
     EndpointOverloaded,
     ModelError,
     NotFound,
+    NoTimeLeft,
     Rejected,
     ServerFailed,
     Unavailable,
@@ -63,11 +64,19 @@ def test_a_request_says_how_much_time_is_left(endpoint: Endpoint, server: ModelS
     assert 10_000 < int(request.headers["x-envoy-expected-rq-timeout-ms"]) <= 40_000
 
 
-def test_a_server_that_ends_the_request_in_time_has_not_failed(endpoint: Endpoint, server: ModelServer) -> None:
-    body = b'{"error":"the time of the request is up; it waited","error_type":"timeout"}'
-    server.raw, server.raw_status = body, "504 Gateway Timeout"
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "error"),
+    [
+        ("504 Gateway Timeout", "the time of the request is up; it waited", "timeout", DeadlineExceeded),
+        ("503 Service Unavailable", "the server is busy: too little time is left", "overloaded", NoTimeLeft),
+    ],
+)
+def test_a_server_that_keeps_to_the_deadline_has_not_failed(
+    endpoint: Endpoint, server: ModelServer, status: str, message: str, kind: str, error: type[ModelError]
+) -> None:
+    server.raw, server.raw_status = json.dumps({"error": message, "error_type": kind}).encode(), status
     for _ in range(8):
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(error):
             generate(endpoint)
     assert endpoint.breaker.closed
 

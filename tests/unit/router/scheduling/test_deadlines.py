@@ -20,7 +20,7 @@ def test_a_request_that_runs_ends_at_its_deadline_and_frees_its_blocks() -> None
 
 
 def test_a_request_that_waits_ends_at_its_deadline() -> None:
-    simulation = Simulation(max_batch_size=1)
+    simulation = Simulation(max_batch_size=1, admission=False)
     running = simulation.submit([1, 2, 1], 20)
     simulation.turn()
     late = simulation.submit([2, 2, 1], 20, deadline=5.5)

@@ -1,0 +1,143 @@
+"""Requests that cannot be in time are refused when they come. Times are those of a made-up machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.fakes.recording_sink import RecordingSink
+from tests.fakes.simulation import Simulation
+from tgi_server.router.errors import CannotBeInTime, RequestTimedOut
+
+TOKENS, PLACES, SECONDS = 20, 8, 2.0
+
+
+def machine(replies: int, prompt_tokens: int) -> float:
+    return 0.02 + 0.001 * replies + 0.0005 * prompt_tokens
+
+
+def busy_server(*, admission: bool = True, **options: object) -> Simulation:
+    """A server that has been measured: it answers about 10 requests a second."""
+    simulation = Simulation(num_blocks=256, step_seconds=machine, max_batch_size=PLACES, admission=admission, **options)
+    for _ in range(3):
+        for number in range(2 * PLACES):
+            simulation.submit([1 + number % 2] * 12, TOKENS)
+        simulation.run()
+    return simulation
+
+
+@dataclass(slots=True)
+class Load:
+    """What became of requests, by number; the longest that one ended after its deadline, in seconds."""
+
+    in_time: int = 0
+    refused: int = 0
+    late: int = 0
+    longest_late: float = 0.0
+
+
+def open_loop(simulation: Simulation, rate: float, number: int) -> Load:
+    """Sends `rate` requests a second, whatever becomes of them."""
+    began = simulation.seconds
+    arrivals = [began + index / rate for index in range(number)]
+    open_: dict[int, tuple[RecordingSink, float]] = {}
+    load, index = Load(), 0
+    while index < number or open_:
+        while index < number and arrivals[index] <= simulation.seconds:
+            deadline = arrivals[index] + SECONDS
+            prompt = [1 + bit for bit in map(int, f"{index:012b}")]
+            open_[index] = simulation.submit(prompt, TOKENS, deadline=deadline), deadline
+            index += 1
+        if not simulation.turn() and index < number:
+            simulation.seconds = max(simulation.seconds, arrivals[index])
+        for each, (sink, deadline) in list(open_.items()):
+            if sink.ended:
+                del open_[each]
+                after = simulation.seconds - deadline
+                load.refused += isinstance(sink.error, CannotBeInTime)
+                load.late += isinstance(sink.error, RequestTimedOut) or after > 0
+                load.in_time += sink.reason is not None and after <= 0
+                load.longest_late = max(load.longest_late, after)
+    return load
+
+
+def capacity(simulation: Simulation) -> float:
+    """Returns how many requests a second are answered while many wait."""
+    began, number = simulation.seconds, 20 * PLACES
+    for index in range(number):
+        simulation.submit([1 + bit for bit in map(int, f"{index:012b}")], TOKENS)
+    simulation.run()
+    return number / (simulation.seconds - began)
+
+
+def test_what_can_be_in_time_is_at_three_times_the_capacity() -> None:
+    rate = capacity(busy_server())
+    seconds = 6
+    load = open_loop(busy_server(), 3 * rate, int(3 * rate * seconds))
+    assert load.in_time >= 0.9 * rate * seconds
+    assert load.refused >= 1.2 * rate * seconds
+    assert load.longest_late <= machine(PLACES, 16)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_nobody_is_refused_below_the_capacity(share: float) -> None:
+    rate = share * capacity(busy_server())
+    load = open_loop(busy_server(), rate, int(5 * rate))
+    assert (load.refused, load.late) == (0, 0)
+
+
+def refusal(simulation: Simulation, tokens: int, deadline: float, prompt: Sequence[int] = (1, 2)) -> str:
+    """Returns why a request is refused that comes now; nothing if it is not."""
+    sink = simulation.submit(list(prompt), tokens, deadline=simulation.seconds + deadline)
+    return str(sink.error) if isinstance(sink.error, CannotBeInTime) else ""
+
+
+def test_a_request_that_takes_too_long_by_itself_is_refused_at_once() -> None:
+    simulation = busy_server()
+    assert "after its deadline" in refusal(simulation, 400, 2.0)
+    assert refusal(simulation, 20, 2.0) == ""
+    simulation.run()
+
+
+def test_no_request_is_refused_before_anything_is_measured_nor_without_admission() -> None:
+    assert refusal(Simulation(64, step_seconds=machine), 200, 0.01) == ""
+    assert refusal(busy_server(admission=False), 400, 2.0) == ""
+
+
+def test_answers_that_usually_end_early_are_expected_to_do_so() -> None:
+    simulation = Simulation(num_blocks=256, step_seconds=machine, max_batch_size=PLACES)
+    for _ in range(40):
+        simulation.submit([1, 2, 1, 2], 400, stop_after=8)
+    simulation.run()
+    assert refusal(simulation, 400, 2.0) == ""
+    simulation.run()
+
+
+def test_the_queue_counts() -> None:
+    simulation = busy_server()
+    for _ in range(40):
+        simulation.submit([1, 2], TOKENS, priority=-1)
+    assert "try again later" in refusal(simulation, TOKENS, 1.5)
+    simulation.run()
+
+
+def test_a_request_of_a_higher_class_is_not_refused_for_those_that_give_way_to_it() -> None:
+    simulation = busy_server()
+    for _ in range(40):
+        simulation.submit([1, 2], TOKENS, priority=1)
+    for _ in range(6):
+        simulation.turn()
+    sink = simulation.submit([2, 2], TOKENS, deadline=simulation.seconds + 1.5)
+    simulation.run()
+    assert sink.reason is not None
+
+
+def test_a_request_that_would_be_late_joins_before_others_would_have_it_join() -> None:
+    simulation = busy_server(max_waiting_tokens=1000, waiting_served_ratio=10.0)
+    for _ in range(6):
+        simulation.submit([1, 2], 200)
+    for _ in range(3):
+        simulation.turn()
+    sink = simulation.submit([2, 1], TOKENS, deadline=simulation.seconds + 2)
+    simulation.run()
+    assert sink.reason is not None

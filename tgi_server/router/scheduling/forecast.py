@@ -1,0 +1,125 @@
+"""When requests would be answered, by what steps have cost lately. Who surely comes too late is refused at once."""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from heapq import heapify, heappop, heappush
+from math import inf, isfinite
+from statistics import fmean
+
+from tgi_server.router.scheduling.pace import StepTimes
+from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.router.submission import Limits
+
+# Of the answers that ended lately, one in ten is shorter: so long an answer is at the least expected to be.
+_RECENT_ANSWERS, _SHORT_SHARE = 64, 10
+# Steps, and prompts, that averages are taken of.
+_RECENT = 32
+# Estimates are right to a few percent. For one that cannot be relied on, seconds.
+_MARGIN, _MARGIN_S = 0.05, 0.02
+
+
+class Forecast:
+    """Estimates the times of requests from measured steps. As long as there are none, every request is in time."""
+
+    def __init__(self, limits: Limits, block_size: int) -> None:
+        self._limits = limits
+        self._times = StepTimes(block_size)
+        self._steps = deque[float](maxlen=_RECENT)
+        self._prompts = deque[tuple[int, int]](maxlen=_RECENT)  # tokens, and those of them that were computed
+        self._lengths = deque[float](maxlen=_RECENT_ANSWERS)
+        self._length = 0.0
+
+    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
+        """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
+        self._times.observe(replies, prompt_tokens, seconds)
+        if replies:
+            self._steps.append(seconds)
+
+    def began(self, sequence: Sequence) -> None:
+        """Notes how much of a prompt was cached."""
+        self._prompts.append((sequence.prompt_tokens, sequence.prompt_tokens - sequence.cached))
+
+    def ended(self, sequence: Sequence) -> None:
+        """Notes the length of an answer that ended as it should, as a share of what it might have been."""
+        self._lengths.append(sequence.generated / sequence.most_generated)
+        self._length = sorted(self._lengths)[len(self._lengths) // _SHORT_SHARE]
+
+    def seconds_too_late(
+        self, sequence: Sequence, ahead: Iterable[Sequence], running: Collection[Sequence], now: float
+    ) -> float:
+        """Returns by how much a request surely misses its deadline; 0 if it may be in time.
+
+        ahead: those that are served before it. running: those that do not give way to it.
+        """
+        request = sequence.request
+        if not isfinite(min(request.deadline, request.first_token_by)) or not self._is_measured:
+            return 0.0
+        ahead = list(ahead)
+        first_s = self._seconds_to_join(ahead, running) + self._prompt_s(sequence)
+        last_s = first_s + self._answer_s(sequence, crowded=len(running) + 1 >= self._limits.max_batch_size)
+        # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
+        margin = -_MARGIN if ahead else _MARGIN
+        return max(
+            _late(first_s, request.first_token_by - now, margin), _late(last_s, request.deadline - now, margin), 0.0
+        )
+
+    def is_hopeless(self, sequence: Sequence, now: float) -> bool:
+        """Returns True if a waiting request would surely be too late even if it joined now."""
+        return self.seconds_too_late(sequence, (), (), now) > 0
+
+    def is_pressing(self, sequence: Sequence, now: float) -> bool:
+        """Returns True if a waiting request would be too late if it waited for `max_waiting_tokens` steps more."""
+        deadline = min(sequence.request.deadline, sequence.request.first_token_by)
+        if not isfinite(deadline) or not self._is_measured:
+            return False
+        steps = self._limits.max_waiting_tokens * self._step_s(self._limits.max_batch_size)
+        own = self._prompt_s(sequence) + self._answer_s(sequence, crowded=True)
+        return now + steps + own + _MARGIN_S > deadline
+
+    @property
+    def _is_measured(self) -> bool:
+        return bool(self._steps) and self._times.decode_s(1) is not None
+
+    def _seconds_to_join(self, ahead: Iterable[Sequence], running: Collection[Sequence]) -> float:
+        """Returns how long it takes until all those ahead have a place, and there is one more."""
+        places = [self._tokens_left(each) for each in running]
+        free = self._limits.max_batch_size - len(places)
+        places += [0.0] * max(0, free)
+        heapify(places)
+        prompts = sum(self._fresh(each) for each in running)
+        crowd = len(running)
+        for each in ahead:
+            crowd += 1
+            prompts += self._fresh(each)
+            heappush(places, heappop(places) + self._tokens_left(each))
+        token_s = self._times.token_s or 0.0
+        return places[0] * self._step_s(min(crowd + 1, self._limits.max_batch_size)) + prompts * token_s
+
+    def _answer_s(self, sequence: Sequence, *, crowded: bool) -> float:
+        """Returns how long its answer takes. crowded: others join meanwhile, and their prompts take time, too."""
+        step_s = self._step_s(self._limits.max_batch_size if crowded else 1)
+        if crowded:
+            step_s = max(step_s, fmean(self._steps))
+        return self._tokens_left(sequence) * step_s
+
+    def _step_s(self, replies: int) -> float:
+        return self._times.decode_s(replies) or 0.0
+
+    def _tokens_left(self, sequence: Sequence) -> float:
+        return max(1.0, self._length * sequence.most_generated - sequence.generated)
+
+    def _fresh(self, sequence: Sequence) -> float:
+        """Returns how many tokens of its prompt are to be computed."""
+        if sequence.started and sequence.remaining == 0:
+            return 0.0
+        tokens = sum(tokens for tokens, _ in self._prompts)
+        share = sum(fresh for _, fresh in self._prompts) / tokens if tokens else 0.0
+        return sequence.remaining * (1.0 if sequence.started else share)
+
+    def _prompt_s(self, sequence: Sequence) -> float:
+        return self._fresh(sequence) * (self._times.token_s or 0.0)
+
+
+def _late(seconds: float, left: float, margin: float) -> float:
+    """Returns by how much `seconds` is more than what is left, and a margin of it; 0 if it is not."""
+    return max(seconds - left, _MARGIN_S) if left < inf and seconds > left * (1 + margin) else 0.0
