@@ -62,6 +62,20 @@ _GEMMA4: Settings = _GATED | {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "final_logit_softcapping": 10.0,
 }
+_LATENTS: Settings = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "intermediate_size": 96,
+}
+_LATENT_EXPERTS: Settings = {"moe_intermediate_size": 48, "first_k_dense_replace": 1, "n_routed_experts": 4} | {
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
 _FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _T5: Settings = {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
@@ -98,12 +112,8 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "code_llama": ("llama", _GATED | _rope("default", rope_theta=1000000.0)),
     "cohere": ("cohere", _GATED),
     "cohere_qk_norm": ("cohere", _GATED | {"use_qk_norm": True}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
-        | {"qk_nope_head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
-        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    ),
+    "deepseek_v2": ("deepseek_v2", _LATENTS | _LATENT_EXPERTS | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", _LATENTS | _LATENT_EXPERTS),
     "falcon_7b": ("falcon", {"multi_query": True}),
     "falcon_11b": ("falcon", _FALCON_GROUPED | {"num_ln_in_parallel_attn": 1}),
     "falcon_40b": ("falcon", _FALCON_GROUPED),
@@ -137,6 +147,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     ),
     "glm": ("glm", _GATED | {"head_dim": 16}),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENTS | _LATENT_EXPERTS),
     "glm4": ("glm4", _GATED | {"head_dim": 16}),
     "granite": (
         "granite",
@@ -190,6 +201,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "llama3": ("llama", _GATED | _LLAMA3),
     "llama_yarn": ("llama", _GATED | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "mamba": ("mamba", {"state_size": 8}),
+    "minicpm3": ("minicpm3", _LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32}),
     "mistral": ("mistral", _GATED | {"sliding_window": WINDOW}),
     "mixtral": ("mixtral", _GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mpt": ("mpt", {"max_seq_len": 256}),
@@ -228,6 +240,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),
     "starcoder": ("gpt_bigcode", {"multi_query": True, "num_attention_heads": 34, "hidden_size": 544}),
     "smollm3": ("smollm3", _GATED | {"no_rope_layers": [1, 0]}),
+    "youtu": ("youtu", _LATENTS),
     "starcoder2": ("starcoder2", _GATED | {"sliding_window": WINDOW}),
     "t5": ("t5", _T5 | _TIED),
 }

@@ -131,9 +131,10 @@ def install_paged_attention(model: PreTrainedModel, family: str | None) -> Calla
 
         return restore_all
     known = importlib.import_module(f"{paged_attention.__name__}.{family}")
-    replaced = [(path, module) for path, module in model.named_modules() if type(module) in known.SUBSTITUTES]
+    substitute = getattr(known, "substitute", None) or (lambda module: known.SUBSTITUTES.get(type(module)))
+    replaced = [(path, module) for path, module in model.named_modules() if substitute(module)]
     for path, module in replaced:
-        model.set_submodule(path, _with_weights_of(module, known.SUBSTITUTES[type(module)]))
+        model.set_submodule(path, _with_weights_of(module, substitute(module)))
     model.config._attn_implementation = getattr(known, "IMPLEMENTATION", IMPLEMENTATION)
 
     def restore() -> None:

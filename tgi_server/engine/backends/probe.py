@@ -91,8 +91,12 @@ class _Recorder(GatherAttention):
 
     @property
     def unequal(self) -> bool:
-        """True if a layer's keys have another shape than its values."""
-        return any(keys.shape != self._values[layer].shape for layer, keys in self._keys.items())
+        """True if a layer's keys have another shape than its values, though they are not latents."""
+        return any(
+            keys.shape != self._values[layer].shape
+            for layer, keys in self._keys.items()
+            if self.variants[layer].latents is None
+        )
 
     @property
     def kv_shape(self) -> KVShape:
@@ -102,7 +106,9 @@ class _Recorder(GatherAttention):
         for layer, keys in self._keys.items():
             heads[layer], sizes[layer] = keys.shape[2:]
         alike = len({size for size in sizes if size}) == 1
-        return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes))
+        latents = any(variant.latents for variant in self.variants.values())
+        value_dim = max(values.shape[3] for values in self._values.values()) if latents else None
+        return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes), value_dim)
 
 
 def probe_paged_path(

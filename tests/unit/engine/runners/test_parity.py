@@ -13,7 +13,6 @@ from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, 
 
 PADDED = {
     "bart",
-    "deepseek_v3",
     "flan_t5",
     "gpt_neo",
     "kimi_linear",
@@ -24,9 +23,9 @@ PADDED = {
 }
 # The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
-# One of each kind: attention modules of our own, soft caps and windows, shared keys, experts, one KV head, states of
-# fixed size, and an encoder. The others are slow tests.
-QUICK = {"bloom", "gemma2", "gemma4_text", "llama", "mamba", "mixtral", "opt", "santacoder", "t5"}
+# One of each kind: attention modules of our own, soft caps and windows, shared keys, latents, experts, one KV head,
+# states of fixed size, and an encoder. The others are slow tests.
+QUICK = {"bloom", "deepseek_v3", "gemma2", "gemma4_text", "llama", "mamba", "mixtral", "opt", "santacoder", "t5"}
 
 
 def quick(names: Iterable[str], chosen: Iterable[str] = QUICK) -> list[object]:

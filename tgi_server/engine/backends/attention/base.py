@@ -21,11 +21,13 @@ class KVShape:
 
     heads: number of KV heads in each layer (multi-query models have one); 0: the layer has no keys of its own.
     head_dim: elements of a head, the most of any layer. head_dims: elements of each layer's heads, if layers differ.
+    value_dim: elements of what is cached beside a key, if these are not as many as the key has; see `Latents`.
     """
 
     heads: tuple[int, ...]
     head_dim: int
     head_dims: tuple[int, ...] | None = None
+    value_dim: int | None = None
 
     @property
     def layers(self) -> int:
@@ -34,9 +36,12 @@ class KVShape:
     def head_dim_of(self, layer: int) -> int:
         return self.head_dim if self.head_dims is None else self.head_dims[layer]
 
+    def value_dim_of(self, layer: int) -> int:
+        return self.head_dim_of(layer) if self.value_dim is None else self.value_dim
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        elements = sum(heads * self.head_dim_of(layer) for layer, heads in enumerate(self.heads))
-        return 2 * elements * dtype.itemsize
+        sizes = (self.head_dim_of(layer) + self.value_dim_of(layer) for layer in range(self.layers))
+        return sum(heads * size for heads, size in zip(self.heads, sizes, strict=True)) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,19 @@ class ForwardMetadata:
         return made
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a layer's cache has of each token what all heads share.
+
+    The latent, [rank], is cached as its key, and the part of all keys that has rotary positions as its value. keys:
+    [heads, size, rank]; the other part of a head's key is keys @ latent. values: [heads, rank, value_dim]; a head's
+    value is latent @ values.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
     """The differences of one layer's attention from plain causal attention.
@@ -113,6 +131,7 @@ class AttentionVariant:
     rounded_alibi: as in Falcon, position and slope * position are rounded to bfloat16, then scaled like a score.
     sinks: [heads] float32; a score for each head that belongs to no token but counts in the softmax (gpt-oss).
     keys_of: the earlier layer whose keys and values are attended to (Gemma 3n); None: the layer's own.
+    latents: how keys and values are made of what is cached; None: they are cached.
     """
 
     scaling: float
@@ -122,6 +141,7 @@ class AttentionVariant:
     rounded_alibi: bool = False
     sinks: Tensor | None = None
     keys_of: int | None = None
+    latents: Latents | None = None
 
     def source(self, layer: int) -> int:
         """Returns the layer whose keys and values `layer` attends to."""
@@ -201,7 +221,8 @@ class AttentionBackend(ABC):
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         """Causal attention of query, [tokens, heads, head_dim], over each sequence's blocks.
 
-        Returns a tensor of query's shape. Called after `write` for the same layer and pass.
+        Returns a tensor of query's shape, or with as many elements for each head as values made of latents have. Called
+        after `write` for the same layer and pass.
         """
 
     @abstractmethod

@@ -26,7 +26,7 @@ class CpuAttention(AttentionBackend):
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
         sizes = shape.head_dims or (shape.head_dim,)
-        fits = all(size % LANES == 0 and size <= MAX_HEAD_DIM for size in sizes)
+        fits = shape.value_dim is None and all(size % LANES == 0 and size <= MAX_HEAD_DIM for size in sizes)
         return fits and dtype in (torch.float32, torch.bfloat16, torch.float16) and load_kernels()
 
     def allocate(self, num_blocks: int) -> None:

@@ -28,7 +28,8 @@ class CudaAttention(GatherAttention):
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
         new_enough = torch.cuda.get_device_capability() >= OLDEST_DEVICE
-        return new_enough and shape.head_dim <= MAX_HEAD_DIM and find_spec("triton") is not None
+        fits = shape.value_dim is None and shape.head_dim <= MAX_HEAD_DIM
+        return new_enough and fits and find_spec("triton") is not None
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         from tgi_server.engine.kernels.triton.rope_and_cache import write

@@ -3,7 +3,7 @@
 It is right on every device and for every variant, so the other backends are compared with it.
 """
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from tgi_server.engine.backends.attention.base import (
     ForwardMetadata,
     KVShape,
 )
-
-# Elements of the largest tensors on the way to a result. What would take more is attended piece by piece.
-_ELEMENTS_AT_ONCE = 1 << 27
+from tgi_server.engine.backends.attention.latents import attend_to_latents
+from tgi_server.engine.backends.attention.pieces import pieces, scores_mask
 
 
 class GatherAttention(AttentionBackend):
@@ -37,13 +36,13 @@ class GatherAttention(AttentionBackend):
                     num_blocks,
                     self.block_size,
                     heads,
-                    self.shape.head_dim_of(layer),
+                    size(layer),
                     dtype=self.kv_format.storage,
                     device=self.device,
                 )
                 for layer, heads in enumerate(self.shape.heads)
             ]
-            for _ in range(2)
+            for size in (self.shape.head_dim_of, self.shape.value_dim_of)
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
@@ -52,10 +51,12 @@ class GatherAttention(AttentionBackend):
         self._values[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(value, scales.values)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        output = torch.empty_like(query)
         layer = variant.source(layer)
+        if variant.latents is not None:
+            return attend_to_latents(partial(self._gathered, layer), self.block_size, query, metadata, variant)
+        output = torch.empty_like(query)
         _, heads, head_dim = query.shape
-        for rows in _pieces(metadata.decoding, metadata.max_kv_length * heads * head_dim):
+        for rows in pieces(metadata.decoding, metadata.max_kv_length * heads * head_dim):
             span = slice(rows.start * metadata.row_tokens, rows.stop * metadata.row_tokens)
             output[span] = self._decode(layer, query[span], rows, metadata, variant)
         for index, chunk in enumerate(metadata.chunks, start=metadata.decoding):
@@ -75,7 +76,7 @@ class GatherAttention(AttentionBackend):
         key, value = (kept.flatten(1, 2).transpose(1, 2) for kept in self._gathered(layer, tables))
         behind = torch.arange(metadata.row_tokens, device=query.device).flip(0)
         places = metadata.kv_lengths[rows, None].long() - 1 - behind
-        mask = _scores_mask(places, torch.arange(key.shape[2], device=query.device), variant, query)
+        mask = scores_mask(places, torch.arange(key.shape[2], device=query.device), variant, query)
         queries = query.unflatten(0, (-1, metadata.row_tokens)).transpose(1, 2)
         return _attend(queries, key, value, mask, variant).transpose(1, 2).flatten(0, 1)
 
@@ -89,8 +90,8 @@ class GatherAttention(AttentionBackend):
         output = torch.empty_like(query)
         has_scores = variant.softcap or variant.alibi_slopes is not None or variant.sinks is not None
         masked_heads = query.shape[1] if has_scores else 1
-        for piece in _pieces(chunk.length, chunk.kv_length * masked_heads):
-            mask = _scores_mask(positions[piece].unsqueeze(0), keys, variant, query)
+        for piece in pieces(chunk.length, chunk.kv_length * masked_heads):
+            mask = scores_mask(positions[piece].unsqueeze(0), keys, variant, query)
             part = query[piece].transpose(0, 1).unsqueeze(0)
             output[piece] = _attend(part, key, value, mask, variant).squeeze(0).transpose(0, 1)
         return output
@@ -100,33 +101,6 @@ class GatherAttention(AttentionBackend):
         scales, decode = self.kv_format.of(layer), self.kv_format.decode
         keys, values = self._keys[layer][blocks], self._values[layer][blocks]
         return decode(keys, scales.keys, self.dtype), decode(values, scales.values, self.dtype)
-
-
-def _pieces(rows: int, elements: int) -> Iterator[slice]:
-    """Yields pieces of some rows, each with so many intermediate elements at most, but with at least one row."""
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, elements))
-    for first in range(0, rows, at_once):
-        yield slice(first, min(first + at_once, rows))
-
-
-def _scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor) -> Tensor:
-    """Returns the tensor to add to the scores: [sequences, heads or 1, queries, keys], -inf for hidden keys.
-
-    positions: [sequences, queries] position of each query; keys: [keys] position of each key.
-    """
-    distance = positions.unsqueeze(-1) - keys
-    hidden = distance < 0
-    if variant.window:
-        hidden |= distance >= variant.window
-    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
-    if variant.alibi_slopes is None:
-        return mask.unsqueeze(1)
-    slopes = variant.alibi_slopes[:, None, None]
-    if variant.rounded_alibi:
-        bias = (slopes.bfloat16() * keys.bfloat16()).float() * variant.scaling
-    else:
-        bias = slopes * keys.float()
-    return mask.unsqueeze(1) + bias.to(like.dtype)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, variant: AttentionVariant) -> Tensor:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, which `transformers` computes."""
+"""DeepSeek-V2, and families with its attention over latents, which `transformers` computes."""
 
 from typing import Any
 
@@ -22,4 +22,5 @@ def _plan(config: Any) -> ShardingPlan:
     return ShardingPlan(Heads(queries, queries), ("self_attn",), splits, whole)
 
 
-FAMILIES = {"deepseek_v3": Family(plan=_plan)}
+_FAMILY = Family(plan=_plan, attention="latents")
+FAMILIES = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), _FAMILY)

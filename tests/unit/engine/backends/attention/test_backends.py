@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgi_server.engine.backends.attention import gather
+from tgi_server.engine.backends.attention import pieces
 from tgi_server.engine.backends.attention.base import (
     AttentionBackend,
     AttentionVariant,
     ChunkSpan,
     ForwardMetadata,
     KVShape,
+    Latents,
 )
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
@@ -167,7 +168,7 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
     ids=["plain", "softcap", "sinks"],
 )
 def test_long_histories_are_attended_piece_by_piece(variant, elements, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_ELEMENTS_AT_ONCE", elements)
+    monkeypatch.setattr(pieces, "_ELEMENTS_AT_ONCE", elements)
     instance = create(GatherAttention, 2)
     actual, wanted = run(instance, 4, 2, [1, 7, 33, 100], [(0, 50), (40, 37)], variant)
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
@@ -295,6 +296,28 @@ def test_threads_write_both_values_of_a_pair_wherever_they_stand_in_a_pass() -> 
         assert torch.equal(pairs[..., 0], value[:40])
         assert torch.equal(pairs[..., 1], value[40:])
     torch.ops.oatmill.set_own_threads(own)
+
+
+@pytest.mark.parametrize("elements", [1, 5000, 1 << 27])
+@pytest.mark.parametrize("cached", [None, *FP8])
+def test_latents_are_attended_as_the_keys_and_values_made_of_them(
+    cached, elements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of so many tokens that keys and values are made, and of fewer."""
+    monkeypatch.setattr(pieces, "_ELEMENTS_AT_ONCE", elements)
+    kv_format = KVFormat(cached, {0: KVScales(keys=0.02, values=0.03)}) if cached else None
+    backend = GatherAttention(KVShape((1,), 8, value_dim=4), torch.device("cpu"), torch.float32, kv_format)
+    backend.allocate(20)
+    generator = torch.Generator().manual_seed(0)
+    latent, rotated = torch.randn(120, 1, 8, generator=generator), torch.randn(120, 1, 4, generator=generator)
+    query, keys, values = (torch.randn(*shape, generator=generator) for shape in ((120, 3, 10), (3, 6, 8), (3, 8, 5)))
+    variant = AttentionVariant(0.3, latents=Latents(keys, values))
+    stored, beside = kept(backend, latent, rotated)
+    made = torch.cat([torch.einsum("hdr,tr->thd", keys, stored[:, 0]), beside.expand(-1, 3, -1)], 2)
+    wanted = expected(query, made, torch.einsum("hrv,tr->thv", values, stored[:, 0]), replace(variant, latents=None))
+    for parts in ([120], [40, 60, 20], [110, *[1] * 10]):
+        actual = attended(backend, latent, rotated, query, parts, variant)
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

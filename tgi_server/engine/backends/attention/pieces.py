@@ -1,0 +1,38 @@
+"""What attention in plain torch has in common: masks, and pieces of work that take a bounded amount of memory."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.backends.attention.base import AttentionVariant
+
+# Elements of the largest tensors on the way to a result. What would take more is attended piece by piece.
+_ELEMENTS_AT_ONCE = 1 << 27
+
+
+def pieces(rows: int, elements: int) -> Iterator[slice]:
+    """Yields pieces of some rows, each with so many intermediate elements at most, but with at least one row."""
+    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, elements))
+    for first in range(0, rows, at_once):
+        yield slice(first, min(first + at_once, rows))
+
+
+def scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor) -> Tensor:
+    """Returns the tensor to add to the scores: [sequences, heads or 1, queries, keys], -inf for hidden keys.
+
+    positions: [sequences, queries] position of each query; keys: [keys] position of each key.
+    """
+    distance = positions.unsqueeze(-1) - keys
+    hidden = distance < 0
+    if variant.window:
+        hidden |= distance >= variant.window
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+    if variant.alibi_slopes is None:
+        return mask.unsqueeze(1)
+    slopes = variant.alibi_slopes[:, None, None]
+    if variant.rounded_alibi:
+        bias = (slopes.bfloat16() * keys.bfloat16()).float() * variant.scaling
+    else:
+        bias = slopes * keys.float()
+    return mask.unsqueeze(1) + bias.to(like.dtype)
