@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
 from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
@@ -77,12 +79,38 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             load_kernels()
 
 
+SLOW = pytest.StashKey[int]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the slow tests out, unless they were asked for, and counts them."""
     if config.getoption("--runslow"):
         return
-    for item in items:
-        if item.get_closest_marker("slow"):  # a folder above may be called slow, too, and is among the keywords
-            item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+    slow = [item for item in items if item.get_closest_marker("slow")]  # or of a class, or a module
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    config.stash[SLOW] = len(slow)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["slow"] = len(slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """Every process of a run collects the same tests."""
+    node.config.stash[SLOW] = getattr(node, "workeroutput", {}).get("slow", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints a table of what was not checked, and of how to check it."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
+    if slow := config.stash.get(SLOW, 0):
+        reasons["slow: make test ARGS=--runslow"] = slow
+    if reasons:
+        terminalreporter.section("not checked here")
+    for reason, number in reasons.most_common():
+        terminalreporter.line(f"{number:6}  {reason}")
 
 
 def pytest_collection_finish() -> None:
