@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
 .PHONY: help install demo serve test check proto reference format clean
@@ -15,23 +17,29 @@ help:  ## Lists the targets.
 
 install: $(READY)  ## Creates .venv with everything that the other targets need.
 
-$(READY): pyproject.toml constraints.txt tools/system-packages.sh
-	@echo "installing: system packages"
-	@tools/system-packages.sh $(PYTHON)
+# What the services need to run; the kernels are compiled beside the first start. Python compiles modules as it needs them.
+$(RUNS): pyproject.toml constraints.txt tools/system-packages.sh
+	@tools/system-packages.sh $(PYTHON) venv
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing: $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(PIP) --no-compile $(TORCH)
 	@echo "installing: oatmill and its dependencies"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
+	@$(PIP) --no-compile -c constraints.txt -e '.[server]'
+	@touch $@
+
+$(READY): $(RUNS)
+	@echo "installing: what tests and checks need"
+	@tools/system-packages.sh $(PYTHON) venv compiler
+	@$(PIP) -c constraints.txt -e '.[server,dev]'
 	@echo "installing: the CPU kernels, compiled for this machine"
 	@$(BIN)/python -m tgi_server.engine.kernels || echo "going on without them: plain torch does their work, slower"
 	@touch $@
 	@echo "installed in $(VENV)"
 
-demo: $(READY)  ## Starts both services, makes real calls, prints the answers, stops everything.
+demo: $(RUNS)  ## Starts both services, makes real calls, prints the answers, stops everything.
 	@$(BIN)/python -m oatmill demo
 
-serve: $(READY)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8000.
+serve: $(RUNS)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8000.
 	@$(BIN)/python -m oatmill serve --grpc-port 8000
 
 test: $(READY)  ## Runs the test suite, two files at a time. More: make test ARGS=--runslow
