@@ -12,6 +12,8 @@ from typing import Any
 
 from shared.control_groups import available_ram
 from shared.gpus import has_gpu
+from tgi_server.gguf.architectures import architecture_of
+from tgi_server.gguf.file import QUANTIZED, SUFFIX, GgufError, first_part, read_gguf
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
@@ -97,6 +99,11 @@ def _is_known(model_type: str) -> bool:
 def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, requested: str | None) -> None:
     if requested is None:
         return
+    if kinds := {tensor["dtype"] for tensor in tensors.values()} & QUANTIZED:
+        raise CannotStartError(
+            f"--quantize {requested} contradicts the GGUF file, which is quantised ({', '.join(sorted(kinds))}); leave "
+            "--quantize out"
+        )
     text_config = config.get("text_config")
     found = config.get("quantization_config") or (
         text_config.get("quantization_config") if isinstance(text_config, dict) else None
@@ -153,6 +160,8 @@ def _bytes(tensor: Mapping[str, Any], settings: LauncherSettings) -> float:
 def _tensors(folder: Path) -> Header:
     """Returns all tensors of the model. Raises CannotStartError for files that are missing or not whole."""
     index = folder / _INDEX
+    if gguf := sorted(file for file in folder.glob(f"*{SUFFIX}") if first_part(file.name)):
+        return _gguf_tensors(gguf[0])
     names = {file.name for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS}
     if not index.is_file() and _WEIGHTS in names:  # others beside it are the same weights in another format
         names = {_WEIGHTS}
@@ -167,6 +176,19 @@ def _tensors(folder: Path) -> Header:
             raise CannotStartError(f"{folder} lacks {name}, which {_INDEX} names; download it again")
         tensors.update(_header(folder / name))
     return tensors
+
+
+def _gguf_tensors(file: Path) -> Header:
+    """Returns the tensors of a GGUF file in this form, by their names in `transformers`. Raises CannotStartError."""
+    try:
+        model = read_gguf(file, texts=False)
+        place = architecture_of(model).place
+    except GgufError as error:
+        raise CannotStartError(str(error)) from None
+    return {
+        place(name) or name: {"dtype": each.kind.name, "shape": list(each.shape), "data_offsets": (0, each.raw.size)}
+        for name, each in model.tensors.items()
+    }
 
 
 def _header(file: Path) -> Header:

@@ -63,7 +63,8 @@ class LauncherSettings(ServingSettings, ModelSettings):
     }
 
     model_id: str = Field(
-        str(demo_model.PATH), description="a local folder, or an id of the hub; default: the bundled demo model"
+        str(demo_model.PATH),
+        description="a local folder or GGUF file, or an id of the hub; default: the bundled demo model",
     )
     huggingface_hub_cache: Path | None = Field(
         None, description="where downloads from the hub are stored; default: as HF_HUB_CACHE"

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from tgi_server.gguf.file import SUFFIX
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -18,11 +19,12 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiec
 async def find_model(settings: LauncherSettings) -> Path:
     """Returns the model's folder. Fetches from the hub what is not here yet, and converts `.bin` weights.
 
-    Where the model id names Medusa heads, it is the folder of the model that they were made for. Raises
+    Where the model id names Medusa heads, it is the folder of the model that they were made for; where it names a GGUF
+    file, a folder that describes it. Raises
     ModelMissingError when that cannot be done, and CannotStartError for a local folder without a model.
     """
     _check_local(settings.model_id)
-    folder = _ready_folder(settings.model_id)
+    folder = None if settings.gguf_file else _ready_folder(settings.model_id)
     if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
         folder = await _download(commands.download(settings, settings.model_id))
     return folder
@@ -61,19 +63,18 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _check_local(model_id: str) -> None:
-    """Raises CannotStartError for a path that is no folder in the format of transformers."""
+    """Raises CannotStartError for a path that is no folder in the format of transformers, and no GGUF file."""
     folder = Path(model_id).expanduser()
     if not (folder.exists() or folder.is_absolute() or model_id.startswith(".")):
         return  # an id of the hub
-    gguf = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if gguf and not described:
-        raise CannotStartError(
-            f"{gguf[0]} is a GGUF file, which is not served; give the model's folder in transformers format"
-        )
+    if folder.suffix == SUFFIX:
+        if not folder.is_file():
+            raise CannotStartError(f"there is no file {folder}")
+        return
     if not folder.is_dir():
         raise CannotStartError(f"there is no model folder {folder}")
-    if not described:
+    described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    if not described and not any(folder.glob(f"**/*{SUFFIX}")):
         raise CannotStartError(f"{folder} has no config.json; is it a model folder in transformers format?")
 
 

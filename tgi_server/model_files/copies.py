@@ -5,7 +5,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,28 +36,38 @@ def permission_hint(error: BaseException | None, folder: str) -> str:
 
 def copy_path(kind: str, *folders: Path) -> Path:
     """Returns the folder of the copy of a kind made from some folders. Its name depends on their files."""
-    made_of = []
-    for folder in folders:
-        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
-        made_of.append((str(folder.resolve()), files))
+    return files_path(
+        kind, folders[0].resolve().name, [file for folder in folders for file in sorted(folder.iterdir())]
+    )
+
+
+def files_path(kind: str, name: str, files: Iterable[Path]) -> Path:
+    """Returns the folder of the copy of a kind made from some files. Its name begins with `name`."""
+    made_of = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
-    return Path(constants.HF_HUB_CACHE) / kind / f"{folders[0].resolve().name}-{digest[:16]}"
+    return Path(constants.HF_HUB_CACHE) / kind / f"{name}-{digest[:16]}"
 
 
 @contextmanager
 def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
     """Yields a folder with all files of a model but its weights; it becomes the copy at the end. Raises OSError."""
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
-        whole = Path(scratch) / "model"
-        whole.mkdir()
-        for file in (
-            file for pattern in (*METADATA, *CODE, f"*/{TEMPLATES}", MODULES) for file in folder.glob(pattern)
-        ):
+    patterns = (*METADATA, *CODE, f"*/{TEMPLATES}", MODULES)
+    with unfinished_folder(copy) as whole:
+        for file in (file for pattern in patterns for file in folder.glob(pattern)):
             if file.name not in INDEXES:
                 target = whole / file.relative_to(folder)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)
+        yield whole
+
+
+@contextmanager
+def unfinished_folder(copy: Path) -> Iterator[Path]:
+    """Yields an empty folder, which becomes the copy at the end. Raises OSError."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
+        whole = Path(scratch) / "model"
+        whole.mkdir()
         yield whole
         try:
             whole.rename(copy)

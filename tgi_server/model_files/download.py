@@ -10,7 +10,7 @@ from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -23,9 +23,11 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
+from tgi_server.gguf.file import SUFFIX
 from tgi_server.model_files.converted_models import convert, converted_copy
 from tgi_server.model_files.copies import CODE, MEDUSA_FILE, METADATA, TEMPLATES, permission_hint
 from tgi_server.model_files.errors import ModelUnavailable
+from tgi_server.model_files.gguf_models import GgufChoice, described, gguf_of_folder, split_kind
 from tgi_server.model_files.merged_models import base_of, is_adapter, merge, merged_copy
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,17 @@ logger = logging.getLogger(__name__)
 NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
 
 
-def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:
+def find_model(
+    model_id: str, revision: str | None, *, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> Path:
     """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine.
 
-    The folder of an adapter stands for its base model with the adapter merged.
+    The folder of an adapter stands for its base model with the adapter merged. For a GGUF file it is a folder that
+    describes it. gguf_file: the name of the one that is meant, where there are several.
     """
+    gguf = _gguf_folder(model_id, revision, gguf_file, local_files_only=True)
+    if gguf is not None:
+        return gguf
     folder = _local_folder(model_id)
     if folder is None:
         folder = _snapshot(
@@ -53,18 +61,26 @@ def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool =
                 f"download-weights --merge-lora {model_id}` first"
             )
         return merged
-    return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
+    if _has_weights(folder, ".safetensors"):
+        return folder
+    file = gguf_of_folder(folder, GgufChoice())
+    return described(file) if file else converted_copy(folder) or folder
 
 
 def find_models(
-    model_id: str, revision: str | None, speculative_model: str | None, *, trust_remote_code: bool
+    model_id: str,
+    revision: str | None,
+    speculative_model: str | None,
+    *,
+    trust_remote_code: bool,
+    gguf_file: str | None = None,
 ) -> tuple[Path, Path | None]:
     """Returns the folder of the model, and that of what drafts for it, without using the network.
 
     Where `model_id` names Medusa heads, these draft, and the model is the one that they were made for. Raises
     ModelUnavailable.
     """
-    folder = find_model(model_id, revision, trust_remote_code=trust_remote_code)
+    folder = find_model(model_id, revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     base = _base_of_heads(folder)
     if base is None:
         draft = speculative_model
@@ -82,13 +98,19 @@ def download_model(
     auto_convert: bool,
     trust_remote_code: bool,
     merge_lora: bool = False,
+    gguf_file: str | None = None,
 ) -> Path:
     """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
+
+    For a GGUF file it is a folder that describes it.
 
     Files that are there already are not fetched again. Of an adapter the folder is its own, or with `merge_lora` that
     of its base model with the adapter merged. Of Medusa heads the model that they were made for is fetched as well, and
     its folder returned. Raises ModelUnavailable.
     """
+    gguf = _gguf_folder(model_id, revision, gguf_file)
+    if gguf is not None:
+        return gguf
     fetch = partial(
         _download,
         extension=extension,
@@ -128,6 +150,8 @@ def _download(
     if folder is None:
         folder = _snapshot(model_id, revision, extension, trust_remote_code=trust_remote_code)
         if auto_convert and not _has_weights(folder, ".safetensors"):
+            if _has_gguf(model_id, revision):
+                return described(_fetched_gguf(model_id, revision, GgufChoice(), local_files_only=False))
             pickled = ".bin" if _base_of_heads(folder) is None else ".pt"
             logger.info("%s has no safetensors files; fetching its %s files", model_id, pickled)
             folder = _snapshot(model_id, revision, pickled, trust_remote_code=trust_remote_code)
@@ -153,6 +177,57 @@ def _base(find: Callable[..., Path], model_id: str, revision: str | None, *, tru
     if path.is_dir() and is_adapter(path):
         raise ModelUnavailable(f"the base model {model_id} of the adapter is an adapter itself; merge that one first")
     return find(model_id, revision, trust_remote_code=trust_remote_code)
+
+
+def _gguf_folder(
+    model_id: str, revision: str | None, name: str | None, *, local_files_only: bool = False
+) -> Path | None:
+    """Returns the folder that describes the model's GGUF file; None for a model of another kind, or if none is named.
+
+    name: of the file, if it is given. Raises ModelUnavailable.
+    """
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        file = gguf_of_folder(path, GgufChoice(name))
+        return None if file is None else described(file)
+    if path.suffix == SUFFIX:
+        return described(path)
+    repository, kind = split_kind(model_id)
+    choice = GgufChoice(name, kind)
+    if path.exists() or path.is_absolute() or model_id.startswith(".") or repository.count("/") != 1:
+        return None
+    if not choice and model_id == repository:
+        return None
+    return described(_fetched_gguf(repository, revision, choice, local_files_only=local_files_only))
+
+
+def _fetched_gguf(repository: str, revision: str | None, choice: GgufChoice, *, local_files_only: bool) -> Path:
+    """Returns the chosen GGUF file of a repository of the hub, with its other parts. Raises ModelUnavailable."""
+    local_files_only = local_files_only or constants.HF_HUB_OFFLINE
+    fetch = partial(snapshot_download, repository, revision=revision, local_files_only=local_files_only)
+    named = f"{repository} at revision {revision}" if revision else repository
+    try:
+        if local_files_only:
+            folder = Path(fetch(allow_patterns=choice.patterns))
+            file = gguf_of_folder(folder, choice)
+        else:
+            name = choice.of(list_repo_files(repository, revision=revision), named)
+            wanted = [*(GgufChoice(name).patterns if name else ()), *METADATA]
+            folder = Path(fetch(allow_patterns=wanted, ignore_patterns=[f"*/{each}" for each in METADATA]))
+            file = None if name is None else folder / name
+    except (HTTPError, OSError, XetDownloadError, ValueError, LookupError, TypeError) as error:
+        raise ModelUnavailable(_explain(error, named)) from error
+    if file is None:
+        raise ModelUnavailable(f"{named} has no GGUF files")
+    return file
+
+
+def _has_gguf(repository: str, revision: str | None) -> bool:
+    """Returns True for a repository of the hub with GGUF files. False where that is not known."""
+    try:
+        return any(name.endswith(SUFFIX) for name in list_repo_files(repository, revision=revision))
+    except (HTTPError, OSError, ValueError, LookupError, TypeError):
+        return False  # what is wrong is reported when other files are fetched
 
 
 def _local_folder(model_id: str) -> Path | None:

@@ -73,7 +73,11 @@ def serve(arguments: Sequence[str]) -> None:
         generates, drafts = None, None
         if settings.generates:
             generates, drafts = find_models(
-                settings.model_id, settings.revision, settings.speculative_model, trust_remote_code=trust
+                settings.model_id,
+                settings.revision,
+                settings.speculative_model,
+                trust_remote_code=trust,
+                gguf_file=settings.gguf_file,
             )
 
         from tgi_server.shard.lean_imports import lean_imports
@@ -113,6 +117,7 @@ def download_weights(arguments: Sequence[str]) -> None:
             auto_convert=settings.auto_convert,
             trust_remote_code=settings.trust_remote_code,
             merge_lora=settings.merge_lora,
+            gguf_file=settings.gguf_file,
         )
     except ModelUnavailable as error:
         fail(program, str(error), status=FAILED)
@@ -131,7 +136,12 @@ def quantize(arguments: Sequence[str]) -> None:
     from tgi_server.model_files.download import find_model
 
     try:
-        folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
+        folder = find_model(
+            settings.model_id,
+            settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+            gguf_file=settings.gguf_file,
+        )
 
         # imports torch and transformers, which takes seconds
         from tgi_server.model_files.quantize import GptqSettings, quantize_model

@@ -48,6 +48,9 @@ class CheckpointSettings(ServiceSettings):
     }
 
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
+    gguf_file: str | None = Field(
+        None, description="GGUF file of the model's folder or repository that is served, where there are several"
+    )
     json_output: bool = Field(False, description="write log lines as JSON objects")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
 
@@ -138,7 +141,9 @@ class CommandSettings(CheckpointSettings):
 
     help_groups: ClassVar[Mapping[str, str]] = {"model_id": "Model", "logger_level": "Logs and traces"}
 
-    model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
+    model_id: CliPositionalArg[str] = Field(
+        str(demo_model.PATH), description="a local folder or GGUF file, or an id of the hub"
+    )
     logger_level: LogLevel = Field("INFO", description="lowest severity to log")
 
 

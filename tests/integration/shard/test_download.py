@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from tests.gguf_models import make_gguf
 from tests.hub import COMMIT, Hub, Repository, running_hub
+from tests.tiny_models import make_llama
 
 ID = "maker/tiny"
 CONFIG = {"config.json": b"{}", "tokenizer.json": b'{"model": {}}'}
@@ -253,3 +255,19 @@ def test_an_adapter_is_fetched_alone_or_merged_into_its_base_model(
     hub.models["maker/chef"].files["adapter_model.bin"] = pickled(load_file(alone / "adapter_model.safetensors"))
     del hub.models["maker/chef"].files["adapter_model.safetensors"]
     assert any(folder_of(download("maker/chef", HF_HUB_CACHE=f"{alone}-other")).glob("adapter_model.bin"))
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_fetched_by_its_kind(download: Download, hub: Hub, tmp_path: Path) -> None:
+    file, _ = make_gguf(make_llama(tmp_path / "tiny"), tmp_path / "files", "Q8_0")
+    names = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "README.md")
+    hub.models["maker/tiny-GGUF"] = Repository({name: file.read_bytes() for name in names})
+    folder = folder_of(download("maker/tiny-GGUF:q8_0"))
+    assert hub.fetched().count("tiny-Q8_0.gguf") == 1
+    assert not {"tiny-Q4_K_M.gguf", "README.md"} & set(hub.fetched())
+    assert {"config.json", "tokenizer.json", "tiny-Q8_0.gguf"} <= {path.name for path in folder.iterdir()}
+    hub.requests.clear()
+    assert folder_of(download("maker/tiny-GGUF:Q8_0", HF_HUB_OFFLINE="1")) == folder
+    assert "has several GGUF files; choose one with --gguf-file: tiny-Q4_K_M.gguf, tiny-Q8_0.gguf" in complaint_of(
+        download("maker/tiny-GGUF")
+    )

@@ -55,6 +55,7 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     hub = Hub(tmp_path)
     monkeypatch.setattr(download, "snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr(download, "list_repo_files", lambda *_, **__: list(hub.files))
     return hub
 
 
@@ -164,7 +165,7 @@ def test_a_path_is_not_looked_up_at_the_hub(hub: Hub, name: str):
 def test_a_folder_that_is_no_model_is_distinguished_from_a_file(hub: Hub, tmp_path: Path):
     with pytest.raises(ModelUnavailable, match=r"has no config\.json"):
         find_model(str(tmp_path), None)
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ModelUnavailable, match="is a file; give the folder"):
         find_model(str(file), None)

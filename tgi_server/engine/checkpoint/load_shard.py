@@ -257,7 +257,7 @@ def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[s
         "the version of torch": torch.__version__,
         "the version of transformers": transformers.__version__,
         "the model's config.json": json.dumps(config.to_diff_dict(), sort_keys=True, default=str),
-        "the model's safetensors files": fingerprint(folder),
+        "the model's files of weights": fingerprint(folder),
         "--dtype": str(dtype),
     }
 

@@ -1,4 +1,4 @@
-"""Reads a model's safetensors files, or a shard's slices of them and nothing else; quantised weights as such."""
+"""Reads a model's files of weights, or a shard's slices of them and nothing else; quantised weights as such."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,9 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized import Quantization, QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_tensors
 from tgi_server.engine.checkpoint.quantized.rounding import STACKED
 from tgi_server.engine.checkpoint.quantized.source import TensorSource
-from tgi_server.engine.checkpoint.weight_files import weight_files
+from tgi_server.engine.checkpoint.weight_files import gguf_of, weight_files
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import DeferredFree, mapped
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice
@@ -162,7 +163,10 @@ def open_checkpoint(
     """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in weight_files(folder):
+        gguf = gguf_of(folder)
+        if gguf is not None:
+            files |= gguf_tensors(gguf)
+        for path in weight_files(folder) if gguf is None else ():
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         sources = quantization.sources(files) if quantization else []

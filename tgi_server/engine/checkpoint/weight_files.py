@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
+from tgi_server.gguf.file import SUFFIX, Gguf, GgufError, first_part, read_gguf
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,6 +41,22 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has only .bin weights; convert them with `text-generation-server download-weights {folder}`"
         )
     return named_files(folder, names)
+
+
+def gguf_of(folder: Path) -> Gguf | None:
+    """Returns the GGUF file that has the weights of a model's folder; None for other folders. Raises InvalidWeights."""
+    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if first_part(file.name))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    try:
+        return _opened(files[0])
+    except GgufError as error:
+        raise InvalidWeights(str(error)) from error
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path) -> Gguf:
+    return read_gguf(path, texts=False)
 
 
 def index_names(index: Path) -> set[str]:
@@ -93,6 +111,8 @@ def _is_inside(name: str) -> bool:
 
 def check_files(folder: Path) -> None:
     """Raises InvalidWeights for a file that is damaged, with the first tensor that is not whole; ModelNotFound."""
+    if gguf_of(folder) is not None:
+        return
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt"):
@@ -105,7 +125,7 @@ def check_files(folder: Path) -> None:
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """Returns the dtype of floats that most numbers of the model are stored in; None if there are no floats."""
     numbers: Counter[torch.dtype] = Counter()
-    for path in weight_files(folder):
+    for path in weight_files(folder) if gguf_of(folder) is None else ():
         for info in tensor_infos(path).values():
             if (dtype := _FLOATS.get(info.dtype)) is not None:
                 numbers[dtype] += info.parameter_count
@@ -118,7 +138,7 @@ def check_experts(folder: Path) -> None:
     `transformers` stacks experts as it loads them, and names none of them when they do not fit together.
     """
     found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
-    for path in weight_files(folder):
+    for path in weight_files(folder) if gguf_of(folder) is None else ():
         infos = tensor_infos(path)
         for match in filter(None, map(EXPERT.fullmatch, infos)):
             layer, expert, part = match.groups()
@@ -151,6 +171,8 @@ def _missing_part(path: Path) -> str:
 
 def fingerprint(folder: Path) -> str:
     """Returns the same text for the same tensors in the same files, whatever their values."""
+    if (gguf := gguf_of(folder)) is not None:
+        return gguf.fingerprint
     digest = hashlib.sha256()
     for path in weight_files(folder):
         with path.open("rb") as file:

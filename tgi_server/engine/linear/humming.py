@@ -26,7 +26,7 @@ def takes(module: QuantizedLinear, dtype: torch.dtype) -> bool:
     sizes = module.out_features % _UNIT, module.in_features % _UNIT, weight.group_size
     if find_spec("humming") is None or dtype is torch.float32 or sizes[:2] != (0, 0) or not sizes[2]:
         return False
-    zeros = module.quantized().zeros
+    zeros = module.quantized().without_offsets().zeros
     return zeros is None or bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 16)).all())
 
 
@@ -36,6 +36,7 @@ class HummingLinear(PackedQuantized):
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         from humming.layer import HummingLayer
 
+        weight = weight.without_offsets()
         device, dtype = weight.codes.device, self.weight.dtype
         zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
         tensors = {"weight": weight.codes.contiguous().view(torch.int32), "weight_scale": weight.scales.to(dtype)}

@@ -27,7 +27,9 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
         if self.kind == "int4":  # integers from -8 to 7
             zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ZERO_POINT
         self._offsets, self._zeros = None, None
-        if zeros is not None and bool(zeros.any()):
+        if weight.offsets is not None:  # which take the zeros in
+            self._offsets = _by_tile(weight.offsets if zeros is None else weight.offsets - zeros * weight.scales)
+        elif zeros is not None and bool(zeros.any()):
             largest = _ZERO_POINT if self.kind == "int4" else 127
             small = zeros.clamp(-largest, largest).to(torch.int8)
             if torch.equal(small.float(), zeros):

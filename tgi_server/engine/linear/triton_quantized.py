@@ -24,6 +24,7 @@ class TritonLinear(PackedQuantized):
     """y = x W^T + b with W quantized; accumulators are float32."""
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
+        weight = weight.without_offsets()
         self._kind = kind_of(weight)
         bits = bits_of(self._kind)
         self.block, self._order, self._groups = arrangement(weight.groups, tuple(_BLOCKS[bits]))

@@ -32,6 +32,7 @@ class QuantizedLinear(nn.Module):
     groups: Tensor
     codebook: Tensor | None
     zeros: Tensor | None
+    offsets: Tensor | None
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -57,6 +58,7 @@ class QuantizedLinear(nn.Module):
             "scales": weight.scales.contiguous(),
             "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
             "groups": weight.groups,
+            "offsets": None if weight.offsets is None else weight.offsets.contiguous(),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
@@ -64,8 +66,8 @@ class QuantizedLinear(nn.Module):
     def quantized(self, first: int = 0, last: int | None = None) -> QuantizedWeight:
         """Returns the weight of the outputs from `first` up to, but without, `last`."""
         codes = self.codes[first:last].view(self._dtype)
-        zeros = None if self.zeros is None else self.zeros[first:last]
-        return QuantizedWeight(codes, self.codebook, self.scales[first:last], zeros, self.groups)
+        zeros, offsets = (None if each is None else each[first:last] for each in (self.zeros, self.offsets))
+        return QuantizedWeight(codes, self.codebook, self.scales[first:last], zeros, self.groups, offsets)
 
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""

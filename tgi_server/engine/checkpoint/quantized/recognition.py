@@ -11,10 +11,14 @@ from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from tgi_server.engine.checkpoint.quantized.formats import awq, bitsandbytes, gptq, mxfp4, packed, scaled
+from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES
+from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_types, packed_sources
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.checkpoint.quantized.rounding import sources as rounding_sources
 from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
+from tgi_server.engine.checkpoint.weight_files import gguf_of
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.gguf.file import QUANTIZED
 
 # Written by AutoGPTQ and by AutoAWQ before config.json said it, with the method that each stands for.
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -61,6 +65,8 @@ def find_quantization(folder: Path, config: PretrainedConfig, requested: str | N
 
 
 def _found(folder: Path, config: PretrainedConfig) -> Quantization | None:
+    if (gguf := gguf_of(folder)) is not None:
+        return _gguf(gguf_types(gguf))
     settings = _settings(folder, config)
     if settings is None:
         return None
@@ -79,6 +85,14 @@ def _found(folder: Path, config: PretrainedConfig) -> Quantization | None:
             f"{folder} is quantised as {method}, but its settings cannot be used ({type(error).__name__}: {error}); "
             "download it again"
         ) from error
+
+
+def _gguf(kinds: Sequence[str]) -> Quantization | None:
+    """kinds: the types of the matrices in a file."""
+    if not QUANTIZED & set(kinds):
+        return None
+    named = [kind if kind in TYPES or kind not in QUANTIZED else f"{kind} (dequantized)" for kind in kinds]
+    return Quantization(frozenset(), f"GGUF, {', '.join(named)}", packed_sources)
 
 
 def _settings(folder: Path, config: PretrainedConfig) -> Mapping[str, Any] | None:

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint that make up a quantised weight."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class TensorSource:
     parts: Sequence[str]
     shape: tuple[int, ...]
     weights: Callable[[], Iterator[QuantizedWeight]]
+    mapped: Callable[[], Iterable[Tensor]] | None = None
 
     @property
     def stacked(self) -> bool:
@@ -45,9 +46,9 @@ class TensorSource:
             expert.copy_(weight.dense().T)
         return dense
 
-    def stored(self) -> Iterator[Tensor]:
-        """Yields the tensors as they are in the files."""
-        return (self.files[name][...] for name in self.parts)
+    def stored(self) -> Iterable[Tensor]:
+        """Returns the tensors as they are in the files."""
+        return self.mapped() if self.mapped else (self.files[name][...] for name in self.parts)
 
 
 def parts_of(files: Files, needed: Sequence[str], optional: Sequence[str] = ()) -> list[str]:

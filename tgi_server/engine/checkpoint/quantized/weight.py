@@ -1,5 +1,6 @@
 """The one representation of a quantised weight: codes, and what makes numbers of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,13 +17,14 @@ LINE = torch.arange(CODES, dtype=torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight W, [outputs, inputs], as W[n, k] = (number(codes[n, k]) - zeros[n, g]) * scales[n, g], g = groups[k].
+    """A weight W, [outputs, inputs], W[n, k] = (number(codes[n, k]) - zeros[n, g]) * scales[n, g] + offsets[n, g].
 
     codes: [outputs, inputs] int8 or float8_e4m3fn, which are numbers themselves; or [outputs, inputs / 2] uint8, each
     two codes of 4 bits, as `paired` makes them, which choose from the codebook.
     codebook: [16] float32, with codes of 4 bits only.
     scales: [outputs, groups] float32. zeros: the same, or None where all are 0.
-    groups: [inputs] int64, the group of each input, in any order.
+    offsets: the same, for formats that add to the product. An offset has a scale that is not 0.
+    groups: [inputs] int64, the group g of each input k, in any order.
     """
 
     codes: Tensor
@@ -30,6 +32,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None
     groups: Tensor
+    offsets: Tensor | None = None
 
     @classmethod
     def of(
@@ -40,8 +43,9 @@ class QuantizedWeight:
         *,
         codebook: Tensor | None = None,
         groups: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> Self:
-        """Makes groups of equal size where none are given, and leaves out zeros that are all 0.
+        """Makes groups of equal size where none are given, and leaves out zeros and offsets that are all 0.
 
         Groups have to be given for an odd number of inputs in 4 bits.
         """
@@ -50,7 +54,9 @@ class QuantizedWeight:
             groups = torch.arange(inputs) // -(-inputs // count)
         if zeros is not None:
             zeros = zeros.float() if bool(zeros.any()) else None
-        return cls(codes, codebook, scales.float(), zeros, groups.long())
+        if offsets is not None:
+            offsets = offsets.float() if bool(offsets.any()) else None
+        return cls(codes, codebook, scales.float(), zeros, groups.long(), offsets)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,19 +96,24 @@ class QuantizedWeight:
             if self.zeros is not None:
                 numbers -= self.zeros[:, self.groups]
             numbers *= self.scales[:, self.groups]
+            if self.offsets is not None:
+                numbers += self.offsets[:, self.groups]
         else:
             by_group = numbers.unflatten(1, (-1, group_size))
             if self.zeros is not None:
                 by_group -= self.zeros.unsqueeze(2)
             by_group *= self.scales.unsqueeze(2)
+            if self.offsets is not None:
+                by_group += self.offsets.unsqueeze(2)
         return numbers.to(dtype)
 
     def outputs(self, ranges: Sequence[range]) -> Self:
         """Returns the weight of some outputs."""
         if _is_all(ranges, self.shape[0]):
             return self
-        zeros = None if self.zeros is None else taken(self.zeros, ranges, 0)
-        return replace(self, codes=taken(self.codes, ranges, 0), scales=taken(self.scales, ranges, 0), zeros=zeros)
+        zeros, offsets = (None if each is None else taken(each, ranges, 0) for each in (self.zeros, self.offsets))
+        codes, scales = taken(self.codes, ranges, 0), taken(self.scales, ranges, 0)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, offsets=offsets)
 
     def inputs(self, ranges: Sequence[range]) -> Self:
         """Returns the weight of some inputs. It has the groups of all inputs, also those that lost all of theirs."""
@@ -117,27 +128,69 @@ class QuantizedWeight:
         used, groups = self.groups.unique(return_inverse=True)
         if len(used) == self.scales.shape[1]:
             return self
-        zeros = None if self.zeros is None else self.zeros[:, used]
-        return replace(self, scales=self.scales[:, used], zeros=zeros, groups=groups)
+        zeros, offsets = (None if each is None else each[:, used] for each in (self.zeros, self.offsets))
+        return replace(self, scales=self.scales[:, used], zeros=zeros, groups=groups, offsets=offsets)
+
+    def without_offsets(self) -> Self:
+        """Returns the same weight, up to the rounding of float32, with zeros in place of offsets."""
+        if self.offsets is None:
+            return self
+        zeros = self.offsets / torch.where(self.scales == 0, torch.ones_like(self.scales), self.scales)
+        return replace(self, zeros=(0 if self.zeros is None else self.zeros) - zeros, offsets=None)
 
     def joins(self, other: "QuantizedWeight") -> bool:
-        """Returns True if both can stand in one weight: the same kind of codes, and the same groups."""
+        """Returns True if both can stand in one weight: they are of the same kind, or can be widened to 8 bits."""
+        return self._is_like(other) or (self._widens(other.shape[1]) and other._widens(self.shape[1]))
+
+    def _is_like(self, other: "QuantizedWeight") -> bool:
+        """Returns True if both have the same kind of codes, and the same groups."""
         return (
             self.codes.dtype == other.codes.dtype
             and (self.codebook is None or (other.codebook is not None and torch.equal(self.codebook, other.codebook)))
             and torch.equal(self.groups, other.groups)
         )
 
+    def _widens(self, inputs: int) -> bool:
+        """Returns True if the numbers of the codes, of so many inputs, are integers of 8 bits in groups of one size."""
+        if self.shape[1] != inputs or self.group_size is None:
+            return False
+        book = self.codebook
+        return self.codes.dtype == torch.int8 if book is None else bool((book == book.to(torch.int8).float()).all())
+
+    def _widened(self, group_size: int) -> Self:
+        """Returns the same weight in 8 bits and groups of that size, which divides that of its own."""
+        codes = self.codes
+        if self.codebook is not None:
+            codes = self.codebook.to(torch.int8)[self.single_codes.long()]
+        repeats = (self.group_size or 0) // group_size
+        scales = self.scales.repeat_interleave(repeats, 1)
+        zeros, offsets = (
+            None if each is None else each.repeat_interleave(repeats, 1) for each in (self.zeros, self.offsets)
+        )
+        groups = torch.arange(self.shape[1], device=self.groups.device) // group_size
+        return replace(self, codes=codes, codebook=None, scales=scales, zeros=zeros, groups=groups, offsets=offsets)
+
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> Self:
         """Returns the weight that gives the outputs of all these, side by side."""
+        if not all(weights[0]._is_like(weight) for weight in weights):
+            group_size = math.gcd(*(weight.group_size or 1 for weight in weights))
+            weights = [weight._widened(group_size) for weight in weights]
         first = weights[0]
-        zeros = None
-        if any(weight.zeros is not None for weight in weights):
-            zeros = torch.cat([torch.zeros_like(w.scales) if w.zeros is None else w.zeros for w in weights])
+        by_group = [weight.scales for weight in weights]
+        zeros = _joined_or_none([weight.zeros for weight in weights], by_group)
+        offsets = _joined_or_none([weight.offsets for weight in weights], by_group)
         codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype)
-        scales = torch.cat([weight.scales for weight in weights])
-        return cls(codes, first.codebook, scales, zeros, first.groups)
+        scales = torch.cat(by_group)
+        return cls(codes, first.codebook, scales, zeros, first.groups, offsets)
+
+
+def _joined_or_none(parts: Sequence[Tensor | None], scales: Sequence[Tensor]) -> Tensor | None:
+    """Returns the parts, one below the other, with zeros of the shape of its scales for one that is None."""
+    if all(part is None for part in parts):
+        return None
+    whole = zip(parts, scales, strict=True)
+    return torch.cat([torch.zeros_like(like) if part is None else part for part, like in whole])
 
 
 def paired(codes: Tensor) -> Tensor:

@@ -1,0 +1,149 @@
+"""Tokenizers of GGUF files give the tokens that the original ones do."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer
+
+from tests.published_tokenizers import PUBLISHED
+from tgi_server.gguf.file import Gguf, GgufError
+from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
+
+TEXTS = (
+    "",
+    " ",
+    "The quick brown fox",
+    "  two  spaces   and\ttabs\n\n\nlines \n ",
+    "It's we'LL 'Tis don't 12 345 6789 3.14",
+    "\u0417\u0434\u0440\u0430\u0432\u0441\u0442\u0432\u0443\u0439, \u043c\u0438\u0440!",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f",
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \u1780\u17b6\u1793",
+    "\U0001f680 emoji \U0001f636\u200d\U0001f32b\ufe0f joined e\u0301",
+    "def f(x):\n    return x ** 2  # ======\n",
+)
+
+
+def file_of(**metadata: Any) -> Gguf:
+    named = {f"tokenizer.{name.replace('__', '.')}": value for name, value in metadata.items()}
+    return Gguf(Path("model.gguf"), {"general.architecture": "llama", **named}, {}, "")
+
+
+def ids(file: Gguf, text: str) -> list[int]:
+    return Tokenizer.from_str(json.dumps(tokenizer_json(file))).encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
+def trained(request: pytest.FixtureRequest) -> tuple[sentencepiece.SentencePieceProcessor, bool]:
+    """A BPE vocabulary of SentencePiece with byte tokens, as Llama 2 and Gemma have one."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS[2:7] * 3, "the fox then rests in the shade of the old oaks"] * 4),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=request.param,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()), request.param
+
+
+def test_sentence_piece(trained: tuple[sentencepiece.SentencePieceProcessor, bool]) -> None:
+    original, prefix = trained
+    places = range(original.get_piece_size())
+    kinds = [
+        6 if original.is_byte(each) else 2 if original.is_unknown(each) else 3 if original.is_control(each) else 1
+        for each in places
+    ]
+    file = file_of(
+        ggml__model="llama",
+        ggml__tokens=[original.id_to_piece(each) for each in places],
+        ggml__scores=[original.get_score(each) for each in places],
+        ggml__token_type=kinds,
+        ggml__add_space_prefix=prefix,
+        ggml__unknown_token_id=0,
+    )
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special_tokens=False).ids == original.encode(text), text
+        assert tokenizer.decode(original.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "pre", "digits"), [("llama3.1", "llama-bpe", r"\p{N}{1,3}"), ("qwen3", "qwen2", r"\p{N}")]
+)
+def test_byte_level(name: str, pre: str, digits: str) -> None:
+    published = PUBLISHED[name]
+    content = published.definition
+    words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    pattern = {"Regex": rf"{words}|\s*[\r\n]+|\s+(?!\S)|\s+"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
+    steps = [split | {"invert": False}, *content["pre_tokenizer"]["pretokenizers"][1:]]
+    original = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}))
+    vocabulary = published.tokenizer.get_vocab(with_added_tokens=True)
+    special = {each["id"] for each in content["added_tokens"] if each["special"]}
+    added = {each["id"] for each in content["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    file = file_of(
+        ggml__model="gpt2",
+        ggml__pre=pre,
+        ggml__tokens=tokens,
+        ggml__token_type=[3 if each in special else 4 if each in added else 1 for each in range(len(tokens))],
+        ggml__merges=[" ".join(pair) for pair in content["model"]["merges"]],
+        ggml__eos_token_id=published.end,
+    )
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    for text in (*TEXTS[:-2], published.eos + "text" + published.eos):
+        expected = original.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False).ids == expected, text
+    assert Vocabulary(file).end_ids()[0] == published.end
+
+
+def test_special_tokens_and_templates_become_the_configuration() -> None:
+    file = file_of(
+        ggml__model="llama",
+        ggml__tokens=["<unk>", "<s>", "</s>"],
+        ggml__scores=[0.0, 0.0, 0.0],
+        ggml__token_type=[2, 3, 3],
+        ggml__bos_token_id=1,
+        ggml__eos_token_id=2,
+        chat_template="{{ messages }}",
+        chat_template__tool_use="{{ tools }}",
+    )
+    assert tokenizer_config(file) == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "chat_template": [
+            {"name": "tool_use", "template": "{{ tools }}"},
+            {"name": "default", "template": "{{ messages }}"},
+        ],
+    }
+
+
+def test_the_end_of_a_turn_ends_a_reply_too() -> None:
+    tokens = ["a", "<|endoftext|>", "<|im_end|>", "<|im_start|>"]
+    file = file_of(ggml__model="gpt2", ggml__tokens=tokens, ggml__token_type=[1, 3, 3, 3], ggml__eos_token_id=1)
+    assert Vocabulary(file).end_ids() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"ggml__model": "rwkv", "ggml__tokens": ["a"]}, "has a tokenizer of the kind 'rwkv'"),
+        ({"ggml__model": "gpt2", "ggml__pre": "new", "ggml__tokens": ["a"]}, "ggml.pre is 'new', which is not read"),
+        ({"ggml__model": "gpt2"}, "has no tokenizer.ggml.tokens"),
+        ({"ggml__model": "llama", "ggml__tokens": ["a"]}, "has no tokenizer.ggml.scores"),
+    ],
+)
+def test_what_is_not_read_is_named(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(GgufError, match=message):
+        ids(file_of(**metadata), "text")

@@ -1,0 +1,225 @@
+"""The tokenizer of a GGUF file's metadata, as the content of tokenizer.json and tokenizer_config.json."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tgi_server.gguf.file import Gguf, GgufError
+
+# Types of tokens in `tokenizer.ggml.token_type`.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_SPACE = "\u2581"
+
+# How texts are split before pairs are merged, by the kinds of `tokenizer.ggml.pre`. Each expression splits what the
+# ones before it have left.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_WORDS}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_WORDS}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SLASHES}"
+_GPT4O = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DIGITS = (r"\p{N}", _GPT2)
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_OLDEST = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_SPLITS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4", "gigachat", "mellum"), (_GPT2,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    "falcon": _FALCON,
+    "default": _OLDEST,
+}
+# Kinds that take a word which is a token as it is, and those that begin texts with a token by default.
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken", "glm4", "glm5"}
+_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
+# Tokens that end a reply, whatever the metadata call them.
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<end_of_utterance>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<EOT>",
+    "_<EOT>",
+)
+
+
+class Vocabulary:
+    """The tokens of a file. Raises GgufError for metadata without any, or that do not fit together."""
+
+    def __init__(self, file: Gguf) -> None:
+        self.path, self._metadata = file.path, file.metadata
+        self.model = self.get("model")
+        self.pre = str(self.get("pre", "default"))
+        self.tokens: list[str] = self._texts("tokens")
+        kinds = self.get("token_type") or [1] * len(self.tokens)
+        if not self.tokens or len(kinds) != len(self.tokens):
+            raise GgufError(f"{file.path} has {len(self.tokens)} tokens and {len(kinds)} types of them")
+        self.special = [place for place, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)]
+        self.user_defined = [place for place, kind in enumerate(kinds) if kind == _USER_DEFINED]
+        # Phi-3's tokens take the spaces behind them along.
+        self.rstrip = self.model == "llama" and file.architecture == "phi3"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def token(self, name: str) -> str | None:
+        """Returns the text of a token that has a name, such as bos; None if there is none."""
+        place = self.get(f"{name}_token_id")
+        return self.tokens[place] if isinstance(place, int) and 0 <= place < len(self.tokens) else None
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Returns the pairs that are merged, the first ones first."""
+        if self.model == "gpt2":
+            # A space stands between the two, and neither is empty: one may begin with a space.
+            pairs = ((text, text.find(" ", 1)) for text in self._texts("merges"))
+            return [(text[:place], text[place + 1 :]) for text, place in pairs]
+        scores = self.get("scores")
+        if not scores or len(scores) != len(self.tokens):
+            raise GgufError(f"{self.path} has no tokenizer.ggml.scores for its tokens")
+        return _merges_of_scores(self.tokens, scores, {*self.special, *self.user_defined})
+
+    def end_ids(self) -> list[int]:
+        """Returns the tokens that end a reply, the one of the metadata first."""
+        named = [self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+        known = set(_END_OF_TURN)
+        found = [place for place in (*self.special, *self.user_defined) if self.tokens[place] in known]
+        texts = {self.tokens[place] for place in found}
+        if {"<|return|>", "<|call|>"} <= texts:  # of gpt-oss, which goes on behind <|end|>
+            found = [place for place in found if self.tokens[place] not in ("<|end|>", "<|endoftext|>")]
+        return list(dict.fromkeys(each for each in (*named, *found) if isinstance(each, int)))
+
+    def _texts(self, name: str) -> list[str]:
+        found = self.get(name)
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise GgufError(f"{self.path} has no tokenizer.ggml.{name}; put the model's tokenizer.json beside the file")
+        return found
+
+
+def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float], without: set[int]) -> list[tuple[str, str]]:
+    """Returns the pairs that SentencePiece merges: those that make a token, by its score."""
+    places = {token: place for place, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    for place, token in enumerate(tokens):
+        if place in without or places[token] != place:
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in places and right in places:
+                found.append((-scores[place], places[left], places[right], (left, right)))
+    found.sort()
+    return [pair for *_, pair in found]
+
+
+def tokenizer_json(file: Gguf) -> dict[str, Any]:
+    """Returns the content of tokenizer.json. Raises GgufError for a kind of tokenizer that is not read."""
+    words = Vocabulary(file)
+    if words.model == "gpt2":
+        own = _byte_level(words)
+    elif words.model == "llama":
+        own = _sentence_piece(words)
+    else:
+        raise GgufError(
+            f"{file.path} has a tokenizer of the kind {words.model!r}, which is not read; put the model's "
+            "tokenizer.json beside the file"
+        )
+    added = [*((place, True) for place in words.special), *((place, False) for place in words.user_defined)]
+    return {
+        "version": "1.0",
+        "added_tokens": [_added(words, place, special=special) for place, special in sorted(added)],
+        "post_processor": None,
+        **own,
+    }
+
+
+def tokenizer_config(file: Gguf) -> dict[str, Any]:
+    """Returns the content of tokenizer_config.json: special tokens, and the chat templates."""
+    words = Vocabulary(file)
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+    found: dict[str, Any] = {f"{name}_token": words.token(key) for name, key in names.items()}
+    begins = words.model == "llama" or words.pre in _BEGINS
+    found["add_bos_token"] = bool(words.get("add_bos_token", begins)) and found["bos_token"] is not None
+    found["add_eos_token"] = bool(words.get("add_eos_token", False))
+    if templates := _templates(file.metadata):
+        found["chat_template"] = templates
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _templates(metadata: Mapping[str, Any]) -> list[dict[str, str]]:
+    prefix = "tokenizer.chat_template"
+    named = {name.removeprefix(f"{prefix}."): text for name, text in metadata.items() if name.startswith(f"{prefix}.")}
+    if isinstance(own := metadata.get(prefix), str):
+        named["default"] = own
+    return [{"name": name, "template": text} for name, text in named.items() if isinstance(text, str)]
+
+
+def _added(words: Vocabulary, place: int, *, special: bool) -> dict[str, Any]:
+    rstrip = words.rstrip and special and words.tokens[place] not in ("<unk>", "<s>", "<|endoftext|>")
+    flags = {"single_word": False, "lstrip": False, "rstrip": rstrip, "normalized": False, "special": special}
+    return {"id": place, "content": words.tokens[place], **flags}
+
+
+def _bpe(words: Vocabulary, **own: Any) -> dict[str, Any]:
+    places = {token: place for place, token in reversed(list(enumerate(words.tokens)))}
+    # A pair whose parts or result are no tokens is never merged; the library would refuse it.
+    merges = [pair for pair in words.merges() if pair[0] in places and pair[1] in places and "".join(pair) in places]
+    plain = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    return {"type": "BPE", **plain, "vocab": places, "merges": merges, **own}
+
+
+def _byte_level(words: Vocabulary) -> dict[str, Any]:
+    if words.pre not in _SPLITS:
+        raise GgufError(
+            f"{words.path}: tokenizer.ggml.pre is {words.pre!r}, which is not read; put the model's tokenizer.json "
+            "beside the file"
+        )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in _SPLITS[words.pre]
+    ]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "decoder": byte_level,
+        "model": _bpe(words, ignore_merges=words.pre in _WHOLE_WORDS),
+    }
+
+
+def _sentence_piece(words: Vocabulary) -> dict[str, Any]:
+    prefix = bool(words.get("add_space_prefix", True))
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    steps: Iterable[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}, spaces] if prefix else [spaces]
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": list(steps)},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": _bpe(words, unk_token=words.token("unknown") or "<unk>", fuse_unk=True, byte_fallback=True),
+    }

@@ -1,0 +1,134 @@
+"""Folders in transformers format for GGUF files, in the hub's cache: configuration, tokenizer, and links to weights."""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from huggingface_hub import constants
+
+from tgi_server.gguf.architectures import config_of
+from tgi_server.gguf.file import SUFFIX, GgufError, first_part, gguf_parts, read_gguf
+from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
+from tgi_server.model_files.copies import TEMPLATES, files_path, permission_hint, unfinished_folder
+from tgi_server.model_files.errors import ModelUnavailable
+
+logger = logging.getLogger(__name__)
+
+# Files of the folder that a GGUF file lies in, which are taken instead of its own tokenizer.
+_TOKENIZER = "tokenizer.json"
+_OF_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", TEMPLATES)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufChoice:
+    """Which GGUF file of a folder or a repository is the model.
+
+    name: of the file (`--gguf-file`). kind: how it is quantised, as file names say it (OWNER/REPOSITORY:KIND). None:
+    there has to be one file.
+    """
+
+    name: str | None = None
+    kind: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.name or self.kind)
+
+    @property
+    def patterns(self) -> list[str]:
+        """Returns patterns of the hub's client for the files that may be meant."""
+        if self.name is not None:
+            return [re.sub(r"-\d{5}-of-", "-*-of-", self.name)]
+        kind = "".join(f"[{each.lower()}{each.upper()}]" if each.isalpha() else each for each in self.kind or "")
+        return [f"*{kind}{SUFFIX}", f"*{kind}-*-of-*{SUFFIX}"]
+
+    def of(self, names: Iterable[str], place: str) -> str | None:
+        """Returns the chosen one of file names, with their folders; None if there are no GGUF files.
+
+        Of a model in several files it is the first. place: that of the files, for people. Raises ModelUnavailable.
+        """
+        models = sorted(name for name in names if name.endswith(SUFFIX) and first_part(PurePath(name).name))
+        models = [name for name in models if not PurePath(name).name.startswith("mmproj")]  # which read images
+        found = [name for name in models if self._fits(name)]
+        if len(found) == 1 or not (models or self):
+            return found[0] if found else None
+        wanted = f"--gguf-file {self.name}" if self.name else self.kind
+        what = "has several GGUF files" if found else f"has no GGUF file {wanted}" if models else "has no GGUF files"
+        advice = f"; choose one with --gguf-file: {', '.join(models)}" if models else ""
+        raise ModelUnavailable(f"{place} {what}{advice}")
+
+    def _fits(self, name: str) -> bool:
+        if self.name is not None:
+            return name == self.name
+        pattern = rf"(?:.*[-._/])?{re.escape(self.kind or '')}(?:-\d{{5}}-of-\d{{5}})?\.gguf"
+        return self.kind is None or re.fullmatch(pattern, name, re.IGNORECASE) is not None
+
+
+def split_kind(model_id: str) -> tuple[str, str | None]:
+    """Returns an id of the hub without what stands behind the colon, and that: how the model's file is quantised.
+
+    The name of the hub before it, as Ollama writes it, is left out.
+    """
+    repository, _, kind = re.sub(r"^(?:hf\.co|huggingface\.co)/", "", model_id).partition(":")
+    return repository, kind or None
+
+
+def gguf_of_folder(folder: Path, choice: GgufChoice) -> Path | None:
+    """Returns the GGUF file that is the model of a folder; None if it is another model. Raises ModelUnavailable."""
+    others = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if others and not choice:
+        return None
+    names = [str(file.relative_to(folder)) for file in folder.glob(f"**/*{SUFFIX}")]
+    name = choice.of(names, str(folder))
+    return None if name is None else folder / name
+
+
+def described(file: Path) -> Path:
+    """Returns a folder in transformers format for a GGUF file, which it makes if it is not there yet.
+
+    Its weights are links to the file and its other parts. Raises ModelUnavailable.
+    """
+    try:
+        parts = gguf_parts(file)
+        beside = _beside(parts[0].parent)
+        folder = files_path("gguf", parts[0].stem, [*parts, *beside])
+        if not folder.is_dir():
+            logger.info("describing %s in %s", parts[0], folder)
+            _describe(parts, beside, folder)
+    except GgufError as error:
+        raise ModelUnavailable(str(error)) from error
+    except OSError as error:
+        hint = permission_hint(error, constants.HF_HUB_CACHE)
+        raise ModelUnavailable(
+            f"no configuration can be written for {file}: {error.strerror or error}{hint}"
+        ) from error
+    return folder
+
+
+def _describe(parts: Iterable[Path], beside: Iterable[Path], folder: Path) -> None:
+    files = list(parts)
+    model = read_gguf(files[0])
+    contents = {"config.json": config_of(model)}
+    if any(file.name == _TOKENIZER for file in beside):
+        ends = [contents["config.json"]["eos_token_id"]]
+    else:
+        contents |= {_TOKENIZER: tokenizer_json(model), "tokenizer_config.json": tokenizer_config(model)}
+        ends = Vocabulary(model).end_ids()
+    contents["generation_config.json"] = {"eos_token_id": ends} if any(each is not None for each in ends) else {}
+    with unfinished_folder(folder) as whole:
+        for name, content in contents.items():
+            (whole / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        for file in beside:
+            shutil.copyfile(file, whole / file.name)
+        for file in files:
+            (whole / file.name).symlink_to(file.resolve())
+
+
+def _beside(folder: Path) -> list[Path]:
+    """Returns the tokenizer's own files in a folder, if it has a tokenizer.json."""
+    if not (folder / _TOKENIZER).is_file():
+        return []
+    return [folder / _TOKENIZER, *(file for pattern in _OF_TOKENIZER for file in sorted(folder.glob(pattern)))]
