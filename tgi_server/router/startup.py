@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from shared.event_loop import watch_event_loop
 from shared.settings import package_version
@@ -36,9 +37,10 @@ from tgi_server.router.text.encoder import Encoders, ServedEncoder
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
 from tgi_server.router.text.reasoning import ReasoningTags, reasoning_tags
+from tgi_server.router.text.response_template import ResponseTemplate
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
-from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.router.text.tool_formats import TGI_FORMAT, tool_format
 from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.tracing import RequestTracer
 
@@ -150,7 +152,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
             fair=settings.fairness == "key",
             admission=settings.admission == "time",
         )
-        form, thoughts = _answer_form(settings, template, threads.tokenizer)
+        form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -332,11 +334,20 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
 
 
 def _answer_form(
-    settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer
+    settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer, response_template: Any
 ) -> tuple[AnswerForm, ReasoningTags | None]:
-    """Returns the form of answers, and what stands around the model's thoughts."""
+    """Returns the form of answers, and what stands around the model's thoughts.
+
+    response_template: of the model's tokenizer_config.json, which is used where the form of calls is not known.
+    """
     calls = tool_format(settings.tool_call_parser, template.source)
     thoughts = reasoning_tags(settings.reasoning_parser, template.source)
+    auto = settings.tool_call_parser == settings.reasoning_parser == "auto"
+    regions = _response_template(response_template) if auto and calls is TGI_FORMAT else None
+    if regions is not None and (regions.has_calls or thoughts is None):
+        thoughts = thoughts or regions.thoughts
+        logger.info("answers are taken apart by the model's response_template, and its calls are not bound to schemas")
+        return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens, regions), thoughts
     if template.source:
         apart = "reasoning is returned separately" if thoughts else "reasoning is part of the text"
         logger.info("tools are called in the form %r; %s", calls.name, apart)
@@ -346,6 +357,14 @@ def _answer_form(
             "/generate and /v1/completions need none"
         )
     return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens), thoughts
+
+
+def _response_template(spec: Any) -> ResponseTemplate | None:
+    try:
+        return None if spec is None else ResponseTemplate.read(spec)
+    except ValueError as error:
+        logger.warning("the model's response_template is ignored: %s", error)
+        return None
 
 
 def public_name(model_id: str) -> str:

@@ -38,9 +38,10 @@ def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: P
     client = OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
     # Thoughts are to end soon.
     tags = reasoning_tags("auto", published.template)
-    bias = {str(published.tokenizer.encode(tags.end).ids[0]): 5} if tags is not None else {}
+    ends = [] if tags is None else published.tokenizer.encode(tags.end, add_special_tokens=False).ids[:1]
+    bias = {str(token): 5 for token in ends}
     for seed in range(3):
-        options: Any = {"model": "tgi", "messages": MESSAGES, "max_tokens": 600, "seed": seed, "logit_bias": bias}
+        options: Any = {"model": "tgi", "messages": MESSAGES, "max_tokens": 400, "seed": seed, "logit_bias": bias}
         for choice, names in (("required", {"weather", "clock"}), (NAMED, {"clock"})):
             answer = client.chat.completions.create(**options, tools=TOOLS, tool_choice=choice).choices[0]
             assert answer.finish_reason == "tool_calls"

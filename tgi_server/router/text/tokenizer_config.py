@@ -20,12 +20,14 @@ class TokenizerConfig:
 
     chat_templates: Jinja sources by name; most models have one, named "default". tokens: by their names in TOKEN_NAMES;
     those that the model has not are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
+    response_template: how answers are taken apart, as it is in the file; None: there is none.
     """
 
     tokens: Mapping[str, str] = field(default_factory=dict)
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    response_template: Any = None
 
     @property
     def bos_token(self) -> str | None:
@@ -59,6 +61,7 @@ def _parse(path: Path, config: dict[str, Any], files: Mapping[str, str]) -> Toke
         tokens={name: token for name in TOKEN_NAMES if (token := _token(config.get(name))) is not None},
         add_bos_token=config.get("add_bos_token"),
         add_eos_token=config.get("add_eos_token"),
+        response_template=config.get("response_template"),
         chat_templates={**_inline_templates(config.get("chat_template"), path), **files},
     )
 

@@ -13,7 +13,9 @@ from tgi_server.router.errors import InvalidTool
 from tgi_server.router.text.answer_frame import Calls, FrameWriter
 from tgi_server.router.text.answer_reader import AnswerReader, CallHeads
 from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.text.response_template import ResponseTemplate
 from tgi_server.router.text.tagged_arguments import Arguments, TaggedParameter, tagged_parameters
+from tgi_server.router.text.templated_reader import Reader, TemplatedReader
 from tgi_server.router.text.tool_formats import TGI_FORMAT, ToolFormat
 
 TGI_TOOL_PROMPT = (
@@ -22,6 +24,8 @@ TGI_TOOL_PROMPT = (
     '{"function": {"_name": "NAME", "_arguments": {"ARGUMENT": "VALUE"}}}'
 )
 
+# So many last characters of a prompt have the beginning of the answer.
+_LAST_CHARACTERS = 65_536
 _ANSWER = "#/definitions/answer"
 _PLAIN_NAME = re.compile("[A-Za-z0-9_-]+")
 # Keywords whose values are data, and those whose values are schemas by names, which are data as well.
@@ -103,19 +107,25 @@ class AnswerForm:
         thoughts: ReasoningTags | None,
         special_tokens: Mapping[int, str],
         added_tokens: Mapping[int, str] = MappingProxyType({}),
+        template: ResponseTemplate | None = None,
     ) -> None:
-        """added_tokens: those that were added to the tokenizer, special or not."""
+        """added_tokens: those that were added to the tokenizer, special or not.
+
+        template: takes answers apart that have no grammar; None: all have one if there are tools.
+        """
+        self._template = template
         self._calls = calls
         self._thoughts = thoughts
         marks = {token: name for token, name in added_tokens.items() if name.strip() and name in calls.markers}
         self._frames = FrameWriter(special_tokens, marks)
         markers = calls.markers + (thoughts.begin + thoughts.end + thoughts.opening if thoughts is not None else "")
+        markers += "" if template is None else template.marks
         self.shown = frozenset(token for token, name in special_tokens.items() if name and name in markers)
 
     @property
     def tool_prompt(self) -> str:
         """The words that tell the model how to call a tool, where its template does not."""
-        return TGI_TOOL_PROMPT if self._calls is TGI_FORMAT else ""
+        return TGI_TOOL_PROMPT if self._calls is TGI_FORMAT and self._template is None else ""
 
     def thoughts(self, answer: Grammar | None) -> ReasoningTags | None:
         """Returns what stands around thoughts before such an answer; None: it has none.
@@ -131,7 +141,7 @@ class AnswerForm:
         prompt. Raises InvalidTool.
         """
         thoughts = self.thoughts(answer)
-        if not use.tools and (answer is None or thoughts is None):
+        if (not use.tools and (answer is None or thoughts is None)) or self._templated(use, answer) is not None:
             return answer
         if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
             raise InvalidTool("together with `tools` the form of an answer can be JSON only")
@@ -153,13 +163,22 @@ class AnswerForm:
         text = json.dumps(document, ensure_ascii=False)
         return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
 
-    def readers(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> Callable[[], AnswerReader] | None:
+    def readers(
+        self, use: ToolUse, answer: Grammar | None, *, thinking: bool, prompt: str = ""
+    ) -> Callable[[], Reader] | None:
         """Returns what makes readers, which take such answers apart; None where all of an answer is text."""
+        if (template := self._templated(use, answer)) is not None:
+            schemas = {tool.name: tool.parameters for tool in use.tools}
+            return partial(TemplatedReader, template, schemas, template.begun(prompt[-_LAST_CHARACTERS:]))
         thoughts = self.thoughts(answer)
         if not use.tools and thoughts is None:
             return None
         heads = CallHeads(self._calls, self._arguments(use)) if use.tools else None
         return partial(AnswerReader, heads, thoughts, thinking=thinking)
+
+    def _templated(self, use: ToolUse, answer: Grammar | None) -> ResponseTemplate | None:
+        """Returns what takes an answer apart that has no grammar: calls that must come are in TGI's form."""
+        return self._template if answer is None and not use.required else None
 
     def _arguments(self, use: ToolUse) -> dict[str, Arguments]:
         """Returns the arguments of each tool, in the form in which the model writes them."""

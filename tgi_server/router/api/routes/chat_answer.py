@@ -25,7 +25,8 @@ from tgi_server.router.schemas.chat import (
     ToolCallDelta,
     ToolCallMessage,
 )
-from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
+from tgi_server.router.text.answer_reader import AnswerPart, Piece
+from tgi_server.router.text.templated_reader import Reader
 from tgi_server.router.text.token_stream import AnyStream
 from tgi_server.router.text.tokenizer import TextTokenizer
 
@@ -44,7 +45,7 @@ class ChatAnswer:
 
     def __init__(
         self,
-        reader: AnswerReader | None,
+        reader: Reader | None,
         writer: PieceWriter,
         tokenizer: TextTokenizer,
         most: int | None,

@@ -17,7 +17,6 @@ from tgi_server.router.schemas.chat import (
     ToolChoice,
 )
 from tgi_server.router.service import Service
-from tgi_server.router.text.answer_reader import AnswerReader
 from tgi_server.router.text.conversation import (
     Conversation,
     PastCall,
@@ -28,6 +27,7 @@ from tgi_server.router.text.conversation import (
 )
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.templated_reader import Reader
 from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 
 
@@ -51,7 +51,7 @@ class ChatPrompt:
 
     text: str
     checked: PreparedRequest
-    reader: Callable[[], AnswerReader] | None
+    reader: Callable[[], Reader] | None
     show_thoughts: bool = True
 
     @property
@@ -76,7 +76,7 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
     """Returns the prompt, and the grammar of the answer. size: bytes of the request. Raises InvalidRequest."""
     form = service.text.answer_form
 
-    def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], AnswerReader] | None]:
+    def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], Reader] | None]:
         made = plan()
         conversation = made.conversation
         if made.options.thinking_token_budget == 0:  # most templates can say so themselves
@@ -85,7 +85,7 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
         answer = made.options.grammar
         thoughts = form.thoughts(answer)
         thinking = thoughts is not None and thoughts.open_in(prompt.text)
-        readers = form.readers(made.use, answer, thinking=thinking)
+        readers = form.readers(made.use, answer, thinking=thinking, prompt=prompt.text)
         return made, prompt, replace(made.options, grammar=form.grammar(made.use, answer, thinking=thinking)), readers
 
     made, prompt, options, readers = await service.text.threads.run(size, prepare)

@@ -1,0 +1,243 @@
+"""The `response_template` of a model's tokenizer_config.json, which says how its answers are taken apart.
+
+An answer consists of regions. Each is a member of the message: its text (`content`), its thoughts, calls of tools, or
+something that no interface has, which is dropped. A region begins and ends with marks, fixed texts or regular
+expressions, and one of them may have no mark at its beginning: it has all that is outside the others. `transformers`
+defines the form (`utils/chat_parsing`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import permutations
+from time import monotonic
+from typing import Any
+
+import regex
+
+from tgi_server.router.text.answer_reader import AnswerPart
+from tgi_server.router.text.reasoning import ReasoningTags
+
+# Seconds that the regular expressions of a template may take for one answer. They come from strangers.
+ANSWER_SECONDS = 0.25
+_CALLS = "tool_calls"
+_PARTS = {
+    "content": AnswerPart.TEXT,
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), AnswerPart.THOUGHT),
+    _CALLS: AnswerPart.CALL,
+}
+_PARSERS = ("text", "int", "float", "bool", "json", "xml-inline", "kv-lines")
+_PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
+_BARE_NAME = regex.compile(r"([{,]\s*)([A-Za-z_]\w*)(?=\s*:)")
+_JSON_TEXT = r'"(?:[^"\\]|\\.)*"'
+
+
+class Allowance:
+    """The seconds that regular expressions may still take."""
+
+    def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
+        self._left = seconds
+
+    def spend(self, search: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Returns what a search with a time-out returns. Raises TimeoutError."""
+        if self._left <= 0:
+            raise TimeoutError
+        started = monotonic()
+        try:
+            return search(*arguments, timeout=self._left, **keywords)
+        finally:
+            self._left -= monotonic() - started
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What begins or ends a region. open_ended: at the end of a text, a match may still become longer."""
+
+    pattern: Any
+    open_ended: bool
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A kind of regions. part: None: nobody gets it. parser, settings: of its body. transform: what is made of that."""
+
+    name: str
+    part: AnswerPart | None
+    begin: Mark | None
+    end: Mark | None
+    parser: str = "text"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    join: str = ""
+    transform: Any = None
+    each: bool = False
+
+    def value(self, body: str, captures: Mapping[str, str], allowance: Allowance) -> Any:
+        """Returns what the body of a region says. Raises ValueError, LookupError or TimeoutError."""
+        value = _parsed(body, self.parser, self.settings, allowance)
+        if self.transform is None:
+            return value
+        if self.each:
+            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+                raise ValueError("it is no list of objects")
+            return [_transformed(self.transform, {**captures, **item}) for item in value]
+        return _transformed(self.transform, {**captures, "content": value})
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTemplate:
+    """The regions of an answer. rest: the one without a mark at its beginning. anchor: where an answer begins."""
+
+    regions: tuple[Region, ...]
+    anchor: Mark
+    rest: Region | None
+
+    @classmethod
+    def read(cls, spec: Any) -> "ResponseTemplate":
+        """Raises ValueError for what is no template."""
+        if not isinstance(spec, dict) or spec.get("version", 1) != 1:
+            raise ValueError("it is no object of version 1")
+        fields = spec.get("fields")
+        if not isinstance(fields, dict) or not fields:
+            raise ValueError("it has no `fields`")
+        regions = tuple(_region(name, each) for name, each in fields.items())
+        rests = [each for each in regions if each.begin is None]
+        anchor = _mark(spec, "start_anchor")
+        if len(rests) > 1 or anchor is None:
+            raise ValueError("it has several fields without `open`, or no `start_anchor`")
+        return cls(regions, anchor, rests[0] if rests else None)
+
+    @property
+    def has_calls(self) -> bool:
+        return any(each.part is AnswerPart.CALL for each in self.regions)
+
+    @property
+    def marks(self) -> str:
+        """All that its marks are made of, in which special tokens are looked up."""
+        marks = [mark.pattern.pattern for each in self.regions for mark in (each.begin, each.end) if mark is not None]
+        settings = [json.dumps(each.settings, ensure_ascii=False) for each in self.regions]
+        return "".join([*marks, *settings]).replace("\\", "")
+
+    @property
+    def thoughts(self) -> ReasoningTags | None:
+        """The texts around thoughts, where they are always the same."""
+        for each in self.regions:
+            if each.part is AnswerPart.THOUGHT and each.begin is not None and each.end is not None:
+                begins, ends = each.begin.texts, each.end.texts
+                return ReasoningTags(begins[0], ends[0]) if len(begins) == len(ends) == 1 else None
+        return None
+
+    def begun(self, prompt: str) -> str:
+        """Returns what the prompt has of the answer. Raises TimeoutError."""
+        ends = [found.end() for found in _matches(self.anchor.pattern, prompt, Allowance())]
+        return prompt[ends[-1] :] if ends else ""
+
+
+def _region(name: str, spec: Any) -> Region:
+    if not isinstance(spec, dict):
+        raise ValueError(f"`{name}` is no object")
+    parser, settings, join = spec.get("content", "text"), spec.get("content_args", {}), spec.get("join")
+    if parser not in _PARSERS or not isinstance(settings, dict) or not isinstance(join, str | None):
+        raise ValueError(f"`{name}` has a `content`, `content_args` or `join` that is not known")
+    begin, end = _mark(spec, "open"), _mark(spec, "close")
+    transform, each = spec.get("transform"), spec.get("transform_each", False)
+    return Region(name, _PARTS.get(name), begin, end, parser, settings, join or "", transform, each is True)
+
+
+def _mark(spec: Mapping[str, Any], name: str) -> Mark | None:
+    """Returns the mark that is called so: one text, several, or a regular expression. Raises ValueError."""
+    texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
+    if pattern is not None:
+        try:
+            return Mark(regex.compile(pattern, regex.DOTALL), open_ended=True)
+        except (regex.error, TypeError) as error:
+            raise ValueError(f"`{name}_pattern` is no regular expression: {error}") from error
+    if texts is None:
+        return None
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) and each for each in texts):
+        raise ValueError(f"`{name}` is no text, nor a list of them")
+    ordered = sorted(set(texts), key=len, reverse=True)
+    open_ended = any(one.startswith(other) for one, other in permutations(ordered, 2))
+    return Mark(regex.compile("|".join(map(regex.escape, ordered))), open_ended, tuple(ordered))
+
+
+def _parsed(text: str, parser: str, settings: Mapping[str, Any], allowance: Allowance) -> Any:
+    """Returns what a text says to a parser. Raises ValueError, LookupError or TimeoutError."""
+    stripped = text.strip() if settings.get("strip", True) else text
+    match parser:
+        case "int":
+            return int(stripped)
+        case "float":
+            return float(stripped)
+        case "bool":
+            return stripped.lower() in ("true", "1")
+        case "json":
+            return _json(text, settings, allowance)
+        case "xml-inline":
+            pairs = (
+                (each["key"], each["value"])
+                for each in _matches(regex.compile(settings["tag_pattern"], regex.DOTALL), text, allowance)
+            )
+            return _object(pairs, settings, allowance)
+        case "kv-lines":
+            lines = (line.partition(settings.get("kv_sep", ":")) for line in text.split(settings.get("line_sep", "\n")))
+            return _object(((key.strip(), value.strip()) for key, sep, value in lines if sep), settings, allowance)
+    return stripped
+
+
+def _matches(pattern: Any, text: str, allowance: Allowance) -> Iterator[Any]:
+    """Yields the matches in a text. Raises TimeoutError."""
+    place = 0
+    while place <= len(text) and (found := allowance.spend(pattern.search, text, place)) is not None:
+        yield found
+        place = found.end() + (found.end() == found.start())
+
+
+def _object(pairs: Iterator[tuple[str, str]], settings: Mapping[str, Any], allowance: Allowance) -> dict[str, Any]:
+    inner = settings.get("value_parser")
+    found: dict[str, Any] = {}
+    for key, text in pairs:
+        value = text if inner is None else _parsed(text, inner.get("name", "text"), inner.get("args", {}), allowance)
+        if key in found and settings.get("merge_duplicates"):
+            earlier = found[key] if isinstance(found[key], list) else [found[key]]
+            found[key] = [*earlier, value]
+        else:
+            found[key] = value
+    return found
+
+
+def _json(text: str, settings: Mapping[str, Any], allowance: Allowance) -> Any:
+    """Returns JSON, whose texts may stand between other marks than quotes, and whose names may be without any."""
+    marks = [(regex.escape(begin), regex.escape(end)) for begin, end in settings.get("string_delims", ())]
+    texts = "|".join([*(f"{begin}(.*?){end}" for begin, end in marks), _JSON_TEXT])
+    written, place = [], 0
+
+    def plain(part: str) -> str:
+        return _BARE_NAME.sub(r'\1"\2"', part) if settings.get("unquoted_keys") else part
+
+    for found in _matches(regex.compile(texts, regex.DOTALL), text, allowance):
+        own = next((each for each in found.groups() if each is not None), None)
+        written += [plain(text[place : found.start()]), found[0] if own is None else json.dumps(own)]
+        place = found.end()
+    try:
+        return json.loads("".join([*written, plain(text[place:])]))
+    except ValueError:
+        if settings.get("allow_non_json"):
+            return text.strip()
+        raise
+
+
+def _transformed(transform: Any, values: Mapping[str, Any]) -> Any:
+    """Returns the transform with values in the places of their names. Raises LookupError or TypeError."""
+    if isinstance(transform, dict):
+        return {key: _transformed(each, values) for key, each in transform.items()}
+    if isinstance(transform, list):
+        return [_transformed(each, values) for each in transform]
+    named = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
+    if named is None:
+        return transform
+    value: Any = values
+    for key in named[1].split("."):
+        value = value[key]
+    return value

@@ -1,0 +1,200 @@
+"""Takes an answer apart as it is generated, as the model's `response_template` says."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
+from tgi_server.router.text.response_template import Allowance, Mark, Region, ResponseTemplate
+
+# Characters of a text in which a mark may have begun, before it is taken for none.
+_LONGEST_MARK = 10_000
+_JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+
+
+class TemplatedReader:
+    """Reads one answer. What may be the beginning of a mark is held back until it is certain.
+
+    Calls come as a whole, at their end. A region that cannot be read as calls, or that calls no tool of the request, is
+    text, and so is all that follows once the regular expressions of the template have taken too long.
+
+    calls: the number of calls so far. in_arguments: never True: no call comes before it is complete.
+    """
+
+    in_arguments = False
+
+    def __init__(self, template: ResponseTemplate, tools: Mapping[str, Any], begun: str) -> None:
+        """tools: JSON schemas of their arguments, by name. begun: the beginning of the answer that the prompt has."""
+        self._template = template
+        self._tools = tools
+        self._allowance = Allowance()
+        self._region = template.rest
+        self._captures: dict[str, str] = {}
+        self._text, self._place = "", 0
+        self._raw = ""  # of a call: all of it, marks included
+        self._body = ""
+        self._blank: str | None = None  # held back: blanks at the end of a text; None: before its first character
+        self._said: set[str] = set()  # regions that have been in the answer
+        self._broken = False
+        self.calls = 0
+        if begun:
+            list(self.feed(begun))
+
+    @property
+    def thinking(self) -> bool:
+        """True within thoughts."""
+        return not self._broken and self._region is not None and self._region.part is AnswerPart.THOUGHT
+
+    def feed(self, text: str) -> list[Piece]:
+        """Returns the pieces that are certain with `text`."""
+        return self._pieces(text, last=False)
+
+    def end(self) -> list[Piece]:
+        """Returns what was held back, once nothing more comes."""
+        return self._pieces("", last=True)
+
+    def _pieces(self, text: str, *, last: bool) -> list[Piece]:
+        self._text += text
+        pieces: list[Piece] = []
+        try:
+            if not self._broken:
+                pieces += self._read(last=last)
+        except TimeoutError:
+            self._broken = True
+            pieces.append(Piece(AnswerPart.TEXT, self._raw))
+        if self._broken:
+            pieces.append(Piece(AnswerPart.TEXT, self._text[self._place :]))
+            self._place = len(self._text)
+        return [piece for piece in pieces if piece.text]
+
+    def _read(self, *, last: bool) -> Iterator[Piece]:
+        while True:
+            found, certain = self._next_mark(last=last)
+            if found is None:
+                yield from self._take(self._text[self._place : certain])
+                self._place = max(certain, self._place)
+                if last:
+                    # A model may leave out the last mark; JSON that was cut off is none.
+                    region = self._region
+                    yield from self._close(whole=region is not None and (region.end is None or region.parser == "json"))
+                return
+            match, region = found
+            yield from self._take(self._text[self._place : match.start()])
+            self._place = match.end()
+            if region is self._region:
+                self._raw += match[0] if self._raw else ""
+                yield from self._close(whole=True)
+            else:
+                yield from self._close(whole=True)
+                self._open(region, match)
+
+    def _next_mark(self, *, last: bool) -> tuple[tuple[Any, Region] | None, int]:
+        """Returns the next mark and its region, if it is certain, and the place before which no other mark begins."""
+        certain, found = len(self._text), []
+        for mark, region in self._marks():
+            match = self._allowance.spend(mark.pattern.search, self._text, self._place, partial=not last)
+            if match is None or (match.start() == match.end() and region is self._region and not last):
+                continue
+            at_end = match.end() == len(self._text)
+            if not last and (match.partial or (at_end and (mark.open_ended or match.start() == match.end()))):
+                if len(self._text) - match.start() <= _LONGEST_MARK:
+                    certain = min(certain, match.start())
+            elif match.end() > self._place or match.end() > match.start():
+                found.append((match.start(), -match.end(), region is self._region, region.name, match, region))
+        first = min(found, key=lambda each: each[:4], default=None)
+        return (None if first is None or first[0] >= certain else (first[4], first[5])), certain
+
+    def _marks(self) -> Iterator[tuple[Mark, Region]]:
+        """Yields the marks that may come next: the end of a region, or the beginning of any."""
+        rest = self._template.rest
+        if self._region is not rest and self._region is not None:
+            if self._region.end is not None:
+                yield self._region.end, self._region
+            return
+        for region in self._template.regions:
+            if region.begin is not None:
+                yield region.begin, region
+        if rest is not None and rest.end is not None:
+            yield rest.end, rest
+
+    def _open(self, region: Region, match: Any) -> None:
+        self._region, self._raw = region, match[0] if region.part is AnswerPart.CALL else ""
+        self._captures = {name: text for name, text in match.groupdict().items() if text is not None}
+
+    def _take(self, text: str) -> Iterator[Piece]:
+        """Takes a part of the body of a region. Blanks around a text are no part of it."""
+        region = self._region
+        if region is None or region.part is None or not text:
+            return
+        if region.part is AnswerPart.CALL:
+            self._raw += text
+            self._body += text
+            return
+        first = self._blank is None
+        if region.settings.get("strip", True):
+            text = text.lstrip() if self._blank is None else self._blank + text
+            stripped = text.rstrip()
+            if not stripped:
+                self._blank = None if first else text
+                return
+            self._blank, text = text[len(stripped) :], stripped
+        else:
+            self._blank = ""
+        joined = region.join if first and region.name in self._said else ""
+        self._said.add(region.name)
+        yield Piece(region.part, joined + text)
+
+    def _close(self, *, whole: bool) -> Iterator[Piece]:
+        """Ends a region. whole: its end has come."""
+        region, raw, body, captures = self._region, self._raw, self._body, self._captures
+        if region is not None and region.part is AnswerPart.CALL:
+            try:
+                made = _calls(region.value(body, captures, self._allowance), self._tools) if whole else []
+            except (ValueError, LookupError, TypeError, AttributeError):
+                made = []
+            self._raw = ""
+            for name, arguments in made:
+                yield Piece(AnswerPart.CALL, name, self.calls)
+                yield Piece(AnswerPart.ARGUMENTS, json.dumps(arguments, ensure_ascii=False), self.calls)
+                self.calls += 1
+            if not made:
+                yield Piece(AnswerPart.TEXT, raw)
+        self._region, self._raw, self._body, self._captures = self._template.rest, "", "", {}
+        self._blank = None
+
+
+def _calls(value: Any, tools: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns names and arguments of calls; none where one of them is of no tool."""
+    found = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call)
+        name, arguments = function["name"], function.get("arguments", {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if name not in tools or not isinstance(arguments, dict):
+            return []
+        schema = tools[name]
+        members = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        found.append((name, {key: _of_type(each, members.get(key)) for key, each in arguments.items()}))
+    return found
+
+
+def _of_type(value: Any, schema: Any) -> Any:
+    """Returns an argument as the type of its schema, of one that the model writes without types."""
+    kinds = schema.get("type", ()) if isinstance(schema, dict) else ()
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    if not isinstance(value, str) or not kinds & _JSON_TYPES:
+        return value
+    try:
+        read = json.loads({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
+    except ValueError:
+        return value
+    return value if isinstance(read, str) or ("string" in kinds and not _fits(read, kinds)) else read
+
+
+def _fits(value: Any, kinds: set[str]) -> bool:
+    names = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
+    name = names[type(value)]
+    return name in kinds or (name == "integer" and "number" in kinds)
+
+
+Reader = AnswerReader | TemplatedReader
