@@ -190,12 +190,15 @@ class ReportParameters:
     """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
     logprobs: of the generated tokens. prefill_top_n: number of most likely tokens to report at each prompt token.
+    scored_token_ids: whose log-probabilities are reported, in this order and before any rule changes the logits, in the
+    place of the top tokens.
     """
 
     logprobs: bool = False
     top_n_tokens: int = _option(0, "Report so many most likely tokens at each position.", least=0, most=_UINT32)
     prefill_logprobs: bool = _option(False, "Report the prompt's tokens and their log-probabilities.")
     prefill_top_n: int = 0
+    scored_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,8 @@ def stopping_from_message(message: pb.Request) -> StoppingParameters:
 
 
 def report_from_message(message: pb.Request) -> ReportParameters:
-    return ReportParameters(**{name: getattr(message, name) for name in _NAMES[ReportParameters]})
+    values = {name: getattr(message, name) for name in _NAMES[ReportParameters]}
+    return ReportParameters(**values | {"scored_token_ids": tuple(message.scored_token_ids)})
 
 
 def members(parameters: SamplingParameters | StoppingParameters | ReportParameters) -> dict[str, Any]:

@@ -32,12 +32,14 @@ from tgi_server.engine.sampling import (
     CpuSampler,
     PendingTokens,
     Sampler,
+    ScoredReport,
     TokenMask,
     Tokens,
     TorchSampler,
     WatermarkSettings,
     prompt_logprobs,
     row_kernel_fault,
+    scored_logprobs,
 )
 from tgi_server.engine.sampling.masks import MaskBuilder, PendingMask
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
@@ -474,7 +476,13 @@ class Engine:
         if len(plan.picked) != len(logits):
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))
+        scored = [  # before the sampler changes the logits
+            ScoredReport(place, ids, scored_logprobs(logits[place], ids))
+            for place, sequence in enumerate(plan.sequences)
+            if (ids := sequence.report.scored_token_ids)
+        ]
         sampled = self._sampler.sample(logits, rows, mask, self._runner.argmax_ids)
+        sampled.scored = scored
         self._sampler.accept(sampled.token_ids, rows)
         self._runner.accept(plan.first_row, sampled.token_ids)
         return sampled.start_copy()

@@ -15,7 +15,10 @@ _ANTHROPIC_TYPES = {
     **{413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"},
     504: "timeout_error",
 }
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
+_PROMPTS = {
+    **{"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"},
+    **{"/v1/decisions": "input", "/v1/systemone": "state"},
+}
 _NAMED_FIELD = re.compile(r"`([\w.-]{1,80})`")
 
 

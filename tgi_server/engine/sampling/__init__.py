@@ -4,7 +4,14 @@ Start reading at `sampler.py`.
 """
 
 from tgi_server.engine.sampling.cpu_sampler import CpuSampler
-from tgi_server.engine.sampling.logprobs import PendingTokens, Sampled, Tokens, prompt_logprobs
+from tgi_server.engine.sampling.logprobs import (
+    PendingTokens,
+    Sampled,
+    ScoredReport,
+    Tokens,
+    prompt_logprobs,
+    scored_logprobs,
+)
 from tgi_server.engine.sampling.metadata import is_greedy, is_plain
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkScore, WatermarkSettings, detect
 from tgi_server.engine.sampling.sampler import Sampler, argmax
@@ -15,6 +22,7 @@ __all__ = [
     "PendingTokens",
     "Sampled",
     "Sampler",
+    "ScoredReport",
     "TokenMask",
     "Tokens",
     "TorchSampler",
@@ -26,4 +34,5 @@ __all__ = [
     "is_plain",
     "prompt_logprobs",
     "row_kernel_fault",
+    "scored_logprobs",
 ]

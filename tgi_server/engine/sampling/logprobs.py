@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from tgi_server.engine.memory import HOST, use_device
+from tgi_server.engine.memory import HOST, to_device, use_device
 
 # Ties with the last of the n most likely tokens are reported too; this many at most.
 ROOM_FOR_TIES = 16
@@ -80,6 +80,23 @@ class TopReport:
     logprobs: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredReport:
+    """Log-probabilities, float32 `[k]`, of the tokens `ids` in the place of one row."""
+
+    position: int
+    ids: Sequence[int]
+    logprobs: Tensor
+
+
+def scored_logprobs(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Returns the log-probabilities of some tokens, float32 `[k]`, from a row of logits, `[vocab]`.
+
+    Rows are computed one by one: the bits of one do not depend on the others.
+    """
+    return torch.log_softmax(logits, -1, dtype=torch.float32)[to_device(ids, torch.int64, logits.device)]
+
+
 @dataclass(slots=True)
 class Sampled:
     """The tokens of a step, int64 `[n]` on the device. They may be replaced before they are accepted or copied."""
@@ -87,11 +104,13 @@ class Sampled:
     token_ids: Tensor
     chosen: list[ChosenReport] = field(default_factory=list)
     top: list[TopReport] = field(default_factory=list)
+    scored: list[ScoredReport] = field(default_factory=list)
 
     def start_copy(self) -> "PendingTokens":
         """Starts one copy of everything to the host, and returns at once."""
         parts = [report.logprobs for report in self.chosen]
         parts.extend(part.flatten() for report in self.top for part in (report.ids, report.logprobs))
+        parts.extend(report.logprobs for report in self.scored)
         packed = self.token_ids
         if parts:
             # float64 holds token ids and float32 numbers alike without loss.
@@ -144,6 +163,8 @@ class PendingTokens:
             ids, logprobs = _matrix(values, top.ids), _matrix(values, top.logprobs)
             for row, position in enumerate(top.positions):
                 tokens.top_tokens[position] = keep_top([int(i) for i in ids[row]], logprobs[row], top.counts[row])
+        for scored in self._sampled.scored:
+            tokens.top_tokens[scored.position] = list(zip(scored.ids, islice(values, len(scored.ids)), strict=True))
         return tokens
 
 

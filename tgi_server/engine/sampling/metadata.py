@@ -39,7 +39,7 @@ class Row:
 
 def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
     """Returns True if a request wants the token with the highest logit and nothing else."""
-    return is_greedy(parameters) and not (report.logprobs or report.top_n_tokens)
+    return is_greedy(parameters) and not (report.logprobs or report.top_n_tokens or report.scored_token_ids)
 
 
 def is_greedy(parameters: SamplingParameters) -> bool:

@@ -84,7 +84,12 @@ class Draft:
     def is_greedy(self) -> bool:
         """Returns True if that is needed, and at most how likely it is."""
         sequence = self.sequence
-        return sequence.constraint is None and is_greedy(sequence.sampling) and not sequence.report.top_n_tokens
+        return (
+            sequence.constraint is None
+            and is_greedy(sequence.sampling)
+            and not sequence.report.top_n_tokens
+            and not sequence.report.scored_token_ids
+        )
 
     def cut(self) -> None:
         """Drops the tokens from the first one on that the sequence's grammar forbids."""

@@ -27,6 +27,7 @@ from tgi_server.router.api.routes.adapters import adapter_routes
 from tgi_server.router.api.routes.chat import chat_routes
 from tgi_server.router.api.routes.compatibility import compatibility_routes
 from tgi_server.router.api.routes.completions import completion_routes
+from tgi_server.router.api.routes.decisions import decision_routes
 from tgi_server.router.api.routes.embeddings import embedding_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
@@ -48,6 +49,7 @@ _ROUTES = (
     completion_routes,
     response_routes,
     message_routes,
+    decision_routes,
     compatibility_routes,
     adapter_routes,
 )

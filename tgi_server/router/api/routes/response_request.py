@@ -34,10 +34,10 @@ LOGPROBS = "message.output_text.logprobs"
 _TURNS = msgspec.json.Decoder(list[Turn])
 
 
-def input_turns(request: ResponsesRequest) -> list[Turn]:
-    """Returns the input as turns of a conversation. Calls and thoughts belong to one turn of the assistant."""
-    if isinstance(request.input, str):
-        return [Turn("user", (request.input,))]
+def input_turns(items: str | Sequence[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem]) -> list[Turn]:
+    """Returns an input as turns of a conversation. Calls and thoughts belong to one turn of the assistant."""
+    if isinstance(items, str):
+        return [Turn("user", (items,))]
     turns: list[Turn] = []
     calls: list[PastCall] = []  # of the last turn
     thoughts = ""
@@ -48,8 +48,8 @@ def input_turns(request: ResponsesRequest) -> list[Turn]:
             calls.clear()
         turns.append(turn)
 
-    for item in request.input:
-        match item.root:
+    for item in items:
+        match item:
             case InputMessage(role=role, content=content):
                 begin(Turn(role, (_text(content),)))
             case FunctionCall(call_id=call_id, name=name, arguments=arguments):

@@ -125,7 +125,8 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     exchange.size += len(earlier)
 
     def prepare() -> tuple[bytes, ChatPlan, _Response]:
-        turns = input_turns(request)
+        given = request.input
+        turns = input_turns(given if isinstance(given, str) else [item.root for item in given])
         conversation = turns_to_json(earlier, turns)
         if len(conversation) > (most := service.policy.payload_limit):
             raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")

@@ -1,0 +1,343 @@
+"""/v1/decisions, OpenAI's, and /v1/systemone, that of `transformers serve`: questions answered by probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
+from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.routes.chat_prompt import render
+from tgi_server.router.api.routes.openai import named_adapter
+from tgi_server.router.api.routes.response_request import input_turns
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.options import Dialect
+from tgi_server.router.schemas.decisions import (
+    AnyQuestion,
+    ChoiceAnswer,
+    ChoiceProbability,
+    ChoiceQuestion,
+    Decision,
+    DecisionsRequest,
+    DecisionUsage,
+    DecisionUsageDetails,
+    NoulQuestion,
+    PredicateAnswer,
+    PredicateQuestion,
+    RefusalAnswer,
+    ScoreAnswer,
+    ScoreProbability,
+    SystemOneChoice,
+    SystemOneQuestion,
+    SystemOneRequest,
+    SystemOneResponse,
+    SystemOneUsage,
+)
+from tgi_server.router.schemas.responses import FunctionCall, FunctionCallOutput
+from tgi_server.router.service import Service
+from tgi_server.router.text.conversation import Conversation, Turn, thinking_switches
+from tgi_server.router.text.decisions import (
+    NEUTRAL,
+    AskedQuestion,
+    Labels,
+    Normalization,
+    Probabilities,
+    Scoring,
+    Tokens,
+    choice_confidence,
+    labels_of,
+    orders_of,
+    prompt_of,
+    result_of,
+    score_of,
+    with_question,
+)
+from tgi_server.router.text.preparation import PreparedRequest
+from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.token_stream import AnyStream
+
+# Sequences of one request that are computed at once, so that those of others come in between.
+_AT_ONCE = 32
+
+
+def decision_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+
+    @router.post(
+        "/v1/decisions",
+        summary="Probabilities of answers to questions about an input, as OpenAI has them",
+        response_class=Response,
+        responses=OPENAI_ERRORS | answered_by(Decision),
+        openapi_extra=described_body(DecisionsRequest),
+    )
+    async def decisions(request: Request) -> Response:
+        return await respond_to(service, request, DecisionsRequest, _decide)
+
+    @router.post(
+        "/v1/systemone",
+        summary="Probabilities of answers to questions about a state, as transformers has them",
+        response_class=Response,
+        responses=OPENAI_ERRORS | answered_by(SystemOneResponse),
+        openapi_extra=described_body(SystemOneRequest),
+    )
+    async def systemone(request: Request) -> Response:
+        return await respond_to(service, request, SystemOneRequest, _answer_systemone)
+
+    return router
+
+
+@dataclass(slots=True)
+class _Ask:
+    """One prompt of a question: its options in one order, behind the input or a neutral one.
+
+    steps: the log-probabilities of the tokens that may follow, by the beginning of a label.
+    """
+
+    checked: PreparedRequest
+    labels: Labels
+    steps: dict[Tokens, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.labels.logprobs(self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    scoring: Scoring
+    normalization: Normalization
+    options: GenerationOptions
+
+
+async def _decide(exchange: Exchange, request: DecisionsRequest) -> Response:
+    turns = _turns(request)
+    settings = _settings(exchange, request, request.prompt_cache_key)
+    questions = list(map(_question, request.questions))
+    results, streams = await _results(exchange, turns, questions, settings)
+    answers = [
+        RefusalAnswer(name=each.name, label_mass=result.label_mass)
+        if result.label_mass < request.min_label_mass
+        else _answer(each, result)
+        for each, result in zip(request.questions, results, strict=True)
+    ]
+    read = sum(stream.input_length for stream in streams)
+    cached = sum(stream.cached_tokens for stream in streams)
+    usage = DecisionUsage(
+        input_tokens=read,
+        input_tokens_details=DecisionUsageDetails(cached_tokens=cached, cache_write_tokens=read - cached),
+        output_tokens=0,
+        output_tokens_details={"reasoning_tokens": 0},
+        total_tokens=read,
+    )
+    model = settings.options.adapter_id or exchange.service.model.names[0]
+    decision = Decision(answers=answers, model=model, usage=usage)
+    return exchange.respond(decision, characters=exchange.size, streams=streams)
+
+
+async def _answer_systemone(exchange: Exchange, request: SystemOneRequest) -> Response:
+    settings = _settings(exchange, request, None)
+    state = request.state if isinstance(request.state, str) else to_json(request.state).decode()
+    questions = [_systemone_question(each) for each in request.questions.values()]
+    results, streams = await _results(exchange, [Turn("user", (state,))], questions, settings)
+    answers = {
+        name: _systemone_answer(each, result.probabilities)
+        for (name, each), result in zip(request.questions.items(), results, strict=True)
+    }
+    response = SystemOneResponse(
+        model=settings.options.adapter_id or exchange.service.model.names[0],
+        answers=answers,
+        usage=SystemOneUsage(input_tokens=sum(stream.input_length for stream in streams), output_tokens=0),
+    )
+    return exchange.respond(response, characters=exchange.size, streams=streams)
+
+
+def _settings(exchange: Exchange, request: DecisionsRequest | SystemOneRequest, cache_key: str | None) -> _Settings:
+    options = GenerationOptions(
+        stopping=StoppingParameters(max_new_tokens=1, ignore_eos=True),
+        cache_salt=cache_key,
+        adapter_id=named_adapter(exchange.service, request.model),
+    )
+    return _Settings(request.scoring, request.normalization, options)
+
+
+async def _results(
+    exchange: Exchange, turns: Sequence[Turn], questions: Sequence[AskedQuestion], settings: _Settings
+) -> tuple[list[Probabilities], list[AnyStream]]:
+    """Returns a result for each question, and the sequences that were computed. Raises InvalidRequest."""
+    orders = [orders_of(each, settings.normalization) for each in questions]
+    asked = [
+        [await _ask(exchange, turns, question, order, settings) for order in own]
+        for question, own in zip(questions, orders, strict=True)
+    ]
+    neutral: list[_Ask | None] = [None] * len(questions)
+    if settings.normalization == "calibration":
+        blank = [Turn("user", (NEUTRAL,))]
+        neutral = [
+            await _ask(exchange, blank, question, own[0], settings)
+            for question, own in zip(questions, orders, strict=True)
+        ]
+    asks = [*(each for own in asked for each in own), *filter(None, neutral)]
+    streams = await _score(exchange, asks)
+    results = [
+        result_of(
+            own,
+            [each.labels for each in asks_],
+            [each.logprobs for each in asks_],
+            None if usual is None else usual.logprobs,
+            settings.scoring,
+        )
+        for own, asks_, usual in zip(orders, asked, neutral, strict=True)
+    ]
+    return results, streams
+
+
+async def _ask(
+    exchange: Exchange, turns: Sequence[Turn], question: AskedQuestion, order: Sequence[int], settings: _Settings
+) -> _Ask:
+    """Returns a prompt of a question. Raises InvalidRequest."""
+    service = exchange.service
+
+    def prepare() -> tuple[Labels, RenderedPrompt]:
+        labels = labels_of(question, order, settings.scoring, service.text.tokenizer)
+        text = prompt_of(question, order, labels, settings.scoring)
+        conversation = Conversation(with_question(turns, text), variables=thinking_switches(on=False))
+        return labels, render(service, conversation)
+
+    labels, prompt = await service.text.threads.run(exchange.size, prepare)
+    deepest = max(map(len, labels.tokens))
+    stopping = replace(settings.options.stopping, max_new_tokens=deepest)
+    options = replace(settings.options, stopping=stopping)
+    checked = await service.preparer.prepare(
+        prompt, options, Dialect.RESPONSES, add_special_tokens=False, size=exchange.size
+    )
+    return _Ask(replace(checked, options=settings.options), labels)
+
+
+async def _score(exchange: Exchange, asks: Sequence[_Ask]) -> list[AnyStream]:
+    """Computes the labels' tokens of all prompts. What prompts have in common is computed once, by the first of them.
+
+    Returns the sequences that were computed.
+    """
+    work = [(ask, beginning, tokens) for ask in asks for beginning, tokens in ask.labels.steps.items()]
+    streams: list[AnyStream] = []
+    while work:
+        now, work = work[: _AT_ONCE if streams else 1], work[_AT_ONCE if streams else 1 :]
+        done = await exchange.collect([_sequence(*each) for each in now])
+        for (ask, beginning, tokens), stream in zip(now, done, strict=True):
+            (scored,) = stream.output.top_tokens
+            ask.steps[beginning] = dict(zip(tokens, scored.logprobs, strict=True))
+        streams += done
+    return streams
+
+
+def _sequence(ask: _Ask, beginning: Tokens, tokens: Tokens) -> PreparedRequest:
+    options = replace(ask.checked.options, report=ReportParameters(scored_token_ids=tokens))
+    return replace(ask.checked, input_ids=[*ask.checked.input_ids, *beginning], options=options)
+
+
+def _turns(request: DecisionsRequest) -> list[Turn]:
+    """Returns the input as turns. Raises InvalidRequest for the output of a call that is not there."""
+    if isinstance(request.input, str):
+        return [Turn("user", (request.input,))]
+    items = [each.root for each in request.input]
+    calls = {each.call_id for each in items if isinstance(each, FunctionCall)}
+    for each in items:
+        if isinstance(each, FunctionCallOutput) and each.call_id not in calls:
+            raise InvalidRequest(f"`input` has an output of the call {each.call_id[:100]!r}, which it does not have")
+    return input_turns(items)
+
+
+def _question(question: AnyQuestion) -> AskedQuestion:
+    match question:
+        case PredicateQuestion():
+            return AskedQuestion("predicate", question.instructions, ("", ""))
+        case ChoiceQuestion(choices=choices):
+            options = [_listed(_text(each.value), each.description) for each in choices]
+            return AskedQuestion("choice", question.instructions, tuple(options))
+        case _:
+            levels = [_listed(each.label, each.description) for each in question.levels]
+            return AskedQuestion("score", question.instructions, tuple(levels))
+
+
+def _text(value: str | bool) -> str:
+    return value if isinstance(value, str) else "true" if value else "false"
+
+
+def _listed(name: str, description: str | None) -> str:
+    return f"{name}: {description}" if description else name
+
+
+def _answer(question: AnyQuestion, result: Probabilities) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    name, mass, probabilities = question.name, result.label_mass, result.probabilities
+    match question:
+        case PredicateQuestion():
+            return PredicateAnswer(name=name, probability=probabilities[0], label_mass=mass)
+        case ChoiceQuestion(choices=choices):
+            best = max(range(len(choices)), key=lambda each: probabilities[each])
+            return ChoiceAnswer(
+                name=name,
+                choice=choices[best].value,
+                confidence=choice_confidence(probabilities),
+                probabilities=[
+                    ChoiceProbability(value=each.value, probability=probability)
+                    for each, probability in zip(choices, probabilities, strict=True)
+                ],
+                label_mass=mass,
+            )
+        case _:
+            score, confidence = score_of(probabilities)
+            return ScoreAnswer(
+                name=name,
+                score=score,
+                confidence=confidence,
+                probabilities=[
+                    ScoreProbability(label=level.label, value=value, probability=probability)
+                    for value, (level, probability) in enumerate(zip(question.levels, probabilities, strict=True))
+                ],
+                label_mass=mass,
+            )
+
+
+def _systemone_question(question: SystemOneQuestion) -> AskedQuestion:
+    instructions = _content(question.instructions)
+    match question:
+        case NoulQuestion(criteria=criteria):
+            return AskedQuestion(
+                "predicate", instructions, tuple(_content((criteria or {}).get(each)) for each in ("true", "false"))
+            )
+        case SystemOneChoice(criteria=options):
+            return AskedQuestion(
+                "choice", instructions, tuple(_listed(name, _content(each)) for name, each in options.items())
+            )
+        case _:
+            return AskedQuestion("score", instructions, tuple(map(_content, question.criteria)))
+
+
+def _content(value: Any) -> str:
+    """Returns a text, or the JSON of what is none."""
+    return "" if value is None else value if isinstance(value, str) else to_json(value).decode()
+
+
+def _systemone_answer(question: SystemOneQuestion, probabilities: list[float]) -> dict[str, Any]:
+    match question:
+        case NoulQuestion():
+            return {"type": "noul", "noul": probabilities[0]}
+        case SystemOneChoice(criteria=options):
+            by_option = dict(zip(options, probabilities, strict=True))
+            best = max(by_option, key=lambda each: by_option[each])
+            confidence = choice_confidence(probabilities)
+            return {"type": "choice", "choice": best, "confidence": confidence, "probabilities": by_option}
+        case _:
+            score, confidence = score_of(probabilities)
+            return {
+                "type": "score",
+                "score": score,
+                "legend": {str(level): each for level, each in enumerate(question.criteria)},
+                "confidence": confidence,
+                "probabilities": {str(level): each for level, each in enumerate(probabilities)},
+            }

@@ -1,0 +1,199 @@
+"""Questions about an input whose answers are probabilities of labels: their prompts, their labels' tokens, and the
+arithmetic. docs/decisions.md has the formulas.
+
+A question is put to the model as the end of a conversation, and nothing is generated: the log-probabilities of the
+labels' tokens right behind the generation prompt are the answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, fsum
+from string import ascii_lowercase, ascii_uppercase
+from typing import Literal
+
+from tgi_server.router.text.conversation import Turn
+from tgi_server.router.text.tokenizer import TextTokenizer
+
+Kind = Literal["predicate", "choice", "score"]
+Scoring = Literal["labels", "sequences"]
+Normalization = Literal["none", "orders", "calibration"]
+
+MOST_OPTIONS = 255
+# Orders in which the options of one question are listed, at most.
+_MOST_ORDERS = 8
+# What stands for the input where a question is calibrated.
+NEUTRAL = "N/A"
+_YES_NO = ("Yes", "No")
+# Labels of options: letters first, as published; then what else many tokenizers have as one token.
+_CANDIDATES = (
+    *ascii_uppercase,
+    *ascii_lowercase,
+    *map(str, range(10)),
+    *(first + second for first in ascii_uppercase for second in ascii_uppercase),
+    *map(str, range(10, 1000)),
+)
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """A question with its options as they are listed. A predicate has two, true and false, which may be empty."""
+
+    kind: Kind
+    instructions: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels of a question's options, in the order of listing, and their tokens. exact: one token each."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[Tokens, ...]
+
+    @property
+    def steps(self) -> dict[Tokens, Tokens]:
+        """Returns the tokens that may follow each beginning of a label."""
+        following: dict[Tokens, dict[int, None]] = {}
+        for label in self.tokens:
+            for place, token in enumerate(label):
+                following.setdefault(label[:place], {})[token] = None
+        return {beginning: tuple(tokens) for beginning, tokens in following.items()}
+
+    def logprobs(self, steps: Mapping[Tokens, Mapping[int, float]]) -> list[float]:
+        """Returns the log-probability of each label. steps: those of tokens, behind each beginning."""
+        return [fsum(steps[label[:place]][token] for place, token in enumerate(label)) for label in self.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Probabilities:
+    """The probabilities of a question's options, in their own order, and of all labels together among all tokens."""
+
+    probabilities: list[float]
+    label_mass: float
+
+
+def orders_of(question: AskedQuestion, normalization: Normalization) -> list[tuple[int, ...]]:
+    """Returns the orders in which the options are listed: as they came, or several that do not depend on that."""
+    count = len(question.options)
+    given = tuple(range(count))
+    if normalization != "orders":
+        return [given]
+    if question.kind != "choice":  # true and false, or levels: both directions
+        return [given, given[::-1]]
+    sorted_ = tuple(sorted(given, key=lambda each: question.options[each]))
+    shifts = dict.fromkeys(number * count // min(count, _MOST_ORDERS) for number in range(min(count, _MOST_ORDERS)))
+    return [sorted_[shift:] + sorted_[:shift] for shift in shifts]
+
+
+def labels_of(question: AskedQuestion, order: Sequence[int], scoring: Scoring, tokenizer: TextTokenizer) -> Labels:
+    """Returns the labels of the options in an order.
+
+    One token for each where the tokenizer has enough of them; else texts of the same length, token by token. With the
+    scoring "sequences", the options themselves are the labels.
+    """
+
+    def tokens(text: str) -> Tokens:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if question.kind == "predicate":
+        texts = tuple(_YES_NO[each] for each in order)
+        return Labels(texts, tuple(map(tokens, texts)))
+    if scoring == "sequences":
+        texts = tuple(question.options[each] for each in order)
+        return Labels(texts, tuple(map(tokens, texts)))
+    single: dict[Tokens, str] = {}
+    for text in _CANDIDATES:
+        if len(single) == len(order):
+            break
+        if len(found := tokens(text)) == 1:
+            single.setdefault(found, text)
+    if len(single) == len(order):
+        return Labels(tuple(single.values()), tuple(single))
+    width = len(str(len(order)))
+    texts = tuple(f"{number:0{width}}" for number in range(1, len(order) + 1))
+    return Labels(texts, tuple(map(tokens, texts)))
+
+
+def prompt_of(question: AskedQuestion, order: Sequence[int], labels: Labels, scoring: Scoring) -> str:
+    """Returns the question as text, in the words that `transformers` has for System One."""
+    lines = [question.instructions]
+    texts = labels.texts
+    if question.kind == "predicate":
+        lines += [
+            f"{label}: {question.options[each]}"
+            for label, each in zip(texts, order, strict=True)
+            if question.options[each]
+        ]
+        return "\n".join([*lines, f"Answer {texts[0]} or {texts[1]} only."])
+    what = "option" if question.kind == "choice" else "level"
+    if scoring == "sequences":
+        lines += [f"- {question.options[each]}" for each in order]
+        return "\n".join([*lines, f"Answer with the text of the {what} that fits best only."])
+    lines += [f"{label}. {question.options[each]}" for label, each in zip(texts, order, strict=True)]
+    name = "letter" if texts == tuple(ascii_uppercase[: len(texts)]) else "label"
+    return "\n".join([*lines, f"Answer with the {name} of the {what} that fits best ({texts[0]} to {texts[-1]}) only."])
+
+
+def with_question(turns: Sequence[Turn], text: str) -> list[Turn]:
+    """Returns the conversation with the question as its end: in the user's last message, if that is the last one."""
+    if turns and turns[-1].role == "user":
+        last = turns[-1]
+        return [*turns[:-1], Turn("user", (f"{last.text}\n\n{text}",), name=last.name)]
+    return [*turns, Turn("user", (text,))]
+
+
+def result_of(
+    orders: Sequence[Sequence[int]],
+    labels: Sequence[Labels],
+    logprobs: Sequence[Sequence[float]],
+    neutral: Sequence[float] | None,
+    scoring: Scoring,
+) -> Probabilities:
+    """Returns the probabilities of the options.
+
+    logprobs: of the labels in each order. neutral: those behind a neutral input, in the first order; None: the question
+    is not calibrated.
+    """
+    count = len(orders[0])
+    shares: list[list[float]] = [[] for _ in range(count)]
+    for order, own, values in zip(orders, labels, logprobs, strict=True):
+        for each, share in zip(order, _shares(own, values, scoring), strict=True):
+            shares[each].append(share)
+    probabilities = [fsum(each) / len(orders) for each in shares]
+    if neutral is not None:
+        expected = _shares(labels[0], neutral, scoring)
+        weights = [own / usual if usual else 0.0 for own, usual in zip(probabilities, expected, strict=True)]
+        total = fsum(weights)
+        probabilities = [weight / total for weight in weights] if total else probabilities
+    masses = [fsum(map(exp, values)) for values in logprobs]
+    return Probabilities(probabilities, min(fsum(masses) / len(masses), 1.0))
+
+
+def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring) -> list[float]:
+    """Returns the softmax of labels' log-probabilities; of texts, those of a token in the mean."""
+    lengths = [len(each) if scoring == "sequences" else 1 for each in labels.tokens]
+    scores = [value / length for value, length in zip(logprobs, lengths, strict=True)]
+    highest = max(scores)
+    weights = [exp(score - highest) for score in scores]
+    total = fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def choice_confidence(probabilities: Sequence[float]) -> float:
+    """Returns how far the likeliest option is above chance: 0 where all are equal, 1 where it is certain."""
+    chance = 1 / len(probabilities)
+    return max(0.0, (max(probabilities) - chance) / (1 - chance))
+
+
+def score_of(probabilities: Sequence[float]) -> tuple[float, float]:
+    """Returns the expected level, and the confidence: 1 less the mean distance from the likeliest level, relative to
+    the mean distance from the middle where all levels are equally likely.
+    """
+    count = len(probabilities)
+    best = max(range(count), key=lambda level: probabilities[level])
+    distance = fsum(probability * abs(level - best) for level, probability in enumerate(probabilities))
+    uniform = fsum(abs(level - (count - 1) / 2) for level in range(count)) / count
+    score = fsum(level * probability for level, probability in enumerate(probabilities))
+    return score, max(0.0, 1 - distance / uniform)
