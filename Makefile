@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: help install demo serve test check proto reference format clean
+.PHONY: help install demo serve test check proto reference format dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -24,13 +24,13 @@ $(RUNS): pyproject.toml constraints.txt tools/system-packages.sh
 	@echo "installing: $(TORCH)"
 	@$(PIP) --no-compile $(TORCH)
 	@echo "installing: oatmill and its dependencies"
-	@$(PIP) --no-compile -c constraints.txt -e '.[server]'
+	@$(PIP) --no-compile -c constraints.txt -e '.[engine]'
 	@touch $@
 
 $(READY): $(RUNS)
 	@echo "installing: what tests and checks need"
 	@tools/system-packages.sh $(PYTHON) venv compiler
-	@$(PIP) -c constraints.txt -e '.[server,dev]'
+	@$(PIP) -c constraints.txt -e '.[engine,dev]'
 	@echo "installing: the CPU kernels, compiled for this machine"
 	@$(BIN)/python -m tgi_server.engine.kernels || echo "going on without them: plain torch does their work, slower"
 	@touch $@
@@ -62,6 +62,9 @@ proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 
 reference: $(READY)  ## Writes docs/reference from the code.
 	@$(BIN)/python -m tools.reference
+
+dist: $(READY)  ## Builds sdist, wheel, kernels for all CPUs and SBOM into dist/. Less: make dist ARGS=x86-64-v3
+	@$(BIN)/python -m tools.dist $(ARGS)
 
 clean:  ## Removes .venv and caches.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,11 +12,12 @@ WORKDIR /src
 RUN pip install ${TORCH}
 COPY pyproject.toml constraints.txt ./
 COPY tools/requirements.py tools/
-RUN python tools/requirements.py server > /tmp/requirements.txt \
+RUN python tools/requirements.py engine > /tmp/requirements.txt \
  && pip install -c constraints.txt "setuptools>=77" -r /tmp/requirements.txt
 COPY README.md LICENSE ./
 COPY shared shared
 COPY llm_functionalities llm_functionalities
+COPY oatmill oatmill
 COPY tgi_server tgi_server
 RUN pip install --no-deps --no-build-isolation .
 

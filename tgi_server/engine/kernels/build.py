@@ -108,11 +108,16 @@ def compile_beside() -> bool:
     return True
 
 
-def prepare(targets: Iterable[str]) -> bool:
-    """Compiles the kernels for some targets. Returns False, after a warning that says why, when that fails."""
+def prepare(targets: Iterable[str], folder: Path | None = None) -> bool:
+    """Compiles the kernels for some targets. Returns False, after a warning that says why, when that fails.
+
+    folder: where the libraries are put; None: the cache.
+    """
     try:
         for target in targets:
-            _compiled(target)
+            library = _compiled(target)
+            if folder is not None:
+                shutil.copy(library, folder)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the CPU kernels cannot be compiled: %s", error)
         return False
@@ -202,8 +207,11 @@ def command(compiler: str, target: str, source: Path, compiled: Path) -> list[st
     """Returns the command that compiles one file."""
     from torch.utils import cpp_extension
 
-    includes = [f"-I{path}" for path in (FOLDER, *cpp_extension.include_paths())]
-    return [compiler, *FLAGS, f"-march={target}", *includes, "-c", str(source), "-o", str(compiled)]
+    folders = [str(path) for path in (FOLDER, *cpp_extension.include_paths())]
+    # The same library wherever it is compiled: messages of failed checks name files.
+    places = [f"-ffile-prefix-map={folder}=." for folder in folders]
+    includes = [f"-I{folder}" for folder in folders]
+    return [compiler, *FLAGS, f"-march={target}", *places, *includes, "-c", str(source), "-o", str(compiled)]
 
 
 def _run(command: list[str]) -> None:
