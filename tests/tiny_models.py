@@ -193,7 +193,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         "llama4_text",
         _GATED
         | {"num_hidden_layers": 4, "intermediate_size_mlp": 96, "num_local_experts": 2, "head_dim": 16}
-        | {"attention_chunk_size": WINDOW},
+        | {"attention_chunk_size": WINDOW, "floor_scale": 8, "attn_scale": 0.5},
     ),
     "llama_dynamic": ("llama", _GATED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}),
     "llama_head_dim_24": ("llama", _GATED | {"head_dim": 24}),

@@ -60,6 +60,7 @@ class GenericModel(PagedModel):
 
     def forward(self, inputs: PassInput) -> Tensor:
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
+        self._cache.positions = inputs.positions
         self._current.rows = inputs.adapters
         if self.states is not None:
             self.states.begin_pass()

@@ -335,7 +335,7 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
         return f"it called the attention function {attended} times in {len(windows)} layers, {cached} with keys"
     if recorder.variants.keys() != windows.keys() or recorder.unequal:
         return "its layers have keys of different kinds"
-    if {layer: variant.window for layer, variant in recorder.variants.items()} != windows:
+    if {layer: (variant.window, variant.chunk) for layer, variant in recorder.variants.items()} != windows:
         return "its layers look at other tokens than they tell the attention function"
     if expected.shape != actual.shape:
         return "it does not compute the logits of chosen tokens only"
@@ -369,21 +369,28 @@ def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[],
             hook.remove()
 
 
-def _windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """Returns how many tokens each layer with keys looks at by the model's configuration; 0: all; None: another kind.
+def _windows(model: PreTrainedModel) -> dict[int, tuple[int, int] | None]:
+    """Returns the window and the chunk of each layer with keys by the model's configuration; None: another kind.
 
-    A probe is too short to show a window, so what a layer says of itself is compared with this.
+    A probe is too short to show them, so what a layer says of itself is compared with this.
     """
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    chunked = {index for index, each in enumerate(types) if each == "chunked_attention"}
     layers: dict[int, Any] = dict(enumerate(DynamicCache(config=model.config).layers))
     for index, source in _shared(model).items():
         layers[index] = layers[source]
-    return {index: _window(layer) for index, layer in layers.items() if type(layer) not in _WITHOUT_KEYS}
+    return {
+        index: _window(layer, chunked=index in chunked)
+        for index, layer in layers.items()
+        if type(layer) not in _WITHOUT_KEYS
+    }
 
 
-def _window(layer: Any) -> int | None:
+def _window(layer: Any, *, chunked: bool) -> tuple[int, int] | None:
     if type(layer) in _WITH_WINDOW:
-        return int(layer.sliding_window)
-    return 0 if type(layer) in _OF_ALL_TOKENS else None
+        size = int(layer.sliding_window)
+        return (0, size) if chunked else (size, 0)
+    return (0, 0) if type(layer) in _OF_ALL_TOKENS else None
 
 
 def _shared(model: PreTrainedModel) -> dict[int, int]:

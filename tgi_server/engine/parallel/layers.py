@@ -40,6 +40,17 @@ class RowParallel(ShardedLayer):
         return self.group.all_reduce(self.inner.adapted(x, rows, residual=own).contiguous())
 
 
+class SummedExperts(ShardedLayer):
+    """Experts of which each computes all tokens, and each shard some features: their sum is one over all shards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [experts * tokens, hidden_size], expert by expert. Returns the sum as the first expert's output."""
+        outputs = self.inner(x).unflatten(0, (len(self.inner.gate_up_proj), -1))
+        summed = torch.zeros_like(outputs)
+        summed[0] = self.group.all_reduce(outputs.sum(0))
+        return summed.flatten(0, 1)
+
+
 class VocabParallelEmbedding(ShardedLayer):
     """An embedding of which every shard has a part of the vocabulary."""
 

@@ -13,10 +13,14 @@ from tests.unit.engine.requests import LENGTHS, generated, load_reference, promp
 from tgi_server.engine import Engine
 
 ADAPTERS = 5
-# Names that peft refuses, or takes for those of experts; and of a layer that the model does not call.
+# Names that peft refuses, or takes for those of experts or of decoder layers; and of layers that are not called.
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _UNADAPTED = {
-    **dict.fromkeys(("deepseek_v3", "qwen3_next", "llama4_text"), _OF_EXPERTS | {"router"}),
+    **dict.fromkeys(("qwen3_next", "llama4_text"), _OF_EXPERTS | {"router"}),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _OF_EXPERTS | {"router", "kv_b_proj"}),
+    "minicpm3": {"kv_b_proj"},
+    "youtu": {"kv_b_proj"},
+    "gemma3n_text": {"0", "1", "2"},
     "mamba": {"out_proj", "dt_proj"},
 }
 

@@ -78,8 +78,17 @@ def test_in_16_bits_each_adapter_has_an_answer_of_its_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_the_model_does_not_call_is_refused_by_its_name(tmp_path: Path) -> None:
-    folder = make("mamba", tmp_path / "model")
-    place, _ = make_adapter(load_reference(folder), tmp_path / "adapter", r=2, target_modules=["x_proj", "dt_proj"])
-    with pytest.raises(InvalidAdapter, match=r"changes backbone.layers.\d.mixer.dt_proj, which cannot be computed"):
+@pytest.mark.parametrize(
+    ("architecture", "targets", "path"),
+    [
+        ("mamba", ["x_proj", "dt_proj"], r"backbone.layers.\d.mixer.dt_proj"),
+        ("minicpm3", ["q_a_proj", "kv_b_proj"], r"model.layers.\d.self_attn.kv_b_proj"),
+    ],
+)
+def test_what_the_model_does_not_call_is_refused_by_its_name(
+    architecture: str, targets: list[str], path: str, tmp_path: Path
+) -> None:
+    folder = make(architecture, tmp_path / "model")
+    place, _ = make_adapter(load_reference(folder), tmp_path / "adapter", r=2, target_modules=targets)
+    with pytest.raises(InvalidAdapter, match=f"changes {path}, which cannot be computed"):
         load_engine(folder).adapters.read(place)

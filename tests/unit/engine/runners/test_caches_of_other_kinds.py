@@ -1,5 +1,5 @@
 """Models whose caches are not keys and values of each layer, in all that the paged way does with a cache: shared keys,
-heads of different sizes, latents.
+heads of different sizes, latents, chunks.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.speculation.costs import StepCosts
 
-ARCHITECTURES = ["deepseek_v2", "deepseek_v3", "gemma3n_text", "gemma4_text", "gemma4_text_moe", "minicpm3"]
+SHARED = ["gemma3n_text", "gemma4_text", "gemma4_text_moe"]
+LATENTS = ["deepseek_v2", "deepseek_v3", "minicpm3"]
 pytestmark = pytest.mark.slow
 
 
@@ -27,7 +28,7 @@ class Case:
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[*SHARED, *LATENTS, "llama4_text"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = make(request.param, tmp_path_factory.mktemp(request.param))
     engine = load_engine(folder, speculate=5)

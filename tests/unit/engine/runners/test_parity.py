@@ -16,8 +16,6 @@ PADDED = {
     "flan_t5",
     "gpt_neo",
     "kimi_linear",
-    "llama4",
-    "llama4_text",
     "mamba",
     "t5",
 }

@@ -126,6 +126,7 @@ class AttentionVariant:
     """The differences of one layer's attention from plain causal attention.
 
     scaling: factor of the scores before softmax. window: tokens attended to, the own one included; 0: all.
+    chunk: tokens of a chunk of a text: a token attends to those of its own chunk (Llama 4); 0: there are no chunks.
     softcap: scores become softcap * tanh(score / softcap); 0: off.
     alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
     rounded_alibi: as in Falcon, position and slope * position are rounded to bfloat16, then scaled like a score.
@@ -136,6 +137,7 @@ class AttentionVariant:
 
     scaling: float
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     rounded_alibi: bool = False

@@ -9,7 +9,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, Attentio
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import PageReserve, mapped
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 LANES = 16
 
 
@@ -95,6 +95,7 @@ class CpuAttention(AttentionBackend):
             variant.rounded_alibi,
             variant.sinks,
             *self.kv_format.of(layer),
+            variant.chunk,
         )
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
+from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels.triton import OLDEST_DEVICE, QueryTiles, multiprocessors
 
 MAX_HEAD_DIM = 256
@@ -78,6 +79,8 @@ class CudaAttention(GatherAttention):
         from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, paged_attention
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
+        if variant.chunk:
+            raise UnsupportedModel("attention in chunks is not in the Triton kernels")
         layer = variant.source(layer)
         keys, values = self._keys[layer], self._values[layer]
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]

@@ -22,8 +22,10 @@ class PagedCache(Cache):
     """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
     backend: owns the KV blocks. states: of layers without keys; None: the model has none. metadata: the places of the
-    current forward pass's tokens; set before each pass.
+    current forward pass's tokens. positions: their positions, [tokens] int64. Both are set before each pass.
     """
+
+    positions: Tensor
 
     def __init__(self, backend: AttentionBackend, states: SequenceStates | None = None) -> None:
         super().__init__(layers=[])

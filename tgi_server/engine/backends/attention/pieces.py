@@ -27,6 +27,8 @@ def scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like
     hidden = distance < 0
     if variant.window:
         hidden |= distance >= variant.window
+    if variant.chunk:
+        hidden |= keys < (positions // variant.chunk * variant.chunk).unsqueeze(-1)
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
     if variant.alibi_slopes is None:
         return mask.unsqueeze(1)

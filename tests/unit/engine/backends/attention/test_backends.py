@@ -24,7 +24,17 @@ from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 
 HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]
-KINDS = ["plain", "window", "wide window", "softcap", "alibi", "rounded alibi", "sinks", "window, softcap, sinks"]
+KINDS = [
+    "plain",
+    "window",
+    "wide window",
+    "chunks",
+    "softcap",
+    "alibi",
+    "rounded alibi",
+    "sinks",
+    "window, softcap, sinks",
+]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -51,6 +61,8 @@ def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVarian
     hidden = distance < 0
     if variant.window:
         hidden |= distance >= variant.window
+    if variant.chunk:
+        hidden |= (positions // variant.chunk)[:, None] != torch.arange(len(key)) // variant.chunk
     scores = scores.masked_fill(hidden, -math.inf)
     if variant.sinks is not None:
         scores = torch.cat([scores, variant.sinks[:, None, None].expand(-1, len(query), 1)], -1)
@@ -141,6 +153,7 @@ def make_variant(kind: str, heads: int) -> AttentionVariant:
         "plain": AttentionVariant(0.2),
         "window": AttentionVariant(0.2, window=5),
         "wide window": AttentionVariant(0.2, window=20),
+        "chunks": AttentionVariant(0.2, chunk=20),
         "softcap": AttentionVariant(0.2, softcap=3.0),
         "alibi": AttentionVariant(0.2, alibi_slopes=torch.linspace(0.02, 0.6, heads)),
         "rounded alibi": AttentionVariant(
@@ -265,16 +278,17 @@ class DirtyAttention(CpuAttention):
             cache.fill_(math.nan)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80])
+@pytest.mark.parametrize("head_dim", [32, 80, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_prompts_are_as_exact_as_their_inputs(dtype, head_dim) -> None:
     instance = DirtyAttention(KVShape((2,), head_dim), torch.device("cpu"), dtype)
     rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (3e-2, 3e-2)
+    scaling = head_dim**-0.5
     for variant in (
-        AttentionVariant(0.2),
-        AttentionVariant(0.2, window=70),
-        AttentionVariant(0.2, softcap=3.0),
-        AttentionVariant(0.2, window=70, sinks=torch.linspace(-4, 12, 6)),
+        AttentionVariant(scaling),
+        AttentionVariant(scaling, window=70),
+        AttentionVariant(scaling, softcap=3.0),
+        AttentionVariant(scaling, window=70, sinks=torch.linspace(-4, 12, 6)),
     ):
         prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
         actual, wanted = run(instance, 6, 2, [130], prompts, variant)

@@ -109,15 +109,17 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale) {
+                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
+                           int64_t chunk) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
-  TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 256");
+  TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 512");
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
   TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1);
   TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "each head has one sink");
   at::Tensor output = at::empty(query.sizes(), query.options());
   Variant variant{static_cast<float>(scaling),
                   window,
+                  chunk,
                   static_cast<float>(softcap),
                   alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
                   rounded_alibi,
@@ -185,7 +187,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
-      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0) -> Tensor");
+      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0, int chunk=0) -> Tensor");
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, float key_scale=1.0, "
       "float value_scale=1.0) -> ()");

@@ -17,6 +17,7 @@ namespace oatmill {
 struct Variant {
   float scaling;
   int64_t window;  // 0: all
+  int64_t chunk;   // tokens of a chunk, of which tokens look at those of their own alone; 0: no chunks
   float softcap;   // 0: off
   const float* alibi_slopes;
   bool rounded_alibi;
@@ -28,7 +29,10 @@ struct Variant {
   bool plain() const { return softcap == 0 && !alibi_slopes; }
 
   // Returns the first token that the query at a position looks at.
-  int64_t first_token(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+  int64_t first_token(int64_t position) const {
+    if (chunk) return position / chunk * chunk;
+    return window ? std::max<int64_t>(0, position - window + 1) : 0;
+  }
 };
 
 template <typename T>

@@ -29,7 +29,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale);
+                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
+                           int64_t chunk = 0);
 
 std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size);
 
