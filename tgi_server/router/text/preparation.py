@@ -13,7 +13,7 @@ from tgi_server.router.text.reasoning import ReasoningTags, thought_budget
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TokenizerThreads
-from tgi_server.router.text.truncation import end_characters
+from tgi_server.router.text.truncation import end_characters, tokenised_characters
 
 _ANY_TEXT = Grammar(GrammarKind.LARK, r"start: /(.|\n)*/")
 
@@ -178,7 +178,7 @@ class Preparer:
 
 def _characters(text: str, size: int, truncate: int) -> int:
     """Returns how many characters of a request are worked on. size: bytes of the whole request."""
-    tokenised = min(len(text), 2 * end_characters(truncate)) if truncate else len(text)
+    tokenised = tokenised_characters(text, truncate) if truncate else len(text)
     return max(size - len(text), 0) + tokenised
 
 

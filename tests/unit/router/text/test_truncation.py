@@ -1,7 +1,7 @@
 """Of a long text that is cut only the end is tokenised, and that is the same as if all of it had been."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -62,6 +62,7 @@ def check(name: str, text: str, tokens: int) -> None:
 
 @settings(max_examples=5 * settings().max_examples, deadline=None)
 @given(st.sampled_from(sorted(TOKENIZERS)), st.lists(RUNS, min_size=1, max_size=20).map("".join), st.integers(1, 40))
+@example("digits in threes", "1234567" * 50 + "11", 1)  # two of three cuts agree
 def test_the_last_tokens_are_those_of_the_whole_text(name: str, text: str, tokens: int):
     check(name, text, tokens)
 
@@ -85,4 +86,4 @@ def test_of_a_text_with_words_only_the_end_is_tokenised(text: str):
         return TOKENIZERS["demo model"].encode(part, add_special_tokens=False, offsets=False).ids
 
     assert len(last_ids(encode, text, 100)) == 100
-    assert tokenised < 12_000
+    assert tokenised < 18_000
