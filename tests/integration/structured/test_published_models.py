@@ -33,7 +33,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema":
 @pytest.mark.slow
 @pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
 def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: Path) -> None:
-    folder = published.save_model(tmp_path / "model")
+    folder = published.save_model(tmp_path / "model", max_position_embeddings=4096)
     running = server(f"--model-id={folder}", "--dtype=float32").wait_until_ready()
     client = OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
     # Thoughts are to end soon.
@@ -41,7 +41,7 @@ def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: P
     ends = [] if tags is None else published.tokenizer.encode(tags.end, add_special_tokens=False).ids[:1]
     bias = {str(token): 5 for token in ends}
     for seed in range(3):
-        options: Any = {"model": "tgi", "messages": MESSAGES, "max_tokens": 400, "seed": seed, "logit_bias": bias}
+        options: Any = {"model": "tgi", "messages": MESSAGES, "max_tokens": 1500, "seed": seed, "logit_bias": bias}
         for choice, names in (("required", {"weather", "clock"}), (NAMED, {"clock"})):
             answer = client.chat.completions.create(**options, tools=TOOLS, tool_choice=choice).choices[0]
             assert answer.finish_reason == "tool_calls"

@@ -18,10 +18,11 @@ class Detokenizer:
     """One sequence's text, token by token.
 
     A token whose bytes end in the middle of a character yields nothing; the token that completes the character
-    yields all of it. Special tokens do not belong here: they have no text of their own in a sequence.
+    yields all of it, also where it has begun in the prompt. Special tokens do not belong here: they have no text of
+    their own in a sequence.
     """
 
-    __slots__ = ("_known", "_known_text", "_pending", "_tokenizer")
+    __slots__ = ("_known", "_known_text", "_of_prompt", "_pending", "_tokenizer")
 
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -29,6 +30,14 @@ class Detokenizer:
         self._known = context[-_CONTEXT:]
         self._known_text = tokenizer.decode(self._known) if self._known else ""
         self._pending: list[int] = []
+        self._of_prompt = ""  # what stands for the pending tokens of the prompt if they never become a character
+        if not prompt_ids or prompt_ids[-1] in tokenizer.special_tokens:
+            return
+        whole = self._known_text
+        while self._known_text.endswith(_INCOMPLETE) and len(self._pending) < _BEGUN:
+            self._pending.insert(0, self._known.pop())
+            self._known_text = tokenizer.decode(self._known) if self._known else ""
+        self._of_prompt = whole[len(self._known_text) :]
 
     def step(self, token_id: int) -> str:
         """Returns the text that is complete with this token."""
@@ -40,7 +49,7 @@ class Detokenizer:
                 return ""
             self._pending, begun = self._pending[:-_BEGUN], self._pending[-_BEGUN:]
             text = self._tokenizer.decode(self._known + self._pending)
-        new = text[len(self._known_text) :]
+        new = self._new(text)
         self._known, self._pending = self._pending, begun
         self._known_text = self._tokenizer.decode(self._known)
         return new
@@ -51,4 +60,10 @@ class Detokenizer:
             return ""
         text = self._tokenizer.decode(self._known + self._pending)
         self._pending = []
-        return text[len(self._known_text) :]
+        return self._new(text)
+
+    def _new(self, text: str) -> str:
+        """Returns what comes behind the known tokens in a text with pending ones."""
+        new = text[len(self._known_text) :].removeprefix(self._of_prompt)
+        self._of_prompt = ""
+        return new

@@ -210,11 +210,13 @@ class TokenStream(Generic[F]):
         """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any."""
         name = self._special_tokens[token_id]
         shown = token_id in self._shown
+        incomplete = self._detokenizer.flush()  # bytes that nothing can complete any more
         if self._stops is None:
-            return name, name if shown else "", False
+            return name, incomplete + name if shown else incomplete, False
         if not shown and not self._stops.contain(name):
-            return name, "", False
-        visible, stopped = self._stops.feed(name, may_end=self._may_end)
+            visible, stopped = self._stops.feed(incomplete, may_end=self._may_end) if incomplete else ("", False)
+            return name, visible, stopped
+        visible, stopped = self._stops.feed(incomplete + name, may_end=self._may_end)
         return name, visible if shown or not self._stops.reveal else "", stopped
 
     def _rest(self, incomplete: str) -> str:

@@ -60,6 +60,26 @@ def test_a_broken_character_in_the_middle_is_marked_and_the_text_goes_on():
     assert "".join(detokenizer.step(each) for each in broken + word) == "\ufffdhello"
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCE_PIECE])
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 3])
+def test_a_character_that_begins_in_the_prompt_is_whole(tokenizer: TextTokenizer, prompt_tokens: int):
+    ids = tokenizer.encode("a🍕b", add_special_tokens=False).ids
+    start = len(ids) - 5 + prompt_tokens
+    detokenizer = Detokenizer(tokenizer, ids[:start])
+    assert "".join(detokenizer.step(each) for each in ids[start:]) == "🍕b"
+    broken = Detokenizer(tokenizer, ids[:start])
+    assert broken.step(ids[-1]) + broken.flush() == "b"
+    assert Detokenizer(tokenizer, ids[:start]).flush() == ""
+    ended = Detokenizer(tokenizer, [*ids[:start], 0])  # by a special token
+    assert ended.step(ids[-1]) == "b"
+
+
+def test_a_mark_in_the_prompt_is_no_broken_character():
+    detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.encode("\ufffd", add_special_tokens=False).ids)
+    (b,) = BYTE_LEVEL.encode("b", add_special_tokens=False).ids
+    assert detokenizer.step(b) == "b"
+
+
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_pieces_add_up_to_the_text(prompt: str, continuation: str):
     assert "".join(pieces(BYTE_LEVEL, prompt, continuation)) == continuation

@@ -241,3 +241,11 @@ def test_special_tokens_that_are_shown():
     target, _ = stream(shown={0, EOS})
     push_all(target, [0, *ids("hello"), EOS], pb.FINISH_REASON_EOS_TOKEN)
     assert target.output.text == f"{TOKENIZER.special_tokens[0]}hello"
+
+
+@pytest.mark.parametrize("stop", [None, ["nothing"]])
+@pytest.mark.parametrize(("shown", "text"), [((0,), "hello\ufffd<s>b"), ((), "hello\ufffdb")])
+def test_a_special_token_behind_a_part_of_a_character(stop: list[str] | None, shown: tuple[int, ...], text: str):
+    target, _ = stream(stop, shown=shown)
+    push_all(target, [*ids("hello"), *ids("🍕")[:2], 0, *ids("b")])
+    assert target.output.text == text
