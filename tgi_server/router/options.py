@@ -9,9 +9,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from struct import Struct
 from typing import Any, get_type_hints
+
+from pydantic import BaseModel
 
 from tgi_server.contract import (
     OPTION,
@@ -126,7 +128,8 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
 }
 
 _PARTS = (SamplingParameters, StoppingParameters, ReportParameters, GenerationOptions)
-_NAMES_OF_PARTS = tuple(frozenset(field.name for field in fields(part)) for part in _PARTS)
+_NO_REPORT = ReportParameters()
+_PART_OF = {field.name: place for place, part in enumerate(_PARTS) for field in fields(part)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,18 @@ def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
     )
 
 
+@cache
+def _options(dialect: Dialect) -> Mapping[str, tuple[str, int]]:
+    """Returns the option that each field of an interface sets, and the place of the field among those of the option."""
+    return {name: (row.option, place) for row in rows(dialect) for place, name in enumerate(row.names)}
+
+
+@cache
+def _last_names(dialect: Dialect) -> Mapping[str, str]:
+    """Returns the last of the fields that set each option."""
+    return {row.option: row.names[-1] for row in rows(dialect)}
+
+
 _TOKEN_LISTS = tuple(row.option for row in rows(Dialect.TGI) if row.type == tuple[int, ...])
 # A text of more characters than this is no stop sequence.
 _LONGEST_STOP = 1_000
@@ -195,19 +210,21 @@ class Given:
     names: Mapping[str, str]
 
     @classmethod
-    def by(cls, request: object, dialect: Dialect) -> "Given":
+    def by(cls, request: BaseModel, dialect: Dialect) -> "Given":
         """Returns the options that are set in the body of a request."""
-        values, names = {}, {}
-        for row in rows(dialect):
-            for name in row.names:
-                if (value := getattr(request, name, None)) is not None:
-                    values[row.option], names[row.option] = value, name
-                    break
+        values: dict[str, Any] = {}
+        names: dict[str, str] = {}
+        known = _options(dialect)
+        for name in request.model_fields_set & known.keys():
+            option, place = known[name]
+            first = option not in names or place < known[names[option]][1]
+            if first and (value := getattr(request, name)) is not None:
+                values[option], names[option] = value, name
         return cls(dialect, values, names)
 
     def name(self, option: str) -> str:
         """Returns the field that sets an option, or that would."""
-        return self.names.get(option) or next(row.names[-1] for row in rows(self.dialect) if row.option == option)
+        return self.names.get(option) or _last_names(self.dialect)[option]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +242,9 @@ class OptionReader:
 
     def limits_of(self, dialect: Dialect) -> Limits:
         """Returns the limits of an interface."""
-        return self.limits if dialect is Dialect.TGI else self.limits.of_openai()
+        return self.limits if dialect is Dialect.TGI else _openai_limits(self.limits)
 
-    def read(self, request: object, dialect: Dialect) -> GenerationOptions:
+    def read(self, request: BaseModel, dialect: Dialect) -> GenerationOptions:
         """Returns the options that the body of a request sets. Raises InvalidRequest."""
         given = Given.by(request, dialect)
         if dialect is Dialect.COMPLETIONS:
@@ -237,11 +254,15 @@ class OptionReader:
         if dialect is not Dialect.TGI:
             chosen = {**(self.defaults or {}), **chosen}
         chosen |= self._derived(chosen, given)
-        sampling, stopping, report, own = (
-            {name: chosen[name] for name in names & chosen.keys()} for names in _NAMES_OF_PARTS
-        )
+        parts: list[dict[str, Any]] = [{} for _ in _PARTS]
+        for name, value in chosen.items():
+            parts[_PART_OF[name]][name] = value
+        sampling, stopping, report, own = parts
         return GenerationOptions(
-            SamplingParameters(**sampling), StoppingParameters(**stopping), ReportParameters(**report), **own
+            SamplingParameters(**sampling),
+            StoppingParameters(**stopping),
+            ReportParameters(**report) if report else _NO_REPORT,
+            **own,
         )
 
     def _derived(self, chosen: Mapping[str, Any], given: Given) -> dict[str, Any]:
@@ -252,10 +273,12 @@ class OptionReader:
         derived: dict[str, Any] = {
             # Negative seeds are the same bits without a sign.
             "seed": random.getrandbits(_SEED_BITS) if seed is None or (seed == -1 and not tgi) else seed % 2**64,
-            "logit_bias": {int(token): bias for token, bias in chosen.get("logit_bias", {}).items()},
-            "late_tokens": (*self.end_tokens, *lists.get("stop_token_ids", ())) if chosen.get("min_tokens") else (),
             **lists,
         }
+        if "logit_bias" in chosen:
+            derived["logit_bias"] = {int(token): bias for token, bias in chosen["logit_bias"].items()}
+        if chosen.get("min_tokens"):
+            derived["late_tokens"] = (*self.end_tokens, *lists.get("stop_token_ids", ()))
         if tgi:
             derived["do_sample"] = chosen.get("do_sample", False) or any(name in chosen for name in _SHAPING)
             derived["include_stop"] = True
@@ -281,7 +304,8 @@ class OptionReader:
             raise _invalid(
                 name("min_tokens"), f"is {least}; it must be at most `{name('max_new_tokens')}`, which is {most}"
             )
-        self._check_texts(values.get("stop", ()), name("stop"), limits.max_stop_sequences)
+        if "stop" in values:
+            self._check_texts(values["stop"], name("stop"), limits.max_stop_sequences)
         if (top := values.get("top_n_tokens", 0)) > limits.max_top_n_tokens:
             raise _invalid(name("top_n_tokens"), f"is {top}; it must be 0 to {limits.max_top_n_tokens}")
         truncate = values.get("truncate", 1)
@@ -323,9 +347,16 @@ class OptionReader:
             raise InvalidRequest("`best_of` cannot be used with a `seed`: all sequences would be the same")
 
 
-def _check_names(request: object, dialect: Dialect) -> None:
+@lru_cache(maxsize=8)
+def _openai_limits(limits: Limits) -> Limits:
+    return limits.of_openai()
+
+
+def _check_names(request: BaseModel, dialect: Dialect) -> None:
     """Raises InvalidRequest when an option has two values, by different names."""
     for row in rows(dialect):
+        if len(row.names) == 1:
+            continue
         values = {name: value for name in row.names if (value := getattr(request, name, None)) is not None}
         if len(set(values.values()) if len(values) > 1 else ()) > 1:
             (one, first), (other, second) = values.items()
