@@ -58,7 +58,7 @@ def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "gpt_oss", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "gpt_oss", "minimax_m2", "gemma4", "seed_oss"])
 @pytest.mark.parametrize("flags", [(), ("--speculate=4",)], ids=["plain", "drafts"])
 def test_thoughts_within_a_budget(name: str, flags: tuple[str, ...], server: ServerFactory, tmp_path: Path) -> None:
     published = PUBLISHED[name]

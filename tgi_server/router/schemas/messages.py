@@ -150,14 +150,16 @@ class MessagesParameters(RefusingModel):
     """What /v1/messages and /v1/messages/count_tokens have in common."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "compaction": (),
         "container": (),
         "context_management": (),
         "mcp_servers": ([],),
+        "thread": (),
     }
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
-            *("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"),
-            *("user_profile_id", "workspace_id"),
+            *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo"),
+            *("metadata", "service_tier", "speed", "user_profile_id", "workspace_id"),
         }
     )
 

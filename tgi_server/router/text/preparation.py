@@ -15,8 +15,6 @@ from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.truncation import end_characters, tokenised_characters
 
-_ANY_TEXT = Grammar(GrammarKind.LARK, r"start: /(.|\n)*/")
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -75,6 +73,7 @@ class Preparer:
         self._adapters = adapters
         self._end_tokens = frozenset(end_tokens)
         self._thoughts = thoughts
+        self._tokenizer_read = False  # by the shards
 
     async def prepare(
         self,
@@ -121,8 +120,11 @@ class Preparer:
         budget = None
         if (most := options.thinking_token_budget) is not None:
             budget = thought_budget(most, self._thoughts, self._threads.tokenizer, input_ids, grammar)
-        # For a budget, too, the shards read the model's tokenizer, which must not happen in a step.
-        unenforced = await self._compile(_ANY_TEXT if budget is not None and grammar is None else grammar)
+        unenforced = await self._compile(grammar)
+        if budget is not None and not self._tokenizer_read:
+            # The shards need the model's tokenizer for it, and must not read it in a step.
+            await self._compile(Grammar(GrammarKind.LARK, r"start: /(.|\n)*/"))
+            self._tokenizer_read = True
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         return PreparedRequest(input_ids, prepared, unenforced)

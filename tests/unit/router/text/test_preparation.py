@@ -14,6 +14,7 @@ from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.text.grammar import token_grammar
 from tgi_server.router.text.preparation import PreparedRequest, Preparer, grammar_refusal
+from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
 
@@ -68,6 +69,29 @@ async def test_the_end_of_a_prompt_survives_truncation():
 async def test_a_request_that_breaks_a_rule_is_refused(inputs: str, fields: dict[str, Any], fault: str):
     with pytest.raises(InvalidRequest, match=fault):
         await check(inputs, **fields)
+
+
+async def test_the_shards_read_the_tokenizer_before_the_first_budget_of_thoughts():
+    compiled: list[Grammar] = []
+
+    async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
+        compiled.append(grammar)
+        return ()
+
+    threads = TokenizerThreads(sentence_piece(), 1)
+    thoughts = reasoning_tags("qwen3", "")
+    try:
+        size = threads.tokenizer.vocab_size
+        preparer = Preparer(LIMITS, threads, size, None, compile_grammar, ADAPTERS, thoughts=thoughts)
+        for tokens in (None, -1, 3, 4):
+            options = OptionReader(LIMITS, size).read(GenerateParameters(thinking_token_budget=tokens), Dialect.TGI)
+            checked = await preparer.prepare(RenderedPrompt("hello"), options, Dialect.TGI)
+            budget = checked.options.thought_budget
+            assert (None if budget is None else budget.tokens) == (tokens if tokens and tokens > 0 else None)
+            assert checked.options.grammar is None
+            assert len(compiled) == (budget is not None)
+    finally:
+        threads.close()
 
 
 async def test_grammars_are_checked():
