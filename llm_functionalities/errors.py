@@ -127,6 +127,12 @@ class Rejected(ModelError):
     reason = "rejected"
 
 
+class NotServed(Rejected):
+    """The endpoint has no such route, or no model for it. It may serve other requests."""
+
+    reason = "not_supported"
+
+
 class CallRefused(Exception):
     """A call that this service refuses. Its caller sees `status` and the message."""
 

@@ -25,6 +25,7 @@ from llm_functionalities.model.model import Model
 from llm_functionalities.model.pool import FairPool
 from llm_functionalities.services.admission import Admission
 from llm_functionalities.services.context import ModelClient
+from llm_functionalities.services.numbers import LLMDecisions, LLMEmbeddings
 from llm_functionalities.services.runner import LLMRunner
 from llm_functionalities.services.workflows.table import add_workflows
 from llm_functionalities.settings import Settings
@@ -182,6 +183,8 @@ class Server:
         model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
         client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
         llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client, settings.prompt_echo), server)
+        llm_pb2_grpc.add_LLMDecisionsServicer_to_server(LLMDecisions(client), server)
+        llm_pb2_grpc.add_LLMEmbeddingsServicer_to_server(LLMEmbeddings(client), server)
         add_workflows(client, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

@@ -75,6 +75,15 @@ class Balancer:
         with closing(self._pieces("generate", prompt, ask, call)) as pieces:
             return next(pieces)
 
+    def post(self, route: str, body: str, call: Call) -> GeneratedText:
+        """Returns the response of the first endpoint that accepts a body of JSON. Raises ModelError."""
+
+        def ask(endpoint: Endpoint, call: Call) -> Pieces:
+            yield endpoint.post(route, body, call)
+
+        with closing(self._pieces(route, body, ask, call)) as pieces:
+            return next(pieces)
+
     def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Pieces:
         """Yields the pieces of the answer of the first endpoint that accepts the request. Raises ModelError."""
 

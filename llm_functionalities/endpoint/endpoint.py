@@ -32,6 +32,7 @@ from llm_functionalities.errors import (
     ModelError,
     NotFound,
     NoTimeLeft,
+    NotServed,
     Rejected,
     ServerFailed,
     Unavailable,
@@ -48,6 +49,8 @@ _ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
     429: EndpointOverloaded,
     503: Unavailable,
 }
+# Of routes that not every server has: they say nothing of the others.
+_NO_ROUTE = frozenset({404, 405, 501})
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
 
@@ -147,11 +150,26 @@ class Endpoint:
             if not whole:
                 raise ServerFailed("the stream ended before the answer did")
 
-    def _client(self, call: Call, path: str) -> InferenceClient:
+    def post(self, route: str, body: str, call: Call) -> GeneratedText:
+        """Returns the response to a body of JSON, as it is. Raises ModelError, such as NotServed."""
+        with self._serving(call):
+            headers = {name: value for name, value in self._headers(call).items() if value is not None}
+            headers["content-type"] = "application/json"
+            response = self._http.post(f"{self.name}{route}", content=body.encode(), headers=headers)
+            if response.status_code in _NO_ROUTE:
+                raise NotServed(_short(f"{response.status_code}: {response.text}"))
+            if response.status_code != 200:
+                raise _of_status(response.status_code, response.text)
+            return GeneratedText(response.text)
+
+    def _headers(self, call: Call) -> dict[str, str | None]:
         # The header is set either way, because the client would send the machine's Hugging Face token without it.
         bearer = f"Bearer {self._token}" if self._token else None
         left = {_TIME_LEFT: str(max(1, int(1000 * call.remaining())))}
-        headers = cast(dict[str, str], {**call.headers, **left, "authorization": bearer})
+        return {**call.headers, **left, "authorization": bearer}
+
+    def _client(self, call: Call, path: str) -> InferenceClient:
+        headers = cast(dict[str, str], self._headers(call))
         return InferenceClient(model=self.name + path, token=self._token, headers=headers)
 
     def _probe(self) -> None:

@@ -38,11 +38,13 @@ class Question(Generic[T]):
     """One thing to ask the model. `prompt` is None when there is nothing to ask.
 
     Questions are made, and answers parsed, by the worker thread that asks: both may take milliseconds. `parse` returns
-    None when it can make no use of the answer. Neither raises.
+    None when it can make no use of the answer. Neither raises. route: of the model server, for a prompt that is its
+    body as JSON; None: the prompt is a text to continue.
     """
 
     prompt: str | None
     parse: Callable[[str], T | None]
+    route: str | None = None
 
     @classmethod
     def verbatim(cls, prompt: str | None) -> "Question[str]":
@@ -161,7 +163,10 @@ class Model:
                 question = ask()
             if question.prompt is None:
                 return Answer(None)
-            generated = self._balancer.generate(question.prompt, generation, call)
+            if question.route is not None:
+                generated = self._balancer.post(question.route, question.prompt, call)
+            else:
+                generated = self._balancer.generate(question.prompt, generation, call)
         except ModelError as error:
             return Answer.without(error)
         text = generated.text

@@ -406,3 +406,101 @@ class ExecutionSearchResponse(_message.Message):
     intent_classification: str
     ai_response: str
     def __init__(self, intent_classification: _Optional[str] = ..., ai_response: _Optional[str] = ...) -> None: ...
+
+class DecisionOption(_message.Message):
+    __slots__ = ("label", "description")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    description: str
+    def __init__(self, label: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
+
+class DecisionQuestion(_message.Message):
+    __slots__ = ("instructions", "choices", "levels")
+    INSTRUCTIONS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    instructions: str
+    choices: _containers.RepeatedCompositeFieldContainer[DecisionOption]
+    levels: _containers.RepeatedCompositeFieldContainer[DecisionOption]
+    def __init__(self, instructions: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[DecisionOption, _Mapping]]] = ..., levels: _Optional[_Iterable[_Union[DecisionOption, _Mapping]]] = ...) -> None: ...
+
+class DecisionRequest(_message.Message):
+    __slots__ = ("input", "questions", "timeout", "adapter_id")
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    input: str
+    questions: _containers.RepeatedCompositeFieldContainer[DecisionQuestion]
+    timeout: int
+    adapter_id: str
+    def __init__(self, input: _Optional[str] = ..., questions: _Optional[_Iterable[_Union[DecisionQuestion, _Mapping]]] = ..., timeout: _Optional[int] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+
+class DecisionAnswer(_message.Message):
+    __slots__ = ("probabilities", "label", "score", "confidence", "label_mass")
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    LABEL_MASS_FIELD_NUMBER: _ClassVar[int]
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    label: str
+    score: float
+    confidence: float
+    label_mass: float
+    def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., label: _Optional[str] = ..., score: _Optional[float] = ..., confidence: _Optional[float] = ..., label_mass: _Optional[float] = ...) -> None: ...
+
+class DecisionResponse(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[DecisionAnswer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[DecisionAnswer, _Mapping]]] = ...) -> None: ...
+
+class EmbedRequest(_message.Message):
+    __slots__ = ("texts", "dimensions", "prompt_name", "timeout")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    dimensions: int
+    prompt_name: str
+    timeout: int
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., dimensions: _Optional[int] = ..., prompt_name: _Optional[str] = ..., timeout: _Optional[int] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("embeddings",)
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    def __init__(self, embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ...) -> None: ...
+
+class RerankRequest(_message.Message):
+    __slots__ = ("query", "texts", "timeout")
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    query: str
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    timeout: int
+    def __init__(self, query: _Optional[str] = ..., texts: _Optional[_Iterable[str]] = ..., timeout: _Optional[int] = ...) -> None: ...
+
+class RankedText(_message.Message):
+    __slots__ = ("index", "score")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    score: float
+    def __init__(self, index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
+
+class RerankResponse(_message.Message):
+    __slots__ = ("ranking",)
+    RANKING_FIELD_NUMBER: _ClassVar[int]
+    ranking: _containers.RepeatedCompositeFieldContainer[RankedText]
+    def __init__(self, ranking: _Optional[_Iterable[_Union[RankedText, _Mapping]]] = ...) -> None: ...

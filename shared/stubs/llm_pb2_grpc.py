@@ -875,3 +875,190 @@ class LLMExecutionSearchManager:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LLMDecisionsStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Decide = channel.unary_unary(
+                '/LLMDecisions/Decide',
+                request_serializer=shared_dot_stubs_dot_llm__pb2.DecisionRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_llm__pb2.DecisionResponse.FromString,
+                _registered_method=True)
+
+
+class LLMDecisionsServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Decide(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LLMDecisionsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Decide': grpc.unary_unary_rpc_method_handler(
+                    servicer.Decide,
+                    request_deserializer=shared_dot_stubs_dot_llm__pb2.DecisionRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_llm__pb2.DecisionResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'LLMDecisions', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('LLMDecisions', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class LLMDecisions:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Decide(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/LLMDecisions/Decide',
+            shared_dot_stubs_dot_llm__pb2.DecisionRequest.SerializeToString,
+            shared_dot_stubs_dot_llm__pb2.DecisionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class LLMEmbeddingsStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Embed = channel.unary_unary(
+                '/LLMEmbeddings/Embed',
+                request_serializer=shared_dot_stubs_dot_llm__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_llm__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/LLMEmbeddings/Rerank',
+                request_serializer=shared_dot_stubs_dot_llm__pb2.RerankRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_llm__pb2.RerankResponse.FromString,
+                _registered_method=True)
+
+
+class LLMEmbeddingsServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Embed(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LLMEmbeddingsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=shared_dot_stubs_dot_llm__pb2.EmbedRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_llm__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=shared_dot_stubs_dot_llm__pb2.RerankRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_llm__pb2.RerankResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'LLMEmbeddings', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('LLMEmbeddings', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class LLMEmbeddings:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/LLMEmbeddings/Embed',
+            shared_dot_stubs_dot_llm__pb2.EmbedRequest.SerializeToString,
+            shared_dot_stubs_dot_llm__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/LLMEmbeddings/Rerank',
+            shared_dot_stubs_dot_llm__pb2.RerankRequest.SerializeToString,
+            shared_dot_stubs_dot_llm__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

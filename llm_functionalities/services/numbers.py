@@ -1,0 +1,172 @@
+"""`LLMDecisions` and `LLMEmbeddings`: questions to the model whose answers are numbers, not texts."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from llm_functionalities.errors import InvalidArgument
+from llm_functionalities.model.model import Question
+from llm_functionalities.services.context import CallContext, ModelClient
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+MOST_QUESTIONS = 400
+MOST_OPTIONS = 255
+MOST_TEXTS = 2048
+
+T = TypeVar("T")
+
+
+class LLMDecisions(llm_pb2_grpc.LLMDecisionsServicer):
+    """Responds in time, without answers where the model has none."""
+
+    def __init__(self, model: ModelClient) -> None:
+        self._model = model
+
+    async def Decide(self, request: llm_pb2.DecisionRequest, context: CallContext) -> llm_pb2.DecisionResponse:
+        _check_decision(request)
+
+        def parse(response: dict[str, Any]) -> llm_pb2.DecisionResponse:
+            answers = zip(request.questions, response["answers"], strict=True)
+            return llm_pb2.DecisionResponse(answers=[_answer(*each) for each in answers])
+
+        body = decision_body(request)
+        return await _ask(self._model, context, request.timeout, "/v1/decisions", body, parse) or (
+            llm_pb2.DecisionResponse()
+        )
+
+
+class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
+    """Responds in time, without numbers where the model has none."""
+
+    def __init__(self, model: ModelClient) -> None:
+        self._model = model
+
+    async def Embed(self, request: llm_pb2.EmbedRequest, context: CallContext) -> llm_pb2.EmbedResponse:
+        if not request.texts:
+            return llm_pb2.EmbedResponse()
+        _check_texts(request.texts)
+        if request.dimensions < 0:
+            raise InvalidArgument(f"`dimensions` is {request.dimensions}; it must be positive, or 0 for all")
+
+        def parse(response: dict[str, Any]) -> llm_pb2.EmbedResponse | None:
+            rows = [llm_pb2.Embedding(values=each["embedding"]) for each in response["data"]]
+            return llm_pb2.EmbedResponse(embeddings=rows) if len(rows) == len(request.texts) else None
+
+        body: dict[str, Any] = {"input": list(request.texts)}
+        body |= {"dimensions": request.dimensions} if request.dimensions else {}
+        body |= {"prompt_name": request.prompt_name} if request.prompt_name else {}
+        return await _ask(self._model, context, request.timeout, "/v1/embeddings", body, parse) or (
+            llm_pb2.EmbedResponse()
+        )
+
+    async def Rerank(self, request: llm_pb2.RerankRequest, context: CallContext) -> llm_pb2.RerankResponse:
+        if not request.texts:
+            return llm_pb2.RerankResponse()
+        if not request.query:
+            raise InvalidArgument("`query` is empty; give the text that the others are ranked for")
+        _check_texts(request.texts)
+
+        def parse(response: dict[str, Any]) -> llm_pb2.RerankResponse | None:
+            ranking = [
+                llm_pb2.RankedText(index=each["index"], score=each["relevance_score"]) for each in response["results"]
+            ]
+            whole = sorted(each.index for each in ranking) == list(range(len(request.texts)))
+            return llm_pb2.RerankResponse(ranking=ranking) if whole else None
+
+        body = {"query": request.query, "documents": list(request.texts)}
+        return await _ask(self._model, context, request.timeout, "/v2/rerank", body, parse) or (
+            llm_pb2.RerankResponse()
+        )
+
+
+def decision_body(request: llm_pb2.DecisionRequest) -> dict[str, Any]:
+    """Returns the body of /v1/decisions."""
+    body: dict[str, Any] = {"input": request.input, "questions": list(map(_question, request.questions))}
+    return body | ({"model": request.adapter_id} if request.adapter_id else {})
+
+
+def question(route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], T | None]) -> Question[T]:
+    """Returns the question that a model server's response to a body answers, unless it has another form."""
+
+    def parse_text(text: str) -> T | None:
+        try:
+            response = json.loads(text)
+            return parse(response) if isinstance(response, dict) else None
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            return None
+
+    return Question(json.dumps(body), parse_text, route)
+
+
+async def _ask(
+    model: ModelClient,
+    context: CallContext,
+    timeout_ms: int,
+    route: str,
+    body: dict[str, Any],
+    parse: Callable[[dict[str, Any]], T | None],
+) -> T | None:
+    deadline = model.deadline(context, timeout_ms)
+    ask = question(route, body, parse)
+    (answer,) = await model.answers(context, 1, lambda _: ask, model.generation(0), deadline)
+    return answer.value
+
+
+def _question(asked: llm_pb2.DecisionQuestion) -> dict[str, Any]:
+    def option(name: str, each: llm_pb2.DecisionOption) -> dict[str, str]:
+        return {name: each.label} | ({"description": each.description} if each.description else {})
+
+    if asked.choices:
+        kind: dict[str, Any] = {"type": "choice", "choices": [option("value", each) for each in asked.choices]}
+    elif asked.levels:
+        kind = {"type": "score", "levels": [option("label", each) for each in asked.levels]}
+    else:
+        kind = {"type": "predicate"}
+    return {"instructions": asked.instructions, **kind}
+
+
+def _answer(asked: llm_pb2.DecisionQuestion, answer: dict[str, Any]) -> llm_pb2.DecisionAnswer:
+    mass = answer.get("label_mass", 0.0)
+    if answer["type"] == "refusal":
+        return llm_pb2.DecisionAnswer(label_mass=mass)
+    if answer["type"] == "predicate":
+        return llm_pb2.DecisionAnswer(probabilities=[answer["probability"]], label_mass=mass)
+    options = asked.choices or asked.levels
+    probabilities = [each["probability"] for each in answer["probabilities"]]
+    best = max(range(len(options)), key=probabilities.__getitem__)
+    return llm_pb2.DecisionAnswer(
+        probabilities=probabilities,
+        label=options[best].label,
+        score=answer.get("score", 0.0),
+        confidence=answer["confidence"],
+        label_mass=mass,
+    )
+
+
+def _check_decision(request: llm_pb2.DecisionRequest) -> None:
+    """Raises InvalidArgument, which names the field."""
+    if not request.input:
+        raise InvalidArgument("`input` is empty; give the text that the questions are about")
+    if not 0 < len(request.questions) <= MOST_QUESTIONS:
+        raise InvalidArgument(f"`questions` has {len(request.questions)} entries; it must have 1 to {MOST_QUESTIONS}")
+    for number, asked in enumerate(request.questions):
+        place = f"questions[{number}]"
+        if not asked.instructions:
+            raise InvalidArgument(f"`{place}.instructions` is empty; give the question")
+        if asked.choices and asked.levels:
+            raise InvalidArgument(f"`{place}` has choices and levels; give one of them")
+        for name, options in (("choices", asked.choices), ("levels", asked.levels)):
+            if not options:
+                continue
+            if not 2 <= len(options) <= MOST_OPTIONS:
+                raise InvalidArgument(f"`{place}.{name}` has {len(options)} entries; give 2 to {MOST_OPTIONS}")
+            labels = {each.label for each in options}
+            if len(labels) < len(options) or "" in labels:
+                raise InvalidArgument(f"`{place}.{name}` has two options with the same label, or an empty one")
+
+
+def _check_texts(texts: Any) -> None:
+    if len(texts) > MOST_TEXTS:
+        raise InvalidArgument(f"`texts` has {len(texts)} entries; it must have at most {MOST_TEXTS}")
+    if "" in texts:
+        raise InvalidArgument("`texts` has an empty text; leave it out")
