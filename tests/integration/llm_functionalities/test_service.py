@@ -238,6 +238,8 @@ def test_health_and_reflection() -> None:
         names = {entry.name for entry in answer.list_services_response.service}
         assert {name for name in names if name.startswith("LLM")} == {
             "LLMRunner",
+            "LLMDecisions",
+            "LLMEmbeddings",
             "LLMChitChat",
             "LLMSummaryGeneration",
             "LLMDescriptionGeneration",
