@@ -1,7 +1,9 @@
 """The page at `/`, in headless Chromium."""
 
+import ast
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +71,48 @@ def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> N
     assert len(titles) > 1
     assert all(title.endswith("%") for title in titles)
     assert page.inner_text("#total").endswith("s")
+
+
+def test_a_conversation_has_turns_a_system_message_and_code(page) -> None:
+    sent = []
+    page.on("request", lambda request: request.method == "POST" and sent.append(request.post_data_json))
+    page.fill("#max-new-tokens", "6")
+    page.click("#system-field summary")
+    page.fill("#system", "Be brief.")
+    page.fill("#stop-sequence", "###")
+    page.click("#generate")
+    first = answered(page)
+    page.fill("#prompt", "And a duck's?")
+    page.click("#generate")
+    answered(page)
+    roles = ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in sent[1]["messages"]] == roles
+    assert sent[1]["messages"][2]["content"] == first
+    assert sent[1]["stop"] == ["###"]
+    assert page.locator("#turns li").count() == 2
+    page.click("#code summary")
+    curl = page.inner_text("#snippet")
+    assert curl.startswith(f"curl {page.url.rstrip('/')}/v1/chat/completions")
+    command = shlex.split(curl.replace("\\\n", " "))
+    assert json.loads(command[-1])["messages"][-1]["content"] == "And a duck's?"
+    for language in ("Python", "gRPC"):
+        page.select_option("#language", language)
+        ast.parse(page.inner_text("#snippet"))
+    page.click("#forget")
+    assert page.locator("#turns li").count() == 0
+
+
+def test_keys_walk_along_the_probabilities(page) -> None:
+    page.fill("#max-new-tokens", "4")
+    page.click("#generate")
+    answered(page)
+    page.focus("#answer")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    second = page.locator("#answer .token").nth(1)
+    assert page.inner_text("#token-detail").endswith(second.get_attribute("title"))
+    page.locator("#answer .token").first.click()
+    assert "chosen" in page.locator("#answer .token").first.get_attribute("class")
 
 
 def test_without_drafts_nothing_is_said_of_them(page) -> None:

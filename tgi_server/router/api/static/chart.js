@@ -7,6 +7,7 @@ export class Chart {
   /** svg: where it is drawn. lines: how many. ceiling: the least value that fills its height. */
   constructor(svg, lines, ceiling) {
     this.ceiling = ceiling;
+    this.top = svg.parentElement.querySelector(".top");
     this.values = Array.from({ length: lines }, () => []);
     svg.setAttribute("viewBox", `0 0 ${SECONDS - 1} ${HEIGHT}`);
     svg.setAttribute("preserveAspectRatio", "none");
@@ -25,6 +26,7 @@ export class Chart {
       if (this.values[index].length > SECONDS) this.values[index].shift();
     });
     const top = Math.max(this.ceiling, ...this.values.flat());
+    this.top.textContent = `${Math.ceil(top).toLocaleString("en")} ${this.top.dataset.unit}`;
     this.values.forEach((series, index) => {
       const first = SECONDS - series.length;
       const points = series.map((value, place) => `${first + place},${HEIGHT - 2 - (value / top) * (HEIGHT - 6)}`);

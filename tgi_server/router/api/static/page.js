@@ -1,6 +1,7 @@
 // The page: what is served, a prompt to try it with, and how busy the server is.
 
 import { Chart } from "./chart.js";
+import { codeFor } from "./code.js";
 import { watchMetrics } from "./metrics.js";
 import { generate } from "./stream.js";
 
@@ -63,15 +64,22 @@ function showLoad() {
   });
 }
 
+// Earlier messages of the conversation, as the API has them, and the prompt and answer that are not among them yet.
+let turns = [];
+let latest = null;
+
 function wish() {
   const seed = element("seed").value;
   return {
     prompt: element("prompt").value,
     chat: element("mode").value === "chat",
+    system: element("system").value.trim(),
+    turns: [...turns, ...(latest ?? [])],
     maxNewTokens: Number(element("max-new-tokens").value),
     temperature: Number(element("temperature").value),
     topP: Number(element("top-p").value),
     seed: seed === "" ? undefined : Number(seed),
+    stop: element("stop-sequence").value,
     adapter: element("adapter").value,
     apiKey: element("api-key").value,
   };
@@ -91,6 +99,64 @@ function shaded(token) {
   return span;
 }
 
+function choose(token) {
+  if (!token) return;
+  element("answer").querySelector(".chosen")?.classList.remove("chosen");
+  token.classList.add("chosen");
+  const drafted = token.classList.contains("drafted") ? ", drafted" : "";
+  element("token-detail").textContent = `${JSON.stringify(token.textContent)}: ${token.title || "?"}${drafted}`;
+  token.scrollIntoView({ block: "nearest" });
+}
+
+function listenToTokens() {
+  const answer = element("answer");
+  answer.addEventListener("click", (event) => choose(event.target.closest(".token")));
+  answer.addEventListener("keydown", (event) => {
+    const steps = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" };
+    if (!steps[event.key]) return;
+    event.preventDefault();
+    const chosen = answer.querySelector(".chosen");
+    choose(chosen ? chosen[steps[event.key]] : answer.querySelector(".token"));
+  });
+}
+
+/** Moves the latest prompt and answer among the earlier turns of the conversation. */
+function foldLatest() {
+  for (const message of latest ?? []) {
+    const item = document.createElement("li");
+    item.className = message.role;
+    item.textContent = message.content;
+    element("turns").append(item);
+    turns.push(message);
+  }
+  latest = null;
+  element("forget").hidden = !turns.length;
+}
+
+function forget() {
+  turns = [];
+  latest = null;
+  element("turns").replaceChildren();
+  element("answer").replaceChildren();
+  element("forget").hidden = true;
+  showCode();
+}
+
+function showCode() {
+  const url = location.href.replace(/[?#].*$/, "").replace(/\/$/, "");
+  element("snippet").textContent = codeFor(wish(), element("language").value, url);
+}
+
+/** Copies the code; where the browser does not allow that, selects it. */
+async function copyCode() {
+  try {
+    await navigator.clipboard.writeText(element("snippet").textContent);
+    element("announcement").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(element("snippet"));
+  }
+}
+
 function showTimings(started, first, count) {
   const now = performance.now();
   element("first-token").textContent = `${number(first - started)} ms`;
@@ -101,41 +167,59 @@ function showTimings(started, first, count) {
 
 async function run(signal) {
   const answer = element("answer");
+  if (element("mode").value === "chat") foldLatest();
+  const request = wish();
   answer.replaceChildren();
   const started = performance.now();
   let first = 0;
   let count = 0;
-  for await (const token of generate(wish(), signal)) {
+  for await (const token of generate(request, signal)) {
     first ||= performance.now();
     count += 1;
     answer.append(shaded(token));
     showTimings(started, first, count);
   }
+  if (!request.chat) return;
+  latest = [{ role: "user", content: request.prompt }, { role: "assistant", content: answer.textContent }];
+  element("forget").hidden = false;
 }
 
 function showError(error) {
   if (error.name === "AbortError") return;
   if (error.status === 401) element("key-field").hidden = false;
-  const told = document.createElement("p");
-  told.className = "error";
-  told.textContent = error.message;
-  element("answer").append(told);
+  const text = error instanceof TypeError ? "The server does not answer: is it still running?" : error.message;
+  const paragraph = document.createElement("p");
+  paragraph.className = "error";
+  paragraph.setAttribute("role", "alert");
+  paragraph.textContent = text;
+  element("answer").append(paragraph);
 }
 
 function listen() {
   let running = null;
   element("stop").addEventListener("click", () => running?.abort());
+  element("forget").addEventListener("click", forget);
+  element("copy").addEventListener("click", copyCode);
+  element("language").addEventListener("change", showCode);
+  element("form").addEventListener("input", showCode);
   element("form").addEventListener("submit", async (event) => {
     event.preventDefault();
     running = new AbortController();
     element("generate").disabled = true;
     element("stop").disabled = false;
+    element("answer").setAttribute("aria-busy", "true");
+    element("announcement").textContent = "";
     await run(running.signal).catch(showError);
+    element("answer").setAttribute("aria-busy", "false");
+    element("announcement").textContent = "The answer is there.";
     element("generate").disabled = false;
     element("stop").disabled = true;
+    showCode();
   });
 }
 
 listen();
+listenToTokens();
 showLoad();
+showCode();
 showInfo().catch(() => {});

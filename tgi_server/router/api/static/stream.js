@@ -1,8 +1,8 @@
 // Generation, token by token, over the server's own API.
 
 /**
- * Yields {text, logprob, drafted} for each token. wish: {prompt, chat, adapter, maxNewTokens, temperature, topP, seed,
- * apiKey}.
+ * Yields {text, logprob, drafted} for each token. wish: {prompt, chat, system, turns, adapter, maxNewTokens, temperature,
+ * topP, seed, stop, apiKey}; system, turns (earlier messages) and stop may be missing.
  * Throws an Error whose message is the server's; its `status` is the HTTP status.
  */
 export async function* generate(wish, signal) {
@@ -13,7 +13,7 @@ export async function* generate(wish, signal) {
       "Content-Type": "application/json",
       ...(wish.apiKey && { Authorization: `Bearer ${wish.apiKey}` }),
     },
-    body: JSON.stringify(wish.chat ? chatRequest(wish) : plainRequest(wish)),
+    body: JSON.stringify(requestBody(wish)),
   });
   if (!response.ok) throw await failure(response);
   for await (const data of events(response.body)) {
@@ -24,24 +24,33 @@ export async function* generate(wish, signal) {
   }
 }
 
+/** The body of the request; a chat's has `stream` and `logprobs`, which code for programs may leave out. */
+export function requestBody(wish) {
+  return wish.chat ? { ...chatRequest(wish), stream: true, logprobs: true } : plainRequest(wish);
+}
+
 function plainRequest(wish) {
   const parameters = { max_new_tokens: wish.maxNewTokens, seed: wish.seed };
+  if (wish.stop) parameters.stop = [wish.stop];
   if (wish.adapter) parameters.adapter_id = wish.adapter;
   if (wish.temperature > 0) Object.assign(parameters, { do_sample: true, temperature: wish.temperature });
   if (wish.temperature > 0 && wish.topP < 1) parameters.top_p = wish.topP;
   return { inputs: wish.prompt, parameters };
 }
 
-function chatRequest(wish) {
+export function chatRequest(wish) {
   return {
     model: wish.adapter || "tgi",
-    messages: [{ role: "user", content: wish.prompt }],
+    messages: [
+      ...(wish.system ? [{ role: "system", content: wish.system }] : []),
+      ...(wish.turns ?? []),
+      { role: "user", content: wish.prompt },
+    ],
     max_tokens: wish.maxNewTokens,
     temperature: wish.temperature,
     ...(wish.topP < 1 && { top_p: wish.topP }),
     seed: wish.seed,
-    stream: true,
-    logprobs: true,
+    ...(wish.stop && { stop: [wish.stop] }),
   };
 }
 
@@ -58,6 +67,13 @@ function* chatTokens(event) {
   if (text || logprob !== null) yield { text, logprob, drafted };
 }
 
+const ADVICE = {
+  401: "Enter a key of this server in the field API key, and try again.",
+  413: "Shorten the prompt, or ask for fewer new tokens.",
+  429: "The server is busy: try again in a moment.",
+  503: "The server is loading or stopping: try again in a moment.",
+};
+
 async function failure(response) {
   let message = `${response.status} ${response.statusText}`;
   try {
@@ -66,7 +82,8 @@ async function failure(response) {
   } catch {
     // The status line has to do.
   }
-  return Object.assign(new Error(message), { status: response.status });
+  const advice = ADVICE[response.status];
+  return Object.assign(new Error(advice ? `${message}\n${advice}` : message), { status: response.status });
 }
 
 /** The data of server-sent events, as their lines come in. */
