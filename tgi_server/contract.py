@@ -22,6 +22,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
+    DEADLINE = "deadline"
 
 
 class GrammarKind(Enum):
@@ -234,6 +235,12 @@ class GenerationOptions:
         least=-1,
         most=_INT32,
         example=256,
+    )
+    on_timeout: str | None = _option(
+        None,
+        "At the deadline the request fails (`fail`; unset: this), its text ends as it is (`partial`), or its grammar "
+        "ends it whole just before (`complete`).",
+        example="complete",
     )
     priority: int = _option(
         0, "Requests with a lower number are served first, and preempt others.", least=-(2**31), most=_INT32, example=1

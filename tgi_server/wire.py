@@ -26,6 +26,7 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.EOS_TOKEN: pb.FINISH_REASON_EOS_TOKEN,
     FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_SEQUENCE,
+    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
 }
 _FINISH_REASONS_BACK = {message: reason for reason, message in _FINISH_REASONS.items()}
 # Messages and the contract have the same names for these.

@@ -13,10 +13,12 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_EOS_TOKEN: _ClassVar[FinishReason]
     FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
+    FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
 FINISH_REASON_NONE: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_EOS_TOKEN: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
+FINISH_REASON_DEADLINE: FinishReason
 
 class LauncherMessage(_message.Message):
     __slots__ = ("join", "start", "stop", "failed")
@@ -368,7 +370,7 @@ class CompileResponse(_message.Message):
     def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ..., unenforced: _Optional[_Iterable[str]] = ..., leniency: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "thought_budget", "scored_token_ids", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "thought_budget", "closing", "scored_token_ids", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +390,7 @@ class Request(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     THOUGHT_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
     SCORED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOP_N_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -407,6 +410,7 @@ class Request(_message.Message):
     grammar: Grammar
     adapter_id: str
     thought_budget: ThoughtBudget
+    closing: bool
     scored_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefill_top_n: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -414,7 +418,7 @@ class Request(_message.Message):
     copy: BlockCopy
     trace_context: _containers.ScalarMap[str, str]
     earlier_reply: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., thought_budget: _Optional[_Union[ThoughtBudget, _Mapping]] = ..., scored_token_ids: _Optional[_Iterable[int]] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., thought_budget: _Optional[_Union[ThoughtBudget, _Mapping]] = ..., closing: _Optional[bool] = ..., scored_token_ids: _Optional[_Iterable[int]] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")
@@ -443,26 +447,30 @@ class Grant(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode")
+    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode", "closing")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     decode: bool
-    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ...) -> None: ...
+    closing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ..., closing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_id", "grants")
+    __slots__ = ("batch_id", "grants", "closing")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
-    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+    closing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., closing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("generations", "timings", "drafted_tokens", "accepted_tokens")

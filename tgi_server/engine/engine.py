@@ -273,11 +273,13 @@ class Engine:
         grants: Sequence[tuple[int, list[int]]] = (),
         *,
         decode: bool = True,
+        closing: Sequence[int] = (),
     ) -> Step:
         """Starts a step, and returns it without waiting for its tokens.
 
         joining: sequences that join the batch. chunks: prompts to compute, (request id, tokens). grants: KV blocks for
         sequences that grow, (request id, blocks). decode: every sequence past its prompt advances by a token.
+        closing: requests whose grammars end their texts with few tokens from now on.
 
         Raises InvalidCall, and whatever the device raises. After an error the batch is gone.
         """
@@ -290,6 +292,8 @@ class Engine:
                 batch.join(sequence)
             for request_id, blocks in grants:
                 batch.grant(request_id, blocks)
+            for request_id in closing:
+                batch.close(request_id)
             prompts = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
             if decode:
                 prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
@@ -366,6 +370,8 @@ class Engine:
             sequence.constraint = LimitedThoughts(
                 sequence.thought_budget, spelling, grammar, self._eos, generated, ignore_eos=stopping.ignore_eos
             )
+        if sequence.closing and sequence.constraint is not None:
+            sequence.constraint.close()
 
     def _settle(self, batch: RunningBatch) -> None:
         """Waits for the tokens of all steps if drafts depend on them, or the next mask of a sequence with a grammar.

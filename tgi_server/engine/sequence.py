@@ -42,6 +42,7 @@ class RunningSequence:
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
     constraint: its grammar and the budget of its thoughts at work on its text; None without them, and once neither
     restricts anything any more.
+    closing: its grammar is to end the text with few tokens.
     ended: its last token is known; it may be in the batch for a step or two more.
     jumping: the known tokens that are left to compute are jump-forward tokens.
     prompt_report: the report on the prompt, until it has been handed out.
@@ -54,6 +55,7 @@ class RunningSequence:
     report: ReportParameters = field(default_factory=ReportParameters)
     grammar: Grammar | None = None
     thought_budget: ThoughtBudget | None = None
+    closing: bool = False
     generated_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0

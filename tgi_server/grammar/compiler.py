@@ -201,6 +201,7 @@ class GrammarCompiler:
             self.tokenizer.eos,
             max_new_tokens,
             ignore_eos=ignore_eos,
+            closing=self.tokenizer.closing,
             on_fault=partial(setattr, compiled, "spent", True),
         )
         constraint.replay(generated_ids)

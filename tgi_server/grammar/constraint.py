@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
 
+from tgi_server.grammar.closing import ClosingOrder, closing_tokens
 from tgi_server.grammar.errors import reason
 
 
@@ -51,12 +52,13 @@ class Constraint:
         max_new_tokens: int,
         *,
         ignore_eos: bool,
+        closing: ClosingOrder | None = None,
         on_fault: Callable[[], None] = lambda: None,
     ) -> None:
         """matcher: this sequence's own. hints: tokens by the marker that they stand for. eos: the first is preferred.
 
         max_new_tokens: the sequence ends after so many, hints included. ignore_eos: the text goes on for as long as the
-        grammar lets it. on_fault: called when the matcher has failed.
+        grammar lets it. closing: ranks tokens for `close`. on_fault: called when the matcher has failed.
         """
         self.error: str | None = None
         self.ended = False
@@ -67,6 +69,7 @@ class Constraint:
         self._hints = hints
         self._on_fault = on_fault
         self._left = max_new_tokens
+        self._closing = closing
         self._queue: deque[JumpForward] = deque()
         self._look_ahead()
 
@@ -99,6 +102,25 @@ class Constraint:
             if self._take(following):
                 advance.hidden.append(len(advance.jump_forward))
         return advance
+
+    def close(self) -> None:
+        """Has the text end with few tokens, so that it matches the grammar; does nothing if none are found.
+
+        They are jump-forward tokens. Later calls do nothing.
+        """
+        if self._closing is None or self.error is not None or self.ended or self._is_ending:
+            return
+        tokens = closing_tokens(self.matcher, self._closing, self._left - len(self._queue) - 1, self._hints)
+        if tokens is None:
+            return
+        self.matcher.consume_tokens(tokens)
+        for token in tokens:
+            self._append(token)
+        self._queue.append(JumpForward(self._first_eos))
+
+    @property
+    def _is_ending(self) -> bool:
+        return bool(self._queue) and self._queue[-1].token == self._first_eos
 
     def check(self) -> None:
         """Notes what went wrong while the mask was computed."""

@@ -34,6 +34,7 @@ class LimitedThoughts:
         """
         self.grammar = grammar
         self.done = False
+        self._is_closing = False
         self._budget = budget
         self._left = budget.tokens
         self._begin, self._end = budget.begin.encode(), budget.end.encode()
@@ -75,7 +76,16 @@ class LimitedThoughts:
         advance = Advance() if self.grammar is None else self.grammar.advance(token, room)
         for each in (token, *advance.jump_forward):
             self._take(each)
+        if self._is_closing and self.done and self.grammar is not None:
+            self.grammar.close()
         return advance
+
+    def close(self) -> None:
+        """Has the thought end now, and then the text, if it has a grammar."""
+        self._left, self._is_closing = 0, True
+        if self.done and self.grammar is not None:
+            self.grammar.close()
+        self._check_budget()
 
     @property
     def ended(self) -> bool:

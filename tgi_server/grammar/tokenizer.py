@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
+from tgi_server.grammar.closing import ClosingOrder
 from tgi_server.grammar.errors import InvalidGrammar
 
 # Different hints of one grammar.
@@ -42,7 +43,8 @@ def read_definition(model: Path) -> str:
 class GrammarTokenizer:
     """lookup: llguidance's form of it. eos: what may end a text that matches; the first is taken where it must end.
 
-    markers: ids past the vocabulary. In a grammar each is the place of a hint; the model never sees them.
+    closing: the tokens by how soon they end a text. markers: ids past the vocabulary. In a grammar each is the place of
+    a hint; the model never sees them.
 
     Special tokens are no text. All other tokens are, whatever they look like: many models write `<tool_call>` or `<b>`
     with tokens that were added to the tokenizer as ordinary ones. llguidance, which would take any added token in
@@ -70,6 +72,8 @@ class GrammarTokenizer:
         self._ordinary = {name: token for token, name in added.items() if token not in names}
         spelled = SpelledTokenizer(content, self.markers.stop, self.eos[0], names)
         self._spellings = spelled.tokens
+        ordinary = (b"" if text[:1] == _SPECIAL else text for text in spelled.tokens[:vocab_size])
+        self.closing = ClosingOrder(list(ordinary))
         self.lookup = LLTokenizer(TokenizerWrapper(spelled), n_vocab=self.markers.stop, eos_token=list(self.eos))
 
     @classmethod

@@ -186,6 +186,7 @@ _TOKEN_LISTS = tuple(row.option for row in rows(Dialect.TGI) if row.type == tupl
 # A text of more characters than this is no stop sequence.
 _LONGEST_STOP = 1_000
 _SEED_BITS = 64
+_ON_TIMEOUT = ("fail", "partial", "complete")
 _LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 _FLOAT32 = Struct("<f")
 # Options that only shape sampling, which each of them switches on in TGI's interface.
@@ -304,6 +305,8 @@ class OptionReader:
             raise _invalid(
                 name("min_tokens"), f"is {least}; it must be at most `{name('max_new_tokens')}`, which is {most}"
             )
+        if (action := values.get("on_timeout")) not in (None, *_ON_TIMEOUT):
+            raise _invalid(name("on_timeout"), f"is {action!r}; it must be {', '.join(_ON_TIMEOUT)}")
         if "stop" in values:
             self._check_texts(values["stop"], name("stop"), limits.max_stop_sequences)
         if (top := values.get("top_n_tokens", 0)) > limits.max_top_n_tokens:

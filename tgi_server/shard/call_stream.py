@@ -84,7 +84,10 @@ class CallStream:
     def _execute(self, call: pb.Call) -> Step | pb.Answer:
         kind = call.WhichOneof("call")
         if kind == "decode":
-            return self._engine.step(call.decode.batch_id, grants=conversion.grants(call.decode.grants))
+            decode = call.decode
+            return self._engine.step(
+                decode.batch_id, grants=conversion.grants(decode.grants), closing=list(decode.closing)
+            )
         if kind == "prefill":
             return self._prefill(call.prefill)
         if kind == "filter_batch":
@@ -105,6 +108,7 @@ class CallStream:
             chunks=[(chunk.request_id, chunk.tokens) for chunk in request.chunks],
             grants=conversion.grants(request.grants),
             decode=request.decode,
+            closing=list(request.closing),
         )
 
     async def _answer(self, started: Step | pb.Answer | Exception) -> pb.Answer:

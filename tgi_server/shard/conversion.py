@@ -65,6 +65,7 @@ def sequence(request: pb.Request) -> RunningSequence:
         thought_budget=(
             thought_budget_from_message(request.thought_budget) if request.HasField("thought_budget") else None
         ),
+        closing=request.closing,
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
         adapter_id=request.adapter_id,

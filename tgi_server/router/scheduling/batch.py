@@ -151,6 +151,10 @@ class Batch:
         full = {each.id: each for each in filling if each.first_step and each.full_step(size) == self.step}
         return [*self._short_of(0), *full.values()]
 
+    def closable(self) -> list[Sequence]:
+        """Returns the sequences whose grammars may have to end their texts soon."""
+        return [each for each in self._jumping.values() if each.closes and not each.closing]
+
     def jumping(self) -> list[Sequence]:
         """Returns the sequences that may soon have a use for a block more."""
         return self._short_of(_AHEAD)

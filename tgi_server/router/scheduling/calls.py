@@ -43,6 +43,7 @@ def complete_request(
     copy: BlockCopy | None,
     prefill_logprobs: bool,
     earlier_reply: Iterable[int],
+    closing: bool = False,
 ) -> None:
     """Adds what a request has, or has become, when it joins the shards' batch."""
     message.generated_ids[:] = generated_ids
@@ -50,6 +51,7 @@ def complete_request(
     message.cached_tokens = cached_tokens
     message.prefill_logprobs = prefill_logprobs
     message.earlier_reply[:] = earlier_reply
+    message.closing = closing
     message.ClearField("copy")
     if copy is not None:
         message.copy.CopyFrom(block_copy_to_message(copy))
@@ -62,10 +64,12 @@ def prefill_call(
     grants: Iterable[tuple[int, int]],
     *,
     decode: bool,
+    closing: Iterable[int] = (),
 ) -> pb.Call:
     """joining: messages and grammars, which may be long: there is a copy for each request only while it is sent.
 
     chunks: request ids and tokens to compute. grants: request ids and blocks.
+    closing: requests whose grammars are to end their texts.
     """
     messages = list(joining)
     call = pb.Call(
@@ -75,6 +79,7 @@ def prefill_call(
             chunks=[pb.Chunk(request_id=request_id, tokens=tokens) for request_id, tokens in chunks],
             grants=_grants(grants),
             decode=decode,
+            closing=closing,
         )
     )
     for request, (_, grammar) in zip(call.prefill.requests, messages, strict=True):
@@ -83,8 +88,8 @@ def prefill_call(
     return call
 
 
-def decode_call(batch_id: int, grants: Iterable[tuple[int, int]]) -> pb.Call:
-    return pb.Call(decode=pb.DecodeRequest(batch_id=batch_id, grants=_grants(grants)))
+def decode_call(batch_id: int, grants: Iterable[tuple[int, int]], closing: Iterable[int] = ()) -> pb.Call:
+    return pb.Call(decode=pb.DecodeRequest(batch_id=batch_id, grants=_grants(grants), closing=closing))
 
 
 def filter_call(batch_id: int, keep: Iterable[int]) -> pb.Call:

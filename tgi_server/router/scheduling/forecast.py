@@ -16,6 +16,8 @@ _RECENT_ANSWERS, _SHORT_SHARE = 64, 10
 _RECENT = 32
 # Estimates are right to a few percent. For one that cannot be relied on, seconds.
 _MARGIN, _MARGIN_S = 0.05, 0.02
+# Steps in which most texts can be ended, each with a token at the least; and the largest share of the time for them.
+_CLOSING_STEPS, _CLOSING_SHARE = 30, 0.25
 
 
 class Forecast:
@@ -56,7 +58,8 @@ class Forecast:
             return 0.0
         ahead = list(ahead)
         first_s = self._seconds_to_join(ahead, running) + self._prompt_s(sequence)
-        last_s = first_s + self._answer_s(sequence, crowded=len(running) + 1 >= self._limits.max_batch_size)
+        crowded = len(running) + 1 >= self._limits.max_batch_size
+        last_s = first_s if sequence.ends_early else first_s + self._answer_s(sequence, crowded=crowded)
         # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
         margin = -_MARGIN if ahead else _MARGIN
         return max(
@@ -73,8 +76,14 @@ class Forecast:
         if not isfinite(deadline) or not self._is_measured:
             return False
         steps = self._limits.max_waiting_tokens * self._step_s(self._limits.max_batch_size)
-        own = self._prompt_s(sequence) + self._answer_s(sequence, crowded=True)
+        own = self._prompt_s(sequence)
+        own += 0.0 if sequence.ends_early else self._answer_s(sequence, crowded=True)
         return now + steps + own + _MARGIN_S > deadline
+
+    def closing_s(self, given_s: float) -> float:
+        """Returns the seconds before its deadline at which a grammar begins to end a text. given_s: for all of it."""
+        step_s = fmean(self._steps) if self._steps else 0.0
+        return min(_CLOSING_STEPS * step_s, _CLOSING_SHARE * given_s)
 
     @property
     def _is_measured(self) -> bool:

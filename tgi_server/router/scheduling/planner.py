@@ -86,7 +86,7 @@ class StepPlan:
     decode: sequences past their prompt advance by a token. replies: how many of these there are, those that have ended
     unknown to the router included. grants: blocks that sequences get, by request id.
     chunks: prompt tokens to compute, by request id. joined: the sequences that leave the queue.
-    reason: the reason why they join running ones; None if none runs.
+    reason: the reason why they join running ones; None if none runs. closing: requests that are to end their texts.
     """
 
     batch_id: int
@@ -96,6 +96,7 @@ class StepPlan:
     chunks: list[tuple[int, int]] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
     reason: Reason | None = None
+    closing: list[int] = field(default_factory=list)
 
     @property
     def is_prefill(self) -> bool:
@@ -107,9 +108,11 @@ class StepPlan:
 
     def call(self) -> pb.Call:
         if not self.is_prefill:
-            return calls.decode_call(self.batch_id, self.grants)
+            return calls.decode_call(self.batch_id, self.grants, self.closing)
         joining = [(sequence.message, sequence.request.options.grammar) for sequence in self.joined]
-        return calls.prefill_call(self.batch_id, joining, self.chunks, self.grants, decode=self.decode)
+        return calls.prefill_call(
+            self.batch_id, joining, self.chunks, self.grants, decode=self.decode, closing=self.closing
+        )
 
 
 class StepPlanner:
@@ -129,8 +132,13 @@ class StepPlanner:
         adapters: Adapters,
         order: Order,
         is_pressing: Callable[[Sequence], bool],
+        has_to_close: Callable[[Sequence], bool],
     ) -> None:
-        """is_pressing: returns True for a waiting sequence that should join at once because of its deadline."""
+        """is_pressing: returns True for a waiting sequence that should join at once because of its deadline.
+
+        has_to_close: returns True for one that should end its text, because of its deadline.
+        """
+        self._has_to_close = has_to_close
         self._order = order
         self._is_pressing = is_pressing
         self._waiting = waiting
@@ -238,6 +246,7 @@ class StepPlanner:
         plan.replies = batch.replies if plan.decode else 0
         running = len(batch)
         self._grow(plan, (sequence for sequence in batch.jumping() if batch.memory.can_grow(1)))
+        plan.closing = [each.id for each in batch.closable() if self._has_to_close(each)]
         prefilling = batch.prefilling()
         budget = self._admit(plan, self._prefill_budget(plan.replies), self._overtaking())
         budget = self._prefill(plan, self._order.arrange(prefilling), budget)

@@ -16,7 +16,6 @@ from tgi_server.router.errors import (
     GenerationFailed,
     InvalidRequest,
     NoSuchAdapter,
-    RequestTimedOut,
     RouterError,
 )
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
@@ -120,6 +119,7 @@ class Scheduler:
             self._adapters,
             self._order,
             lambda sequence: self._forecast.is_pressing(sequence, clock()),
+            self._has_to_close,
         )
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
@@ -184,6 +184,14 @@ class Scheduler:
                 retry_after=max(1, ceil(late)),
             )
 
+    def _has_to_close(self, sequence: Sequence) -> bool:
+        """Returns True, once, for a sequence whose grammar has to end the text now to be in time."""
+        left = sequence.deadline - self._clock()
+        if left > self._forecast.closing_s(sequence.request.deadline - sequence.submitted_at):
+            return False
+        sequence.close()
+        return True
+
     def _refuse_hopeless(self) -> None:
         """Ends requests that waited longer than was estimated, and would miss their deadlines if they began now."""
         while (first := self.waiting.first()) is not None and not first.started and self._admission:
@@ -205,7 +213,7 @@ class Scheduler:
             return
         for sequence in [*self.waiting, *self.batch]:
             if sequence.deadline <= now:
-                self._end(sequence, RequestTimedOut(sequence.progress()))
+                self._end(sequence, sequence.time_up())
         self._alarm.reset(each.deadline for each in (*self.waiting, *self.batch))
         self._show_state()
 

@@ -5,10 +5,11 @@ import logging
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isfinite
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy, FinishReason
-from tgi_server.router.errors import GrammarFailed, InvalidRequest, RouterError
+from tgi_server.router.errors import GrammarFailed, InvalidRequest, RequestTimedOut, RouterError
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter
 from tgi_server.router.submission import ValidRequest
@@ -22,6 +23,9 @@ _CACHED_TOKENS_STEP = 128
 
 # No request is overtaken by one of its class that comes so much later, however soon that one's deadline is.
 _LONGEST_OVERTAKEN_S = 10.0
+
+# A text that ends before its deadline does so by these seconds, or this share of its time, so that it arrives.
+_LATEST_END_S, _LATEST_END_SHARE = 0.03, 0.05
 
 # The end of a request: the reason, or the error that it failed with.
 Outcome = FinishReason | RouterError
@@ -48,7 +52,7 @@ class Sequence:
     newest: tokens of its last generation, of which no step may have computed any.
     without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
     submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before
-        a higher one, and within it the earlier deadline.
+        a higher one, and within it the earlier deadline. closing: its grammar is ending the text.
     """
 
     request: ValidRequest
@@ -56,6 +60,7 @@ class Sequence:
     adapter: Adapter | None = None
     submitted_at: float = 0.0
     place: tuple[int, float, int] = field(init=False)
+    closing: bool = False
     message: pb.Request = field(init=False)
     size: int = field(init=False)
     tokens: "array[int]" = field(init=False)
@@ -103,8 +108,31 @@ class Sequence:
     @property
     def deadline(self) -> float:
         """The time after which its next token is of no use."""
-        request = self.request
-        return request.deadline if self.generated else min(request.deadline, request.first_token_by)
+        request, deadline = self.request, self.request.deadline
+        if self.ends_early and not self.closing:
+            deadline -= min(_LATEST_END_S, _LATEST_END_SHARE * (deadline - self.submitted_at))
+        return deadline if self.generated else min(deadline, request.first_token_by)
+
+    @property
+    def ends_early(self) -> bool:
+        """True if its text ends before the deadline as it is, or whole, and arrives in time."""
+        return self.request.options.on_timeout in ("partial", "complete") and isfinite(self.request.deadline)
+
+    @property
+    def closes(self) -> bool:
+        """True if its grammar is to end the text before the deadline."""
+        options = self.request.options
+        return options.on_timeout == "complete" and options.grammar is not None and isfinite(self.request.deadline)
+
+    def close(self) -> None:
+        """Notes that the shards have its grammar end the text."""
+        self.closing = True
+
+    def time_up(self) -> Outcome:
+        """Returns how the request ends at its deadline."""
+        if self.ends_early and self.generated:
+            return FinishReason.DEADLINE
+        return RequestTimedOut(self.progress())
 
     def progress(self) -> str:
         """Returns how far the request came in its time."""
@@ -178,6 +206,7 @@ class Sequence:
             copy=copy,
             prefill_logprobs=self.reports_prompt,
             earlier_reply=earlier_reply,
+            closing=self.closing,
         )
 
     def start(self) -> bool:
@@ -209,6 +238,8 @@ class Sequence:
             self.newest = len(generation.token_ids)
         if generation.error:
             return GrammarFailed(f"the grammar could not be followed: {generation.error}")
+        if self.closing and generation.finish_reason == pb.FINISH_REASON_EOS_TOKEN:
+            generation.finish_reason = pb.FINISH_REASON_DEADLINE
         if generation.hidden:
             _drop_hidden(generation)
         try:

@@ -146,9 +146,10 @@ class TokenStream(Generic[F]):
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
             stop_token = token_id in self._stop_ids and self._may_end
-            if stop_token or reason is FinishReason.EOS_TOKEN:  # no part of the text, nor of a stop sequence
+            end_token = reason in (FinishReason.EOS_TOKEN, FinishReason.DEADLINE)
+            if stop_token or end_token:  # no part of the text, nor of a stop sequence
                 text, visible, stopped = self._tokenizer.token_text(token_id), "", False
-                reason = FinishReason.EOS_TOKEN
+                reason = reason if end_token else FinishReason.EOS_TOKEN
             elif special:
                 text, visible, stopped = self._special(token_id)
             else:
@@ -161,7 +162,7 @@ class TokenStream(Generic[F]):
                 if not stopped:
                     incomplete = self._detokenizer.flush()
                     visible += self._rest(incomplete)
-                    text = text if special or reason is FinishReason.EOS_TOKEN else text + incomplete
+                    text = text if special or stop_token or end_token else text + incomplete
             logprob = generation.logprobs[position] if generation.logprobs else None
             top = generation.top_tokens[position] if generation.top_tokens else None
             self._output.token(self, token_id, text, visible, logprob, top)

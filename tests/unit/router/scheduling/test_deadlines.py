@@ -1,7 +1,10 @@
 import asyncio
 
+import pytest
+
 from tests.fakes.simulation import Simulation
 from tests.timing import eventually
+from tgi_server.contract import FinishReason, Grammar, GrammarKind
 from tgi_server.router.errors import RequestTimedOut
 from tgi_server.router.scheduling.deadlines import DeadlineAlarm
 
@@ -65,3 +68,33 @@ async def test_the_alarm_rings_at_the_soonest_deadline() -> None:
     await eventually(lambda: bool(rung))
     assert rung[0] >= soonest
     alarm.stop()
+
+
+def test_a_partial_text_ends_shortly_before_its_deadline() -> None:
+    simulation = Simulation(num_blocks=64, step_seconds=lambda replies, prompt_tokens: 0.01)
+    partial = simulation.submit([1, 2, 1], 200, deadline=0.5, on_timeout="partial")
+    simulation.run()
+    assert partial.reason is FinishReason.DEADLINE
+    assert 40 <= len(partial.tokens) <= 48
+    assert simulation.memory.held_tokens == 0
+
+
+def test_a_partial_text_without_a_token_is_none() -> None:
+    simulation = Simulation(max_batch_size=1, admission=False)
+    simulation.submit([1, 2, 1], 20)
+    simulation.turn()
+    waiting = simulation.submit([2, 2, 1], 20, deadline=5.5, on_timeout="partial")
+    simulation.run()
+    assert isinstance(waiting.error, RequestTimedOut)
+
+
+@pytest.mark.parametrize(("action", "closing"), [("complete", [1]), ("partial", []), (None, [])])
+def test_a_grammar_is_told_once_to_end_its_text(action: str | None, closing: list[int]) -> None:
+    simulation = Simulation(num_blocks=64, step_seconds=lambda replies, prompt_tokens: 0.01)
+    grammar = Grammar(GrammarKind.REGEX, "a*")
+    simulation.submit([1, 2, 1], 200, deadline=0.4, on_timeout=action, grammar=grammar)
+    simulation.run()
+    steps = simulation.steps()
+    assert [each for step in steps for each in step.closing] == closing
+    if closing:
+        assert next(index for index, step in enumerate(steps) if step.closing) / len(steps) > 0.5

@@ -111,11 +111,15 @@ class ChatAnswer:
         return others
 
     def _reason(self, reason: FinishReason | None) -> str | None:
-        """Returns OpenAI's finish reason: with calls, unless the answer was cut off, by its length or within a call."""
+        """Returns OpenAI's finish reason: with calls, unless the answer was cut off.
+
+        Its length or its deadline cut it off, or it ended within a call.
+        """
         if reason is None:
             return None
         called = self._reader is not None and self._reader.calls and not self._reader.in_arguments
-        return "tool_calls" if called and reason is not FinishReason.LENGTH else finish_reason(reason)
+        cut_off = reason in (FinishReason.LENGTH, FinishReason.DEADLINE)
+        return "tool_calls" if called and not cut_off else finish_reason(reason)
 
 
 class WholeChoice:

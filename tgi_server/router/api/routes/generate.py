@@ -150,7 +150,7 @@ def _told(stream: AnyStream, text: str, visible: str) -> str:
 
 def _ends_text(stream: AnyStream, visible: str) -> bool:
     """Returns True if the last token ends the text and is no part of it, which clients tell by its being special."""
-    return stream.finish_reason is FinishReason.EOS_TOKEN and not visible
+    return stream.finish_reason in (FinishReason.EOS_TOKEN, FinishReason.DEADLINE) and not visible
 
 
 def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> list[PrefillToken]:

@@ -42,6 +42,7 @@ from tgi_server.router.text.answer_reader import AnswerPart, Piece
 
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
+    FinishReason.DEADLINE: "max_tokens",
     FinishReason.EOS_TOKEN: "end_turn",
     FinishReason.STOP_SEQUENCE: "stop_sequence",
 }

@@ -20,6 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 _FINISH_REASONS = {
     FinishReason.LENGTH: "length",
+    FinishReason.DEADLINE: "length",
     FinishReason.EOS_TOKEN: "stop",
     FinishReason.STOP_SEQUENCE: "stop",
 }

@@ -1,0 +1,128 @@
+"""The end of a text that has to end soon: few tokens that make it match its grammar."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+Ranks = NDArray[np.int64]
+
+_CLOSERS, _COMMA, _QUOTE = b"}])", b",", b'"'
+# Tokens whose spelling tells nothing about how soon they end a text.
+_OTHERS = 8
+# So few tokens are all tried.
+_FEW = 12
+_NEVER = 2**40
+
+
+class ClosingOrder:
+    """Ranks a model's tokens by how soon they end a text, first of all one in JSON.
+
+    Where the grammar allows letters, as inside strings, a quotation mark comes first; elsewhere brackets that close.
+    """
+
+    def __init__(self, spellings: Sequence[bytes]) -> None:
+        """spellings: the bytes of each token."""
+        self._letters = [token for token, text in enumerate(spellings) if text in (b"a", b"z")]
+        lengths = np.fromiter((len(text) for text in spellings), np.int64)
+        within = np.fromiter((_rank_within(text) for text in spellings), np.int64)
+        outside = np.fromiter((_rank_outside(text) for text in spellings), np.int64)
+        self._others = (outside == _OTHERS) & (within == _OTHERS)
+        # Of the others, the longest or the shortest ones may lead to an end sooner.
+        self._orders = [
+            (_order(within, lengths, longest=longest), _order(outside, lengths, longest=longest))
+            for longest in (True, False)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def is_other(self, token: int) -> bool:
+        """Returns True for a token whose spelling tells nothing."""
+        return bool(self._others[token])
+
+    def best(self, allowed: NDArray[np.bool_], attempt: int) -> int:
+        """Returns the token to take. allowed: by token. attempt: one of as many orders as there are."""
+        within, outside = self._orders[attempt]
+        ranks = within if allowed[self._letters].any() else outside
+        return int(np.where(allowed[: len(ranks)], ranks, _NEVER).argmin())
+
+
+def closing_tokens(matcher: LLMatcher, order: ClosingOrder, most: int, markers: Collection[int]) -> list[int] | None:
+    """Returns tokens that end the text; None if at most `most` were not found to do so. The matcher stays as it is.
+
+    markers: tokens that the grammar may want in certain places, and the model never chooses.
+    """
+    found: list[int] | None = None
+    for attempt in range(len(order)):
+        limit = most if found is None else len(found) - 1
+        found = _follow(matcher.deep_copy(), order, attempt, limit, markers) or found
+    return found
+
+
+def _follow(
+    matcher: LLMatcher, order: ClosingOrder, attempt: int, most: int, markers: Collection[int]
+) -> list[int] | None:
+    taken: list[int] = []
+    while len(taken) <= most and not matcher.is_error():
+        if matcher.is_stopped() or matcher.is_accepting():
+            return taken
+        if following := matcher.compute_ff_tokens():
+            matcher.consume_tokens(following)
+        elif marker := next((each for each in markers if matcher.try_consume_tokens([each])), None):
+            following = [marker]
+        else:
+            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").view(
+                np.bool_
+            )
+            token = order.best(allowed, attempt)
+            if order.is_other(token) and allowed.sum() <= _FEW:
+                token = _shortest(matcher, allowed)
+            if not allowed[token] or not matcher.consume_token(token):
+                return None
+            following = [token]
+        taken += following
+    return None
+
+
+def _shortest(matcher: LLMatcher, allowed: NDArray[np.bool_]) -> int:
+    """Returns the token behind which least is forced, such as the shortest of the words to choose from."""
+
+    def forced(token: int) -> tuple[bool, int]:
+        if not matcher.consume_token(token):
+            return True, 0
+        length = 0 if matcher.is_accepting() else len(matcher.compute_ff_tokens())
+        matcher.rollback(1)
+        return False, length
+
+    return min(map(int, np.flatnonzero(allowed)), key=forced)
+
+
+def _order(ranks: Ranks, lengths: Ranks, *, longest: bool) -> Ranks:
+    """Returns ranks without equals by length: of tokens that close, the longest is first in any case."""
+    others = ranks == _OTHERS
+    preference = np.where(others & (not longest), lengths, 1000 - lengths)
+    return ranks * 10_000 + preference
+
+
+def _rank_within(text: bytes) -> int:
+    """Returns the rank of a token inside a string."""
+    if not text.startswith(_QUOTE):
+        return _OTHERS
+    return 0 if all(byte in _CLOSERS for byte in text[1:]) else 2
+
+
+def _rank_outside(text: bytes) -> int:
+    """Returns the rank of a token outside of strings."""
+    if text and all(byte in _CLOSERS for byte in text):
+        return 0
+    if text.startswith(_COMMA):
+        return 1
+    if text.startswith(_QUOTE):
+        return {2: 2, 1: 3}.get(text.count(_QUOTE), 7) if all(byte in _CLOSERS + _QUOTE for byte in text) else 7
+    if text in (b"0", b"1"):
+        return 4
+    if text in (b"null", b"true", b"false", b"[]", b"{}"):
+        return 5
+    return 6 if text.isdigit() else _OTHERS
