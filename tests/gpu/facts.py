@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor  # noqa: E402
 
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape  # noqa: E402
 from tgi_server.engine.backends.attention.cuda import CudaAttention  # noqa: E402
+from tgi_server.engine.backends.attention.flash import FlashAttention, fault_of  # noqa: E402
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight  # noqa: E402
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS  # noqa: E402
 from tgi_server.engine.kernels.triton import split_kv  # noqa: E402
@@ -41,6 +43,7 @@ BLOCK = 32
 SHORTER = 64 if DRY else 1
 HEAD_DIM = 128
 # Outputs and inputs of weights, and by how many rows they are multiplied.
+KINDS = ("int4", "fp8", "fp8 in blocks")
 WEIGHTS = ((64, 128),) if DRY else ((4096, 14336), (28672, 4096))
 ROWS = (1, 16) if DRY else (1, 16, 64, 256, 1024, 4096)
 STARTED = time.monotonic()
@@ -119,6 +122,17 @@ def prefill() -> None:
         attention(f"prompt 8B, {length} of {context}", 32, 8, [context // SHORTER], length // SHORTER)
 
 
+def prefill_by_the_library() -> None:
+    """Prompts by flash-attn-4, beside those above; and if it is right behind the ends of windows."""
+    shape = KVShape((8,), HEAD_DIM)
+    if DRY or not FlashAttention.supports(shape, DTYPE):
+        tell("flash-attn-4 is not installed, or not for this card")
+        return
+    tell("flash-attn-4", fault=fault_of(FlashAttention(shape, DEVICE, DTYPE), {128, 4096}))
+    for length, context in ((1024, 1024), (4096, 4096), (4096, 32768)):
+        attention(f"prompt 8B by flash-attn-4, {length} of {context}", 32, 8, [context], length, FlashAttention)
+
+
 def sampling(variant: str = "", numbers: tuple[int, ...] = (1, 2) if DRY else (1, 32, 256)) -> None:
     tokens = 3000 if DRY else 128256
     ways = {"temperature": (1.0, 0), "top_p": (0.9, 0), "top_k": (1.0, 50), "top_k and top_p": (0.9, 50)}
@@ -131,7 +145,8 @@ def sampling(variant: str = "", numbers: tuple[int, ...] = (1, 2) if DRY else (1
 
 
 def quantized() -> None:
-    for kind, kernel in (("int4", "triton"), ("int4", "humming"), ("fp8", "triton"), ("fp8", "scaled_mm")):
+    kernels = ("triton", "humming"), ("triton", "scaled_mm"), ("triton", "scaled_mm")
+    for kind, kernel in [(kind, each) for kind, own in zip(KINDS, kernels, strict=True) for each in own]:
         for outputs, inputs in WEIGHTS:
             try:
                 product(kind, kernel, outputs, inputs)
@@ -167,7 +182,11 @@ def product(
 @cache
 def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
     layer = QuantizedLinear(torch.nn.Linear(inputs, outputs, bias=False, device="meta"))
-    layer.fill(ROUNDINGS[kind][1](torch.randn(outputs, inputs) * 0.02))
+    weight = ROUNDINGS[kind.partition(" ")[0]][1](torch.randn(outputs, inputs) * 0.02)
+    if kind == "fp8 in blocks":
+        groups = torch.arange(inputs, device=weight.groups.device) // 128
+        weight = replace(weight, scales=weight.scales.repeat(1, inputs // 128), groups=groups)
+    layer.fill(weight)
     return layer.to(DEVICE).quantized()
 
 
@@ -178,9 +197,11 @@ def _tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Calla
     tell(f"{what}, {shape[0]}x{shape[1]}", rows=len(x), **speed, **more)
 
 
-def attention(what: str, heads: int, kv_heads: int, lengths: list[int], chunk: int = 0) -> None:
+def attention(
+    what: str, heads: int, kv_heads: int, lengths: list[int], chunk: int = 0, kind: type[CudaAttention] = CudaAttention
+) -> None:
     """Attends over sequences of these lengths in keys: all decode, or `chunk` tokens of the one's prompt."""
-    backend = CudaAttention(KVShape((kv_heads,), HEAD_DIM), DEVICE, DTYPE)
+    backend = kind(KVShape((kv_heads,), HEAD_DIM), DEVICE, DTYPE)
     backend.allocate(sum(-(-length // BLOCK) for length in lengths) + 1)
     for each in (*backend._keys, *backend._values):
         each.normal_()
@@ -237,7 +258,7 @@ def main() -> None:
     if DRY:
         split_kv.multiprocessors = lambda device: 4  # type: ignore[assignment]
     with torch.inference_mode():
-        for each in (card, cublas, decode, prefill, sampling, quantized, grouped_mm):
+        for each in (card, cublas, decode, prefill, prefill_by_the_library, sampling, quantized, grouped_mm):
             part(each)
 
 

@@ -21,7 +21,7 @@ FAILED = 1
 SHORTEST = 5.0
 # Lines of each job's output that are printed; all of them are in $OUT/log.txt.
 LINES = 30
-ENGINE = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "psutil", "llguidance")
+ENGINE = ("torch", "transformers", "accelerate", "gguf", "safetensors", "tokenizers", "psutil", "llguidance")
 SHARD = (
     "grpc",
     "grpc_health",

@@ -220,10 +220,12 @@ def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype,
     shape = w4a16_gemm.ProductTile.of(rows, dtype.itemsize)
     types = dict.fromkeys(("x", "residual", "y", "weight"), f"*{NAMES[dtype]}")
     types |= dict.fromkeys(("scales", "zeros"), "*fp16")
-    types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "share", "x_stride", "places"), "i32")
+    types |= dict.fromkeys(
+        ("rows", "outputs", "inputs", "blocks", "share", "x_stride", "places", "first", "count"), "i32"
+    )
     types |= {"codebook": "*fp32", "bias": "*fp32", "groups": INTS}
     types["order"] = "*i64"
-    bits, sizes = w4a16_gemm.bits_of(kind), ("inputs", "outputs", "places")
+    bits, sizes = w4a16_gemm.bits_of(kind), ("inputs", "outputs", "places", "count")
     for block, absent in ((128 if bits == 4 else 64, ["zeros", "order", "bias", "residual"]), (64, []), (32, [])):
         constants: dict[str, Any] = dict.fromkeys([*absent, *(() if kind == "codebook" else ["codebook"])])
         constants |= {"kind": kind, "bits": bits, "block": block, "words": w4a16_gemm.WORDS, "relu": not absent}
@@ -269,7 +271,7 @@ def test_the_products_of_quantized_experts_fit(
     types = dict.fromkeys(("x", "bias", "y"), f"*{NAMES[dtype]}") | dict.fromkeys(("scales", "zeros"), "*fp16")
     types |= {"codebook": "*fp32", "order": "*i64", "shares": "*fp32"}
     types |= dict.fromkeys(("starts", "tile_ends", "input_groups"), INTS) | {"input_order": "*i64"}
-    types |= dict.fromkeys(("experts", "inputs", "outputs", "blocks", "of_token"), "i32")
+    types |= dict.fromkeys(("experts", "inputs", "outputs", "blocks", "of_token", "order_stride"), "i32")
     bits = w4a16_gemm.bits_of(kind)
     largest = 128 if bits == 4 else 64
     for block, absent in ((largest, ["zeros", "input_order", "bias"]), (64, []), (32, ["shares"])):

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from tests.gpu_without.check_kernels import ERROR, products_of_bfloat16  # noqa: F401
 from tests.tiny_models import build
+from tests.unit.engine.linear.test_quantized import random_weight
 from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
+from tgi_server.engine.kernels.triton import grouped_gemm
 from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
 from tgi_server.engine.linear import grouped_experts
 from tgi_server.engine.linear.grouped_experts import GroupedExperts, GroupedQuantizedExperts, group_experts
@@ -84,6 +86,33 @@ def test_quantized_experts_stay_so(architecture: str, kind: str) -> None:
     tokens = torch.arange(3, 40).unsqueeze(0)
     wanted, actual = (each(input_ids=tokens).logits for each in (dense, model))
     torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["own orders", "one order"])
+@torch.inference_mode()
+def test_inputs_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert's inputs are grouped in an order of their own, as GPTQ does it; few rows, and so many that weights
+    are dequantized for some experts at a time.
+    """
+    monkeypatch.setattr(grouped_gemm, "_DEQUANTIZED_BYTES", 1)
+    model, _ = quantized("mixtral", "int4")
+    for module in [module for module in model.modules() if isinstance(module, Experts)]:
+        for number, own in enumerate((*module.gate_up, *([down] for down in module.down))):
+            seed = torch.Generator().manual_seed(0 if kind == "one order" else number)
+            inputs = own[0].in_features
+            groups = (torch.arange(inputs) // 32)[torch.randperm(inputs, generator=seed)]
+            for layer in own:
+                layer.fill(random_weight("int4", inputs, layer.out_features, groups))
+    layer = next(module for module in model.modules() if isinstance(module, Experts))
+    own = GroupedQuantizedExperts(layer, torch.float32)
+    assert own.gate_up.order is not None
+    assert own.gate_up.order.dim() == (1 if kind == "one order" else 2)
+    for tokens in (3, 300):
+        x, chosen = torch.randn(tokens, 64), torch.randint(4, (tokens, 2))
+        shares = torch.rand(tokens, 2)
+        torch.testing.assert_close(own(x, chosen, shares), layer(x, chosen, shares), rtol=1e-3, atol=1e-3)
+    assert group_experts(model, torch.float32) == []
+    assert not any(isinstance(module, Experts) for module in model.modules())
 
 
 def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,17 @@
 """The memory that the largest steps take, on GPUs of several sizes that only count it."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig
 
 from tests.gpu_without.fake_gpu import CONTEXT, FakeGpu
+from tests.unit.engine.linear.test_quantized import random_weight
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import RunningSequence
 from tgi_server.engine.engine import MOST_DEMANDING
+from tgi_server.engine.linear.triton_quantized import TritonLinear
 from tgi_server.engine.runners import prompt_graphs
 
 ROWS = 256
@@ -81,3 +87,50 @@ def test_layers_are_arranged_one_after_the_other(codes: str, monkeypatch: pytest
         engine = gpu.engine(model)
         assert (codes or "torch") in engine.info.linear_kernels
         assert gpu.peak < 1.25 * loaded
+
+
+# The published sizes of large mixtures; the kind and the group of their experts' weights; if their other linear layers
+# are quantized, too; how many GPUs of how many GB they are for; elements of a token's keys and values in a layer.
+# docs/gpu.md has what comes of it.
+MIXTURES = {
+    "gpt-oss-120b": (
+        GptOssConfig(num_hidden_layers=36, num_local_experts=128),
+        "codebook",
+        32,
+        False,
+        1,
+        80,
+        2 * 8 * 64,
+    ),
+    "Mixtral 8x7B AWQ": (MixtralConfig(vocab_size=32_000), "int4", 128, True, 1, 48, 2 * 8 * 128),
+    "DeepSeek-V3": (DeepseekV3Config(), "fp8", 128, True, 8, 141, 128 * (192 + 128)),
+}
+
+
+def bytes_of_a_weight(kind: str, group: int) -> float:
+    """Returns what the packed layout takes, with scales as precise as those of published checkpoints."""
+    weight = random_weight(kind, 1024, 256, torch.arange(1024) // group)
+    scales = {"codebook": weight.scales.log2().round().exp2(), "int4": weight.scales.half().float()}
+    layer = TritonLinear(replace(weight, scales=scales.get(kind, weight.scales)), None, None, torch.bfloat16)
+    parts = [part for part in (layer._codes, layer._scales, layer._zeros) if part is not None]
+    return sum(part.nbytes for part in parts) / (1024 * 256)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_large_mixtures_fit_on_their_gpus(name: str) -> None:
+    config, kind, group, all_linear, gpus, gigabytes, kv_elements = MIXTURES[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    packed, total = bytes_of_a_weight(kind, group), 0.0
+    for path, parameter in model.named_parameters():
+        expert = ".experts." in path and "bias" not in path
+        linear = parameter.dim() == 2 and not any(
+            part in path for part in ("embed", "lm_head", "gate.weight", "router")
+        )
+        total += parameter.numel() * (packed if expert or (linear and all_linear) else 2)
+    of_token = 2 * kv_elements * config.num_hidden_layers / gpus
+    # what is left of a GPU's nominal memory by its own bookkeeping and by CUDA; then as `cache_bytes` takes it
+    usable = 0.95 * (0.97 * (gigabytes << 30) - CONTEXT)
+    tokens = int((usable - total / gpus - (2 << 30)) / of_token)
+    print(f"{name}: {packed:.4f} bytes a weight, {total / 1e9:.1f} GB, {tokens} tokens")
+    assert tokens > 32_768

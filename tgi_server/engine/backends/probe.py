@@ -18,14 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
 
 from tgi_server.engine.backends.attention.base import (
     AttentionVariant,
@@ -52,10 +44,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FP8_TOLERANCE = 2e-2
 # Where rounding alone changes the logits by more than the tolerance, that is the tolerance, up to this.
 _MOST_NOISE = 0.3
-# Layers of `transformers`' cache, by what they have.
-_WITHOUT_KEYS = {LinearAttentionLayer, DummyLayer}
-_OF_ALL_TOKENS = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
-_WITH_WINDOW = {DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer}
+# Layers of `transformers`' cache, by what they have. Older versions lack some of them.
+_WITHOUT_KEYS = {"LinearAttentionLayer", "DummyLayer"}
+_OF_ALL_TOKENS = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
+_WITH_WINDOW = {"DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 class _Recorder(GatherAttention):
@@ -382,15 +374,15 @@ def _windows(model: PreTrainedModel) -> dict[int, tuple[int, int] | None]:
     return {
         index: _window(layer, chunked=index in chunked)
         for index, layer in layers.items()
-        if type(layer) not in _WITHOUT_KEYS
+        if type(layer).__name__ not in _WITHOUT_KEYS
     }
 
 
 def _window(layer: Any, *, chunked: bool) -> tuple[int, int] | None:
-    if type(layer) in _WITH_WINDOW:
+    if type(layer).__name__ in _WITH_WINDOW:
         size = int(layer.sliding_window)
         return (0, size) if chunked else (size, 0)
-    return (0, 0) if type(layer) in _OF_ALL_TOKENS else None
+    return (0, 0) if type(layer).__name__ in _OF_ALL_TOKENS else None
 
 
 def _shared(model: PreTrainedModel) -> dict[int, int]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import device_fault
@@ -18,8 +19,10 @@ logger = logging.getLogger(__name__)
 _GROUPED_MM = ((9, 0), (10, 0))
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
-# Tokens of the proof, one number for each shape of a program, as shares of the experts.
+# Tokens of the proof, one number for each shape of a program, as shares of the experts; and for quantized weights that
+# are dequantized before.
 _TOKENS = (0.5, 9, 33)
+_MANY_TOKENS = 65
 # Experts that are packed together.
 _PACKED_AT_ONCE = 16
 
@@ -38,7 +41,7 @@ def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None
         fallbacks += _replaced(model, Experts.fits, GroupedExperts, fault_of_any(fault, group))
     if quantized:
         kind = partial(GroupedQuantizedExperts, dtype=dtype)
-        fault = None if all(map(_joins, quantized)) else "those of a layer are quantized in groups of different inputs"
+        fault = None if all(map(_joins, quantized)) else "those of a layer are quantized in groups of different sizes"
         fault = fault or _fault_of(quantized[0], kind, dtype)
         del quantized  # which would keep the weights of all layers until the last one is packed
         fallbacks += _replaced(model, lambda module: isinstance(module, Experts), kind, fault_of_any(fault, group))
@@ -105,7 +108,7 @@ def _fault_of(experts: Any, kind: Callable[[Any], nn.Module], dtype: torch.dtype
     generator = torch.Generator(device).manual_seed(0)
     try:
         own = kind(experts)
-        for share in _TOKENS:
+        for share in (*_TOKENS, _MANY_TOKENS) if isinstance(experts, Experts) else _TOKENS:
             tokens = max(1, int(share * count))
             x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
             chosen = torch.randint(count, (tokens, 2), generator=generator, device=device)
@@ -129,10 +132,23 @@ def _facts(experts: Any) -> tuple[int, int, torch.device]:
 
 
 def _joins(experts: Experts) -> bool:
-    """Returns True if the weights of all of a layer's experts can stand in one weight."""
-    gate_up = [layer.quantized(0, 1) for layers in cast(Any, experts.gate_up) for layer in layers]
-    down = [layer.quantized(0, 1) for layer in cast(Any, experts.down)]
-    return all(weights[0].joins(each) for weights in (gate_up, down) for each in weights)
+    """Returns True if the weights of a layer's experts can stand in one weight, with an order of inputs for each.
+
+    Those of the layers with the same input have to have the same order.
+    """
+    for of_experts in (cast(Any, experts.gate_up), [[layer] for layer in cast(Any, experts.down)]):
+        weights = [[layer.quantized(0, 1) for layer in layers] for layers in of_experts]
+        if not all(own[0].joins(each) for own in weights for each in own):
+            return False
+        first, *others = (own[0].reordered(_order_of(own[0])) for own in weights)
+        if not all(first.joins(other) for other in others):
+            return False
+    return True
+
+
+def _order_of(weight: QuantizedWeight) -> Tensor:
+    """Returns the inputs, sorted by their groups: [inputs] int64."""
+    return weight.groups.argsort(stable=True)
 
 
 class GroupedQuantizedExperts(nn.Module):
@@ -150,12 +166,14 @@ class GroupedQuantizedExperts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Returns the same as `GroupedExperts.forward`."""
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups
+        from tgi_server.engine.kernels.triton.w4a16_gemm import DENSE_ROWS
 
         of_token = chosen.shape[1]
-        rows = RowGroups.of(chosen, self._experts, hidden.element_size(), quantized=True)
+        dense = chosen.numel() >= DENSE_ROWS * self._experts
+        rows = RowGroups.of(chosen, self._experts, hidden.element_size(), quantized=not dense)
         biases = [getattr(self, name) for name in _BIASES]
-        widened = self.gate_up(hidden, biases[0], rows, of_token)
-        outputs = self.down(self._gate(widened), biases[1], rows, shares=shares.flatten().float())
+        widened = self.gate_up(hidden, biases[0], rows, of_token, dense=dense)
+        outputs = self.down(self._gate(widened), biases[1], rows, shares=shares.flatten().float(), dense=dense)
         return outputs.view(len(hidden), of_token, -1).sum(1)
 
 
@@ -178,8 +196,13 @@ class _AllExperts(nn.Module):
 
         super().__init__()
         parts: list[Any] = []
+        orders = [_order_of(layers[0].quantized(0, 1)) for layers in experts]
+        alike = all(torch.equal(orders[0], order) for order in orders)
         for start in range(0, len(experts), _PACKED_AT_ONCE):
-            weights = [layer.quantized() for layers in experts[start : start + _PACKED_AT_ONCE] for layer in layers]
+            weights = []
+            for layers, order in list(zip(experts, orders, strict=True))[start : start + _PACKED_AT_ONCE]:
+                own = [layer.quantized() for layer in layers]
+                weights += own if alike else [weight.reordered(order) for weight in own]
             parts.append(TritonLinear(QuantizedWeight.joined(weights), None, None, dtype))
         self.kind, self.block = parts[0]._kind, parts[0].block
         zeros = None
@@ -193,21 +216,31 @@ class _AllExperts(nn.Module):
             "zeros": zeros,
             "codebook": parts[0]._codebook,
             "groups": parts[0]._groups,
-            "order": parts[0]._order,
+            "order": parts[0]._order if alike else _orders_of_places(torch.stack(orders), parts[0]),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
 
     def forward(
-        self, x: Tensor, bias: Tensor | None, rows: Any, of_token: int = 0, shares: Tensor | None = None
+        self, x: Tensor, bias: Tensor | None, rows: Any, of_token: int = 0, shares: Tensor | None = None, *, dense: bool
     ) -> Tensor:
-        """Returns what `multiply_groups` does."""
-        from tgi_server.engine.kernels.triton.grouped_gemm import multiply_quantized_groups
+        """Returns what `multiply_groups` does. dense: there are so many rows that weights are dequantized first."""
+        from tgi_server.engine.kernels.triton.grouped_gemm import multiply_dequantized_groups, multiply_quantized_groups
 
-        return multiply_quantized_groups(
+        return (multiply_dequantized_groups if dense else multiply_quantized_groups)(
             x, self.codes, self.scales, self.zeros, self.codebook, self.groups, self.order, bias, rows, of_token,
             shares, kind=self.kind, block=self.block,
         )  # fmt: skip
+
+
+def _orders_of_places(orders: Tensor, packed: Any) -> Tensor:
+    """Returns the input at each place of a packed weight, `inputs` for none: [experts, places].
+
+    orders: [experts, inputs], the inputs in the order in which they were packed.
+    """
+    places = packed.block * len(packed._groups)
+    padded = pad(orders, (0, max(1, places - orders.shape[1])), value=orders.shape[1])
+    return (padded[:, :places] if packed._order is None else padded[:, packed._order]).contiguous()
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

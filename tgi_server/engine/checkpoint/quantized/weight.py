@@ -123,6 +123,12 @@ class QuantizedWeight:
         codes = codes if self.codebook is None else paired(codes)
         return replace(self, codes=codes, groups=taken(self.groups, ranges, 0))
 
+    def reordered(self, order: Tensor) -> Self:
+        """Returns the weight of the same inputs in another order. order: [inputs] int64, the input at each place."""
+        codes = self.single_codes[:, order]
+        codes = codes.view(self.codes.dtype) if self.codebook is None else paired(codes)
+        return replace(self, codes=codes, groups=self.groups[order])
+
     def compact(self) -> Self:
         """Returns the same weight without groups that have no inputs."""
         used, groups = self.groups.unique(return_inverse=True)

@@ -7,7 +7,7 @@ an expert begin stands in tables on the device: the host never needs to know, an
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # (arguments of kernels are what Triton makes of them)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, block_sums
+from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, block_sums, dequantize
+
+# Bytes of dense weights that are made of quantized ones at a time; or those of one expert.
+_DEQUANTIZED_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +72,31 @@ class RowGroups:
         tile_ends = ((starts.diff() + tile.rows - 1) // tile.rows).cumsum(0, dtype=torch.int32)
         return cls(order, starts, tile_ends, tile, min(rows, rows // tile.rows + experts))
 
+    def of_experts(self, first: int, count: int) -> Self:
+        """Returns the rows of `count` experts from the first, at the places where they are."""
+        ends = self.tile_ends[first : first + count]
+        ends = ends - self.tile_ends[first - 1] if first else ends
+        return replace(self, starts=self.starts[first : first + count + 1], tile_ends=ends)
+
 
 def multiply_groups(
-    x: Tensor, weights: Tensor, bias: Tensor | None, groups: RowGroups, of_token: int = 0, shares: Tensor | None = None
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None,
+    groups: RowGroups,
+    of_token: int = 0,
+    shares: Tensor | None = None,
+    y: Tensor | None = None,
 ) -> Tensor:
     """Returns the products of rows by their experts' weights, [rows, outputs]; sums are in float32.
 
     x: [tokens, inputs] where `of_token` is the number of rows that a token has, otherwise [rows, inputs] in the groups'
     order. weights: [experts, outputs, inputs], with any strides. bias: [experts, outputs]. shares: float32 [rows],
     factors of the rows, whose products are then where the rows were before they were sorted; None: they stay sorted.
+    y: of the result's shape, to write it to.
     """
     experts, outputs, inputs = weights.shape
-    y = x.new_empty(len(groups.order), outputs)
+    y = x.new_empty(len(groups.order), outputs) if y is None else y
     tile = groups.tile
     _multiply_groups[triton.cdiv(outputs, tile.outputs), groups.most_tiles](
         x.contiguous(), weights, bias, groups.order, groups.starts, groups.tile_ends, shares, y,
@@ -111,7 +127,8 @@ def multiply_quantized_groups(
     """Returns what `multiply_groups` does, for weights of 4 or 8 bits.
 
     codes, scales, zeros, codebook, input_groups, input_order, kind, block: as `w4a16_gemm.multiply` takes them, of one
-    weight that has the outputs of all experts, one after the other.
+    weight that has the outputs of all experts, one after the other. input_order: [experts, places] where each expert
+    has its own.
     """
     experts, inputs, (blocks, all_outputs, _) = len(groups.tile_ends), x.shape[-1], codes.shape
     outputs = all_outputs // experts
@@ -120,13 +137,59 @@ def multiply_quantized_groups(
     _multiply_quantized_groups[triton.cdiv(outputs, tile.outputs), groups.most_tiles](
         x.contiguous(), codes, scales, zeros, codebook, input_groups, input_order, bias,
         groups.order, groups.starts, groups.tile_ends, shares, y,
-        experts, inputs, outputs, blocks, of_token,
+        experts, inputs, outputs, blocks, of_token, _stride_of_experts(input_order),
         kind=kind, bits=bits_of(kind), block=block, words=WORDS,
         whole=input_order is None and inputs == blocks * block, gathers=of_token > 0,
         all_experts=triton.next_power_of_2(experts), own_rows=tile.rows, own_outputs=tile.outputs,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
+
+
+def multiply_dequantized_groups(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    codebook: Tensor | None,
+    input_groups: Tensor,
+    input_order: Tensor | None,
+    bias: Tensor | None,
+    groups: RowGroups,
+    of_token: int = 0,
+    shares: Tensor | None = None,
+    *,
+    kind: str,
+    block: int,
+) -> Tensor:
+    """Returns what `multiply_quantized_groups` does, by the dense weights of some experts at a time: for many rows.
+
+    groups: for dense weights.
+    """
+    experts, inputs, (blocks, all_outputs, _) = len(groups.tile_ends), x.shape[-1], codes.shape
+    outputs, places = all_outputs // experts, blocks * block
+    y = x.new_empty(len(groups.order), outputs)
+    # the place of each input: places without an input come last in the order
+    place_of = None if input_order is None else input_order.expand(experts, -1).argsort(1)[:, None, :inputs]
+    at_once = max(1, _DEQUANTIZED_BYTES // (outputs * places * x.element_size()))
+    for first in range(0, experts, at_once):
+        count = min(at_once, experts - first)
+        of_some = {"first": first * outputs, "count": count * outputs}
+        flat = dequantize(
+            codes, scales, zeros, codebook, input_groups, kind=kind, block=block, dtype=x.dtype, **of_some
+        )
+        weights = flat.view(count, outputs, places)
+        if place_of is None:
+            weights = weights[..., :inputs]
+        else:
+            weights = weights.gather(2, place_of[first : first + count].expand(-1, outputs, -1))
+        own_bias = None if bias is None else bias[first : first + count]
+        multiply_groups(x, weights, own_bias, groups.of_experts(first, count), of_token, shares, y)
+    return y
+
+
+def _stride_of_experts(input_order: Tensor | None) -> int:
+    return 0 if input_order is None or input_order.dim() == 1 else input_order.stride(0)
 
 
 @triton.jit
@@ -158,7 +221,8 @@ def _store_rows(sums, bias, shares, y, expert, place, row, real_rows, output, ou
     tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["of_token"])
+# Parts of tables begin at any address.
+@triton.jit(do_not_specialize=["of_token", "starts", "tile_ends", "bias"])
 def _multiply_groups(
     x, weights, bias, order, starts, tile_ends, shares, y,
     experts, inputs, outputs, expert_stride, output_stride, input_stride, of_token,
@@ -187,10 +251,10 @@ def _multiply_groups(
     _store_rows(sums, bias, shares, y, expert, place, row, real_rows, output, outputs)
 
 
-@triton.jit(do_not_specialize=["of_token", "blocks"])
+@triton.jit(do_not_specialize=["of_token", "blocks", "order_stride"])
 def _multiply_quantized_groups(
     x, codes, scales, zeros, codebook, input_groups, input_order, bias, order, starts, tile_ends, shares, y,
-    experts, inputs, outputs, blocks, of_token,
+    experts, inputs, outputs, blocks, of_token, order_stride,
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr, whole: tl.constexpr,
     gathers: tl.constexpr, all_experts: tl.constexpr, own_rows: tl.constexpr, own_outputs: tl.constexpr,
 ):  # fmt: skip
@@ -200,8 +264,11 @@ def _multiply_quantized_groups(
     source = row // of_token if gathers else place.to(tl.int64)
     output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
     real_outputs = output < outputs
+    own_order = input_order
+    if input_order is not None:
+        own_order = input_order + expert.to(tl.int64) * order_stride
     sums = block_sums(
-        x + source[:, None] * inputs, codes, scales, zeros, codebook, input_groups, input_order,
+        x + source[:, None] * inputs, codes, scales, zeros, codebook, input_groups, own_order,
         expert * outputs + output, real_rows, real_outputs, experts * outputs, inputs, 0, blocks, blocks,
         kind, bits, block, words, own_rows, own_outputs, whole,
     )  # fmt: skip

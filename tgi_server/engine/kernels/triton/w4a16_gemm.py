@@ -25,7 +25,7 @@ from tgi_server.engine.kernels.triton.fp8 import E4M3_UNIT, decoded
 WORDS = 16
 _FEW_ROWS = 16
 # From so many rows on it pays to write a dense weight and read it again.
-_DENSE_ROWS = 129
+DENSE_ROWS = 129
 # Programs that a multiprocessor needs to load without a pause, and the fewest blocks of a part that repay its start.
 _PROGRAMS_PER_PROCESSOR = 8
 _FEWEST_BLOCKS = 8
@@ -74,7 +74,7 @@ def multiply(
     result's shape. block: inputs of one.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) >= _DENSE_ROWS:
+    if len(rows) >= DENSE_ROWS:
         weight = dequantize(codes, scales, zeros, codebook, groups, kind=kind, block=block, dtype=x.dtype)
         y = _multiply_dense(rows, weight, order, bias, residual, relu=relu)
         return y.view(*x.shape[:-1], len(weight))
@@ -111,12 +111,18 @@ def dequantize(
     kind: str,
     block: int,
     dtype: torch.dtype,
+    first: int = 0,
+    count: int | None = None,
 ) -> Tensor:
-    """Returns the dense weight, [outputs, places]; the arguments are those of `multiply`."""
+    """Returns the dense weight, [count, places], of `count` outputs from the first; None: of all.
+
+    The other arguments are those of `multiply`.
+    """
     blocks, outputs, _ = codes.shape
-    weight = torch.empty(outputs, blocks * block, dtype=dtype, device=codes.device)
-    _expand[blocks, triton.cdiv(outputs, _EXPANDED_OUTPUTS)](
-        codes, scales, zeros, codebook, groups, weight, outputs, blocks * block,
+    count = outputs if count is None else count
+    weight = torch.empty(count, blocks * block, dtype=dtype, device=codes.device)
+    _expand[blocks, triton.cdiv(count, _EXPANDED_OUTPUTS)](
+        codes, scales, zeros, codebook, groups, weight, outputs, blocks * block, first, count,
         kind=kind, bits=bits_of(kind), block=block, words=WORDS, own_outputs=_EXPANDED_OUTPUTS, num_warps=4,
     )  # fmt: skip
     return weight
@@ -234,19 +240,19 @@ def _finish(sums, bias, residual, y, output, target, real, relu: tl.constexpr):
     tl.store(y + target, sums.to(y.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _expand(
-    codes, scales, zeros, codebook, groups, weight, outputs, places,
+    codes, scales, zeros, codebook, groups, weight, outputs, places, first, count,
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr, own_outputs: tl.constexpr,
 ):  # fmt: skip
-    """Writes the dense numbers of a block's inputs and some outputs. places: inputs of all blocks."""
+    """Writes the dense numbers of a block's inputs and some of `count` outputs. places: inputs of all blocks."""
     index = tl.program_id(0)
-    output = tl.program_id(1) * own_outputs + tl.arange(0, own_outputs)
-    place, real = tl.arange(0, words), output < outputs
+    row = tl.program_id(1) * own_outputs + tl.arange(0, own_outputs)
+    place, real, output = tl.arange(0, words), row < count, first + row
     scale, zero = _scale(scales, zeros, tl.load(groups + index) * outputs + output, real, kind)
     own_codes = codes + (index * outputs + output).to(tl.int64)[:, None] * words
     read = tl.load(own_codes + place[None, :], mask=real[:, None], other=0)
-    target = weight + output.to(tl.int64)[:, None] * places + index * block + place[None, :]
+    target = weight + row.to(tl.int64)[:, None] * places + index * block + place[None, :]
     for number in tl.static_range(0, block // words):
         numbers = _numbers(read, number, codebook, kind, bits).to(tl.float32)
         if zeros is not None:
