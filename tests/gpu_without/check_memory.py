@@ -103,7 +103,7 @@ MIXTURES = {
         2 * 8 * 64,
     ),
     "Mixtral 8x7B AWQ": (MixtralConfig(vocab_size=32_000), "int4", 128, True, 1, 48, 2 * 8 * 128),
-    "DeepSeek-V3": (DeepseekV3Config(), "fp8", 128, True, 8, 141, 128 * (192 + 128)),
+    "DeepSeek-V3": (DeepseekV3Config(), "fp8", 128, True, 8, 141, 8 * (512 + 64)),
 }
 
 

@@ -59,7 +59,7 @@ class CudaAttention(GatherAttention):
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         from tgi_server.engine.kernels.triton.paged_attention import tokens_of_a_tile
 
-        heads, (_, _, kv_heads, head_dim) = query.shape[1], self._keys[layer].shape
+        heads, (_, _, kv_heads, head_dim) = query.shape[1], self._keys[variant.source(layer)].shape
         programs = len(query) * heads / 128 / multiprocessors(query.device)
         most = tokens_of_a_tile(heads // kv_heads, head_dim, query.element_size(), programs)
         output = query.new_empty(query.shape)

@@ -28,21 +28,22 @@ class FlashAttention(CudaAttention):
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
         major, _ = torch.cuda.get_device_capability()
-        size = shape.head_dim
         # beyond 128 elements, it takes 256 on all of these, and others on Hopper
-        fits = size % 8 == 0 and (size <= 128 or size == 256 or (major == 9 and size < 256))
+        sizes = shape.head_dims or (shape.head_dim,)
+        fits = all(size % 8 == 0 and (size <= 128 or size == 256 or (major == 9 and size < 256)) for size in sizes)
         return _is_installed() and major in _MAJORS and dtype in _TOLERANCE and fits and super().supports(shape, dtype)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        if not metadata.chunks or variant.alibi_slopes is not None or self.kv_format.fp8:
+        taken = variant.alibi_slopes is None and not variant.chunk and not self.kv_format.fp8
+        if not metadata.chunks or not taken:
             return super().attend(layer, query, metadata, variant)
         from flash_attn.cute import flash_attn_varlen_func
 
         used = metadata.made("tokens of prompts", lambda: _tokens_of_prompts(metadata)) if metadata.decoding else None
         result = flash_attn_varlen_func(
             query,
-            self._keys[layer],
-            self._values[layer],
+            self._keys[variant.source(layer)],
+            self._values[variant.source(layer)],
             cu_seqlens_q=metadata.query_starts,
             seqused_q=used,
             seqused_k=metadata.kv_lengths,
@@ -86,8 +87,8 @@ def fault_of(attention: FlashAttention, windows: Iterable[int]) -> str | None:
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
-    one_layer = type(attention)(KVShape(shape.heads[:1], shape.head_dim), device, dtype)
-    heads, size = 2 * shape.heads[0], one_layer.block_size
+    one_layer = type(attention)(KVShape((max(shape.heads),), shape.head_dim), device, dtype)
+    heads, size = 2 * max(shape.heads), one_layer.block_size
     try:
         for window in sorted({0, *windows}):
             length = (window or _WITHOUT_WINDOW) + _BEHIND
