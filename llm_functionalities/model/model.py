@@ -92,10 +92,12 @@ class Model:
         generation: GenerationParameters,
         deadline: Deadline,
         headers: Mapping[str, str],
+        *,
+        counted: bool = True,
     ) -> list[Answer[T]]:
         """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together.
 
-        A single question does not wait for those of batches.
+        A single question does not wait for those of batches. counted: missing answers count as empty responses.
         """
         if not count:
             return []
@@ -112,13 +114,13 @@ class Model:
             else:
                 self._pool.run(partial(job, 0))
         except NoThread as error:
-            return self._counted([Answer.without(error)] * count, headers)
+            return self._counted([Answer.without(error)] * count, headers, counted=counted)
         try:
             await pending.wait()
         finally:
             if drop_waiting is not None:
                 drop_waiting()
-        return self._counted(pending.answers, headers)
+        return self._counted(pending.answers, headers, counted=counted)
 
     async def stream(
         self, prompt: str, generation: GenerationParameters, deadline: Deadline, headers: Mapping[str, str]
@@ -208,10 +210,12 @@ class Model:
         finally:
             tell(None)
 
-    def _counted(self, answers: Sequence[Answer[T] | None], headers: Mapping[str, str]) -> list[Answer[T]]:
+    def _counted(
+        self, answers: Sequence[Answer[T] | None], headers: Mapping[str, str], *, counted: bool = True
+    ) -> list[Answer[T]]:
         whole = [TOO_LATE if answer is None else answer for answer in answers]
         for answer in whole:
-            if answer.reason is not None:
+            if counted and answer.reason is not None:
                 self._empty_responses.count(answer.reason, answer.message, headers.get(REQUEST_ID, ""))
         return whole
 

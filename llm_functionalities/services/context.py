@@ -2,10 +2,11 @@
 
 import json
 import re
+import time
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from re import _parser as regex_parser  # type: ignore[attr-defined]
 from typing import TypeVar
 
@@ -29,6 +30,9 @@ LONGEST_READ_REGEX = 2048
 
 # Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
+
+# Another server, which has decisions, may have come in the place of one that has none.
+TRY_DECISIONS_AGAIN_SECONDS = 300.0
 
 T = TypeVar("T")
 
@@ -66,6 +70,20 @@ class CallContext:
         self._rpc.set_trailing_metadata(tuple(metadata))
 
 
+@dataclass
+class DecisionSupport:
+    """Remembers that model servers have no decisions, for a while."""
+
+    _try_at: float = 0.0
+
+    @property
+    def worth_a_try(self) -> bool:
+        return time.monotonic() >= self._try_at
+
+    def missing(self) -> None:
+        self._try_at = time.monotonic() + TRY_DECISIONS_AGAIN_SECONDS
+
+
 @dataclass(frozen=True)
 class ModelClient:
     """Asks the model on behalf of calls, with defaults for what a request leaves open. Time-outs are in seconds."""
@@ -74,6 +92,7 @@ class ModelClient:
     default_timeout: float
     max_timeout: float
     max_tokens: int
+    decisions: DecisionSupport = field(default_factory=DecisionSupport)
 
     def deadline(self, context: CallContext, timeout_ms: int = 0) -> Deadline:
         """Returns the soonest of the request's deadline, the caller's gRPC deadline and the longest time allowed.

@@ -9,6 +9,7 @@ from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
+DECISIONS = "/v1/decisions"
 MOST_QUESTIONS = 400
 MOST_OPTIONS = 255
 MOST_TEXTS = 2048
@@ -30,9 +31,7 @@ class LLMDecisions(llm_pb2_grpc.LLMDecisionsServicer):
             return llm_pb2.DecisionResponse(answers=[_answer(*each) for each in answers])
 
         body = decision_body(request)
-        return await _ask(self._model, context, request.timeout, "/v1/decisions", body, parse) or (
-            llm_pb2.DecisionResponse()
-        )
+        return await _ask(self._model, context, request.timeout, DECISIONS, body, parse) or (llm_pb2.DecisionResponse())
 
 
 class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
@@ -85,7 +84,7 @@ def decision_body(request: llm_pb2.DecisionRequest) -> dict[str, Any]:
     return body | ({"model": request.adapter_id} if request.adapter_id else {})
 
 
-def question(route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], T | None]) -> Question[T]:
+def json_question(route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], T | None]) -> Question[T]:
     """Returns the question that a model server's response to a body answers, unless it has another form."""
 
     def parse_text(text: str) -> T | None:
@@ -107,7 +106,7 @@ async def _ask(
     parse: Callable[[dict[str, Any]], T | None],
 ) -> T | None:
     deadline = model.deadline(context, timeout_ms)
-    ask = question(route, body, parse)
+    ask = json_question(route, body, parse)
     (answer,) = await model.answers(context, 1, lambda _: ask, model.generation(0), deadline)
     return answer.value
 

@@ -50,6 +50,9 @@ class ModelServer:
         self.raw_status = "200 OK"
         # Of the responses of /generate.
         self.headers: dict[str, str] = {}
+        # The answer to each decision; None: it has none.
+        self.decision: dict[str, Any] | None = None
+        self.decisions_asked = 0
         self.requests: list[Request] = []
         self.health_checks = 0
         self.connections = 0
@@ -139,6 +142,13 @@ class ModelServer:
 
     def _answer(self, connection: socket.socket, request: Request) -> bool:
         """Returns True if the connection stays open."""
+        if request.path == "/v1/decisions" and self.raw is None:  # which not every server has
+            self.decisions_asked += 1
+            if self.decision is None:
+                _send(connection, b"{}", status="404 Not Found")
+            else:
+                _send(connection, json.dumps({"answers": [self.decision]}).encode())
+            return True
         if request.path == "/health":
             self.health_checks += 1
             fault = self.fault if self.sick else None

@@ -6,11 +6,15 @@ from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled
 from llm_functionalities.services.workflows.answers import first_object, speakable
-from llm_functionalities.services.workflows.workflow import Workflow
+from llm_functionalities.services.workflows.workflow import FirstChoice, Workflow
 from shared.stubs import llm_pb2
 
 # Assistants compare the decision with these names.
-INTENTS = ("recommend_new_search", "continue_current_task", "ask_clarifying_question")
+INTENTS = {
+    "recommend_new_search": "the user wants to do something else",
+    "continue_current_task": "what the user says belongs to the task",
+    "ask_clarifying_question": "it could be either",
+}
 
 LONGEST_REPLY = 200
 
@@ -24,17 +28,23 @@ INSTRUCTION = (
     "sentence that the assistant says next."
 )
 
-DECISION = Grammar(
-    json_schema={
-        "type": "object",
-        "properties": {
-            "intent": {"type": "string", "enum": list(INTENTS)},
-            "ai_response": {"type": "string", "maxLength": LONGEST_REPLY},
-        },
-        "required": ["intent", "ai_response"],
-        "additionalProperties": False,
-    }
-)
+
+def form(*intents: str) -> Grammar:
+    """Returns the form of an answer with one of these intents."""
+    return Grammar(
+        json_schema={
+            "type": "object",
+            "properties": {
+                "intent": {"type": "string", "enum": list(intents)},
+                "ai_response": {"type": "string", "maxLength": LONGEST_REPLY},
+            },
+            "required": ["intent", "ai_response"],
+            "additionalProperties": False,
+        }
+    )
+
+
+DECISION = form(*INTENTS)
 
 _DOMAINS = {llm_pb2.Session.COOKING: "cooking", llm_pb2.Session.DIY: "DIY"}
 _INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
@@ -42,19 +52,33 @@ _INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
 
 def prompt(request: llm_pb2.ExecutionSearchRequest) -> str | None:
     """Returns None when the user has said nothing."""
-    if is_blank(request.user_question) and is_blank(request.last_user_response):
+    return None if _says_nothing(request) else alpaca(INSTRUCTION, _situation(request))
+
+
+def choice(request: llm_pb2.ExecutionSearchRequest) -> llm_pb2.DecisionRequest | None:
+    """Returns the choice of the intent; None when the user has said nothing."""
+    if _says_nothing(request):
         return None
-    return alpaca(
-        INSTRUCTION,
-        labelled(
-            ("Domain", _DOMAINS.get(request.domain, "")),
-            ("Task", request.taskmap.title),
-            ("Description", request.taskmap.description),
-            ("Assistant", request.last_last_agent_response),
-            ("User", request.last_user_response),
-            ("Assistant", request.last_agent_response),
-            ("User", request.user_question),
-        ),
+    options = [llm_pb2.DecisionOption(label=label, description=meaning) for label, meaning in INTENTS.items()]
+    question = llm_pb2.DecisionQuestion(
+        instructions="What does the user want, who is in the middle of a task?", choices=options
+    )
+    return llm_pb2.DecisionRequest(input=_situation(request), questions=[question])
+
+
+def _says_nothing(request: llm_pb2.ExecutionSearchRequest) -> bool:
+    return is_blank(request.user_question) and is_blank(request.last_user_response)
+
+
+def _situation(request: llm_pb2.ExecutionSearchRequest) -> str:
+    return labelled(
+        ("Domain", _DOMAINS.get(request.domain, "")),
+        ("Task", request.taskmap.title),
+        ("Description", request.taskmap.description),
+        ("Assistant", request.last_last_agent_response),
+        ("User", request.last_user_response),
+        ("Assistant", request.last_agent_response),
+        ("User", request.user_question),
     )
 
 
@@ -65,7 +89,7 @@ def parse(text: str) -> llm_pb2.ExecutionSearchResponse | None:
         named = set(_INTENT.findall(text[:LONGEST_REPLY]))
         return llm_pb2.ExecutionSearchResponse(intent_classification=named.pop()) if len(named) == 1 else None
     intent, reply = found.get("intent"), found.get("ai_response")
-    if intent not in INTENTS:
+    if not isinstance(intent, str) or intent not in INTENTS:
         return None
     said = speakable(reply, sentences=2, characters=LONGEST_REPLY) if isinstance(reply, str) else ""
     return llm_pb2.ExecutionSearchResponse(intent_classification=intent, ai_response=said)
@@ -77,4 +101,5 @@ def generate_decision(request: llm_pb2.ExecutionSearchRequest) -> Workflow[llm_p
         lambda answers: answers[0].value or llm_pb2.ExecutionSearchResponse(),
         MAX_TOKENS,
         grammar=DECISION,
+        first=FirstChoice(lambda: choice(request), form),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from llm_functionalities.services.workflows import execution_search
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.model_server import ModelServer
 from tests.integration.llm_functionalities.contracts import messages
@@ -200,6 +201,47 @@ def test_decisions(channel: grpc.Channel, server: ModelServer) -> None:
     assert response.intent_classification == "recommend_new_search"
     assert response.ai_response == "Shall we look for pizza?"
     assert "Task: Pancakes" in server.requests[0].prompt
+
+
+def _decided(**changes: Any) -> dict[str, Any]:
+    sure = {"type": "choice", "choice": "continue_current_task", "confidence": 0.9, "label_mass": 0.9}
+    probabilities = [{"value": each, "probability": 1 / 3} for each in execution_search.INTENTS]
+    return sure | {"probabilities": probabilities} | changes
+
+
+@pytest.mark.parametrize(
+    ("decision", "intents"),
+    [
+        (_decided(), ["continue_current_task"]),
+        (_decided(confidence=0.2), list(execution_search.INTENTS)),
+        (_decided(label_mass=0.2), list(execution_search.INTENTS)),
+        ({"type": "refusal", "label_mass": 0.9}, list(execution_search.INTENTS)),
+    ],
+)
+def test_an_intent_that_the_model_is_sure_of_is_the_only_one_it_may_write(
+    decision: dict[str, Any], intents: list[str]
+) -> None:
+    request = llm_pb2.ExecutionSearchRequest(user_question="Next!", timeout=10_000)
+    with ModelServer() as server, running_service("--endpoint", server.url) as service, service.channel() as channel:
+        server.answer = json.dumps({"intent": "continue_current_task", "ai_response": "Whisk the eggs."})
+        server.decision = decision
+        response, call = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel).generate_decision.with_call(request)
+        assert response.intent_classification == "continue_current_task"
+        assert "empty-reason" not in dict(call.trailing_metadata())
+        (sent,) = server.requests
+        schema = sent.body["parameters"]["grammar"]["value"]
+        assert schema["properties"]["intent"]["enum"] == intents
+
+
+def test_a_server_without_decisions_is_not_asked_for_them_again() -> None:
+    request = llm_pb2.ExecutionSearchRequest(user_question="Next!", timeout=10_000)
+    with ModelServer() as server, running_service("--endpoint", server.url) as service, service.channel() as channel:
+        server.answer = json.dumps({"intent": "continue_current_task"})
+        stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+        assert {stub.generate_decision(request).intent_classification for _ in range(3)} == {"continue_current_task"}
+        assert server.decisions_asked == 1
+        stub.generate_decision(llm_pb2.ExecutionSearchRequest())
+        assert len(server.requests) == 3
 
 
 def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_parsed() -> None:
