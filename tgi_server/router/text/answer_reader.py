@@ -119,8 +119,9 @@ class AnswerReader:
                     return
                 self._may_think = False
                 if seen.startswith(begin):
-                    self._thinking, self._buffer = True, seen.removeprefix(begin).lstrip("\n")
+                    self._thinking, self._trim, self._buffer = True, True, seen.removeprefix(begin)
             if self._thinking and self._thoughts is not None:
+                self._drop_lines()
                 thought, end, rest = self._buffer.partition(self._thoughts.end)
                 held = 0 if end or last else beginning_held(thought, self._thoughts.end)
                 self._buffer = rest if end else thought[len(thought) - held :]
@@ -138,14 +139,18 @@ class AnswerReader:
             else:
                 break
         self._open()
+        self._drop_lines()
         rest, self._buffer = self._buffer, ""
-        if self._trim:  # the lines between thoughts and answer
-            rest = rest.lstrip("\n")
-            self._trim = not rest
         if self._calls is None:
             yield Piece(AnswerPart.TEXT, rest)
         else:
             yield from self._calls.read(rest, last=last)
+
+    def _drop_lines(self) -> None:
+        """Drops the line breaks at the beginning of thoughts, and between them and the answer."""
+        if self._trim:
+            self._buffer = self._buffer.lstrip("\n")
+            self._trim = not self._buffer
 
     def _open(self) -> None:
         """Drops what comes before a text that is the answer."""

@@ -16,7 +16,7 @@ from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.settings import ToolCallParser
 from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader
-from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.text.reasoning import REASONING_PARSERS, reasoning_tags
 from tgi_server.router.text.tagged_arguments import ArgumentTags
 from tgi_server.router.text.tool_formats import FORMAT_NAMES, NUMBER, ToolFormat, tool_format
 from tgi_server.router.text.tools import AnswerForm, ToolSpec, ToolUse
@@ -221,6 +221,20 @@ def test_the_parts_in_which_an_answer_comes_change_nothing(name: str, data: st.D
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     parts = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
     make = form.readers(MAY, None, thinking=False)
+    assert events(make, parts) == events(make, [text])
+
+
+@pytest.mark.parametrize("name", [name for name in REASONING_PARSERS if name not in ("auto", "none")])
+@given(st.data())
+def test_the_parts_in_which_thoughts_come_change_nothing(name: str, data: st.DataObject):
+    tags = reasoning_tags(name, "")
+    assert tags is not None
+    marks = [tags.begin, tags.end, *filter(None, (tags.opening, *tags.asides))]
+    pieces = st.sampled_from([*marks, *marks, "\n", "\n\n", "Hm.", " ", "<", tags.begin[:3]])
+    text = "".join(data.draw(st.lists(pieces, max_size=8)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    parts = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    make = AnswerForm(tool_format("hermes", ""), tags, {}).readers(ToolUse(), None, thinking=data.draw(st.booleans()))
     assert events(make, parts) == events(make, [text])
 
 
