@@ -16,7 +16,7 @@ WIDTH = 100
 _INDENT = " " * 6
 # Characters of a list of values that stand behind a flag; longer ones stand in the text.
 _LONGEST_VALUES = 80
-_REFUSED = "Not supported, unlike in TGI"
+_OTHER, _REFUSED = "Other", "Not supported, unlike in TGI"
 _TYPES = {bool: "", int: "NUMBER", float: "NUMBER", ByteSize: "SIZE", Path: "PATH"}
 
 
@@ -30,20 +30,31 @@ def help_text(settings: type[BaseSettings], program: str, groups: dict[str, str]
     lines = [f"usage: {' '.join([program, *positional])} [--FLAG VALUE ...]", ""]
     lines += textwrap.wrap(" ".join((settings.__doc__ or "").split()), WIDTH)
     lines += ["", "A flag may also be given as the environment variable in brackets; a flag wins over a variable."]
+    for title, entries in described(settings, groups, refused).items():
+        lines += ["", f"{title}:"]
+        for flags, variable, text in entries:
+            lines.append(f"  {flags}  [{variable}]")
+            lines += textwrap.wrap(
+                text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+            )
+        if title == _OTHER:
+            lines += ["  -h, --help", "  -V, --version"]
+    return "\n".join(lines) + "\n"
+
+
+def described(
+    settings: type[BaseSettings], groups: dict[str, str], refused: dict[str, str]
+) -> dict[str, list[tuple[str, str, str]]]:
+    """Returns the groups of settings: of each setting its flags and their value, its variable, and what it does."""
     shortcuts = dict(settings.model_config.get("cli_shortcuts") or {})
-    grouped: dict[str, list[str]] = {}
+    grouped: dict[str, list[tuple[str, str, str]]] = {}
     title = "Settings"
     for name, field in _own_first(settings):
         title = groups.get(name, title)
         entry = _entry(name, field, shortcuts.get(name.replace("_", "-")), refused.get(name))
-        grouped.setdefault(_REFUSED if name in refused else title, []).extend(entry)
-    refusals = grouped.pop(_REFUSED, None)
-    grouped["Other"] = [*grouped.pop("Other", ()), "  -h, --help", "  -V, --version"]
-    if refusals:
-        grouped[_REFUSED] = refusals
-    for title, entries in grouped.items():
-        lines += ["", f"{title}:", *entries]
-    return "\n".join(lines) + "\n"
+        grouped.setdefault(_REFUSED if name in refused else title, []).append(entry)
+    last = {title: grouped.pop(title) for title in (_OTHER, _REFUSED) if title in grouped}
+    return grouped | {_OTHER: []} | last
 
 
 def _own_first(settings: type[BaseSettings]) -> Iterator[tuple[str, FieldInfo]]:
@@ -53,7 +64,7 @@ def _own_first(settings: type[BaseSettings]) -> Iterator[tuple[str, FieldInfo]]:
         yield name, settings.model_fields[name]
 
 
-def _entry(name: str, field: FieldInfo, shortcut: Any, refusal: str | None) -> list[str]:
+def _entry(name: str, field: FieldInfo, shortcut: Any, refusal: str | None) -> tuple[str, str, str]:
     value = _values(field.annotation)
     aliases = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [name]
     flags = [f"--{str(alias).replace('_', '-')}" for alias in aliases]
@@ -70,11 +81,7 @@ def _entry(name: str, field: FieldInfo, shortcut: Any, refusal: str | None) -> l
         text += f" Default: {default}."
     if field.annotation is bool and field.default is True:
         text += f" --no-{name.replace('_', '-')} turns it off."
-    heading = f"  {', '.join(flags)}{f' {value}' if value else ''}  [{name.upper()}]"
-    return [
-        heading,
-        *textwrap.wrap(text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False),
-    ]
+    return f"{', '.join(flags)}{f' {value}' if value else ''}", name.upper(), text
 
 
 def _listed(shortcut: Any) -> list[str]:

@@ -89,6 +89,14 @@ class ServiceSettings(BaseSettings):
         return " ".join(f"{name}={value}" for name, value in values.items()) or "all have their defaults"
 
 
+def help_groups(settings: type[ServiceSettings]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the title of the group that begins with each of these settings, and the refused settings' reasons."""
+    groups: dict[str, str] = {}
+    for each in reversed(settings.__mro__):
+        groups.update(vars(each).get("help_groups", {}))
+    return groups, {name: mark.reason for name, mark in _marks(settings) if not mark.harmless}
+
+
 class _Parser(argparse.ArgumentParser):
     """Responds to a wrong flag with one line, and to `--help` with the settings in groups."""
 
@@ -99,11 +107,7 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         from shared.help import help_text  # only then
 
-        groups: dict[str, str] = {}
-        for each in reversed(self._settings.__mro__):
-            groups.update(vars(each).get("help_groups", {}))
-        refused = {name: mark.reason for name, mark in _marks(self._settings) if not mark.harmless}
-        return help_text(self._settings, self.prog, groups, refused)
+        return help_text(self._settings, self.prog, *help_groups(self._settings))
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]

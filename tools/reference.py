@@ -1,4 +1,4 @@
-"""Writes docs/reference/options.md from the table of generation options; `--check` compares only."""
+"""Writes docs/reference from the code: options.md, and flags.md; `--check` compares only."""
 
 import sys
 from collections.abc import Iterator
@@ -6,14 +6,20 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from llm_functionalities.settings import Settings as FrontSettings
+from shared.help import described
+from shared.settings import ServiceSettings, help_groups
+from tgi_server.benchmark.settings import BenchmarkSettings
+from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.options import Dialect, OptionRow, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
+from tgi_server.shard.settings import DownloadSettings, QuantizeSettings
 
-PAGE = Path(__file__).parents[1] / "docs/reference/options.md"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
 _BODIES: dict[Dialect, tuple[type[BaseModel], str]] = {
     Dialect.TGI: (GenerateParameters, "`parameters` of `/generate`, `/generate_stream` and `/`"),
@@ -33,8 +39,39 @@ have it. `null` means that an option is not set.
 """
 
 
-def page() -> str:
-    """Returns the page."""
+_PROGRAMS: dict[str, type[ServiceSettings]] = {
+    "text-generation-launcher": LauncherSettings,
+    "llm-functionalities": FrontSettings,
+    "text-generation-server download-weights": DownloadSettings,
+    "text-generation-server quantize": QuantizeSettings,
+    "text-generation-benchmark": BenchmarkSettings,
+}
+_FLAGS_HEAD = """# Flags and variables
+
+This page is generated (`make reference`) from the programs' settings; `--help` of each prints the same. A flag may also
+be given as the variable; a flag wins over a variable.
+"""
+
+
+def flags_page() -> str:
+    """Returns the page of all programs' settings."""
+    parts = [_FLAGS_HEAD]
+    for program, settings in _PROGRAMS.items():
+        parts.append(f"## {program}\n\n{' '.join((settings.__doc__ or '').split())}\n")
+        for title, entries in described(settings, *help_groups(settings)).items():
+            if entries:
+                lines = [f"### {title}\n", "| flag | variable | what it does |", "|---|---|---|"]
+                lines += [f"| `{_cell(flags)}` | `{variable}` | {_cell(text)} |" for flags, variable, text in entries]
+                parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def options_page() -> str:
+    """Returns the page of generation options."""
     found = {dialect: {row.option: row for row in rows(dialect)} for dialect in Dialect}
     options = dict.fromkeys(option for dialect in Dialect for option in found[dialect])
     lines = [
@@ -118,13 +155,13 @@ def _bound(value: float | None) -> str:
 
 
 def main() -> None:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            sys.exit(f"{PAGE} is not up to date; run `make reference`")
-        return
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(text)
+    for name, text in (("options.md", options_page()), ("flags.md", flags_page())):
+        page = FOLDER / name
+        if "--check" not in sys.argv[1:]:
+            FOLDER.mkdir(exist_ok=True)
+            page.write_text(text)
+        elif not page.exists() or page.read_text() != text:
+            sys.exit(f"{page} is not up to date; run `make reference`")
 
 
 if __name__ == "__main__":

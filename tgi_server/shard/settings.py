@@ -142,7 +142,8 @@ class CommandSettings(CheckpointSettings):
     help_groups: ClassVar[Mapping[str, str]] = {"model_id": "Model", "logger_level": "Logs and traces"}
 
     model_id: CliPositionalArg[str] = Field(
-        str(demo_model.PATH), description="a local folder or GGUF file, or an id of the hub"
+        str(demo_model.PATH),
+        description="a local folder or GGUF file, or an id of the hub; default: the bundled demo model",
     )
     logger_level: LogLevel = Field("INFO", description="lowest severity to log")
 
