@@ -57,8 +57,8 @@ OWN: dict[str, dict[str, Any]] = {
 }
 # They are taken together with others only, of which their programs' tests are.
 BESIDE_OTHERS = {
-    "adapter_root", "allow_adapter_updates", "api_key_file", "endpoint_ca", "fairness", "node_rank", "num_nodes", "output",
-    "local_world_size", "rank", "tls_cert", "tls_client_ca", "tls_key",
+    "adapter_root", "allow_adapter_updates", "api_key_file", "endpoint_ca", "fairness", "local_world_size", "node_rank",
+    "num_nodes", "output", "rank", "tls_cert", "tls_client_ca", "tls_key",
 }  # fmt: skip
 
 
