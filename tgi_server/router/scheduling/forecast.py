@@ -16,6 +16,8 @@ _RECENT_ANSWERS, _SHORT_SHARE = 64, 10
 _RECENT = 32
 # Estimates are right to a few percent. For one that cannot be relied on, seconds.
 _MARGIN, _MARGIN_S = 0.05, 0.02
+# Where requests are late nevertheless, the margin grows with each of them, and shrinks with each that is in time.
+_LARGEST_MARGIN, _MORE_MARGIN, _CALMER = 0.3, 0.02, 0.99
 # Steps in which most texts can be ended, each with a token at the least; and the largest share of the time for them.
 _CLOSING_STEPS, _CLOSING_SHARE = 30, 0.25
 
@@ -30,6 +32,7 @@ class Forecast:
         self._prompts = deque[tuple[int, int]](maxlen=_RECENT)  # tokens, and those of them that were computed
         self._lengths = deque[float](maxlen=_RECENT_ANSWERS)
         self._length = 0.0
+        self._margin = _MARGIN
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
@@ -43,8 +46,13 @@ class Forecast:
 
     def ended(self, sequence: Sequence) -> None:
         """Notes the length of an answer that ended as it should, as a share of what it might have been."""
+        self._margin = max(_MARGIN, _CALMER * self._margin)
         self._lengths.append(sequence.generated / sequence.most_generated)
         self._length = sorted(self._lengths)[len(self._lengths) // _SHORT_SHARE]
+
+    def missed(self) -> None:
+        """Notes that a request ran that was not in time: steps vary more than was allowed for."""
+        self._margin = min(_LARGEST_MARGIN, self._margin + _MORE_MARGIN)
 
     def seconds_too_late(
         self, sequence: Sequence, ahead: Iterable[Sequence], running: Collection[Sequence], now: float
@@ -61,7 +69,7 @@ class Forecast:
         crowded = len(running) + 1 >= self._limits.max_batch_size
         last_s = first_s if sequence.ends_early else first_s + self._answer_s(sequence, crowded=crowded)
         # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
-        margin = -_MARGIN if ahead else _MARGIN
+        margin = -self._margin if ahead else _MARGIN
         return max(
             _late(first_s, request.first_token_by - now, margin), _late(last_s, request.deadline - now, margin), 0.0
         )

@@ -213,6 +213,8 @@ class Scheduler:
             return
         for sequence in [*self.waiting, *self.batch]:
             if sequence.deadline <= now:
+                if sequence.started and not sequence.ends_early:
+                    self._forecast.missed()
                 self._end(sequence, sequence.time_up())
         self._alarm.reset(each.deadline for each in (*self.waiting, *self.batch))
         self._show_state()
