@@ -1,21 +1,28 @@
 """Runs batches of prompts of equal length through an engine, and says how long its steps take."""
 
+import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import synchronise
-from tgi_server.contract import StoppingParameters
+from benchmarks.schemas import LONG_TEXTS
+from benchmarks.workloads import adapter_name
+from tgi_server.contract import Grammar, GrammarKind, StoppingParameters
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.sequence import RunningSequence
 
 _PROFILED_STEPS = 8
+# What every sequence of a batch may have: an adapter, all the same one or 8 in turns, or a JSON grammar.
+EXTRAS = ("adapter", "adapters", "json")
+ADAPTERS = 8
 
 
 class Bench:
@@ -37,6 +44,11 @@ class Bench:
         engine.warm_up(max_batch_size, self._prefill_tokens, self._tokens)
         self._device = torch.device(engine.info.device_type)
 
+    def load_adapters(self, folder: Path) -> None:
+        """Loads ADAPTERS adapters as `benchmarks.synthetic` writes them."""
+        for name in map(adapter_name, range(ADAPTERS)):
+            self._engine.adapters.put(name, self._engine.adapters.fetch(name, folder / name))
+
     def prefill_seconds(self, batch: int, attempts: int) -> float:
         """Computes all prompts of a batch. Returns the median of some attempts, after one that is not counted."""
         times = []
@@ -48,18 +60,23 @@ class Bench:
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 
-    def decode_seconds(self, batch: int) -> float:
-        """Returns the time of a step in which every sequence gets a token, started before the last one's are read."""
-        driver = self._driver(batch)
+    def decode_seconds(
+        self, batch: int, extra: str | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> float:
+        """Returns the time of a step in which every sequence gets a token, started before the last one's are read.
+
+        extra: of EXTRAS; None: sequences have nothing.
+        """
+        driver = self._driver(batch, extra)
         _prefill(driver)
         times = []
         running = driver.start()
         for _ in range(self._steps):
-            started = time.perf_counter()
+            started = clock()
             following = driver.start()
             driver.take(running)
             running = following
-            times.append(time.perf_counter() - started)
+            times.append(clock() - started)
         driver.take(running)
         return statistics.median(times)
 
@@ -72,13 +89,20 @@ class Bench:
             for _ in range(_PROFILED_STEPS):
                 driver.step()
 
-    def _driver(self, batch: int) -> Driver:
+    def _driver(self, batch: int, extra: str | None = None) -> Driver:
         """Returns a driver with a batch of random prompts that join in its next steps."""
         driver = Driver(self._engine, max_prefill_tokens=self._prefill_tokens)
         stopping = StoppingParameters(self._tokens - self._context, ignore_eos=True)
         for index in range(batch):
             prompt = Random(index).choices(range(self._engine.info.vocab_size), k=self._context)
-            driver.add(RunningSequence(index, prompt, stopping))
+            sequence = RunningSequence(index, prompt, stopping)
+            if extra == "json":
+                sequence.grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(LONG_TEXTS))
+                assert self._engine.grammars is not None
+                self._engine.grammars.check(sequence.grammar)
+            elif extra is not None:
+                sequence.adapter_id = adapter_name(index % ADAPTERS if extra == "adapters" else 0)
+            driver.add(sequence)
         return driver
 
 

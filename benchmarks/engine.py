@@ -3,21 +3,26 @@
     python -m benchmarks.engine runs/synthetic/opt-125m
     python -m benchmarks.engine runs/synthetic/llama-360m --batch 8 --context 512 --profile
     python -m benchmarks.engine runs/synthetic/llama-360m --quantize int4 --linear-kernels w4a8
+    python -m benchmarks.engine runs/synthetic/opt-125m --extras adapter adapters json
     python -m benchmarks.engine llama-8b --batch 1 32 256 --context 1024 --prefill-tokens 8192      on a GPU
 
 MODEL is a folder, or the name of a synthetic model, whose weights are then made on the device. "floor" is the longer of
 reading weights and KV cache from memory and computing all products, both at the speed that this run measures first.
+With --extras, decoding steps are measured in which every sequence has an adapter (all the same one, or 8 in turns; they
+lie in MODEL-adapters) or a JSON grammar, in turns with steps without.
 """
 
 import argparse
+import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.bench import Bench
+from benchmarks.bench import EXTRAS, Bench
 from benchmarks.floor import Machine, ModelCost
 from benchmarks.machine import cost_of, measure_machine, read_config
 from benchmarks.report import finish, number, table, tell
@@ -29,6 +34,7 @@ from tgi_server.engine.errors import EngineError
 
 _ATTEMPTS = 3
 _COLUMNS = ("step", "batch", "tokens", "tokens/s", "engine, ms", "floor, ms", "x floor")
+_EXTRA_COLUMNS = ("every row has", "batch", "without, ms", "with, ms", "ratio", "range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,40 @@ def measure(bench: Bench, cost: ModelCost, machine: Machine, batch: int, context
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraMeasurement:
+    """A decoding step in which all rows have something, and one without: seconds of each, by round."""
+
+    extra: str
+    batch: int
+    without: list[float]
+    having: list[float]
+
+    def row(self) -> list[str]:
+        ratios = [one / other for one, other in zip(self.without, self.having, strict=True)]
+        times = (statistics.median(each) * 1e3 for each in (self.without, self.having))
+        middle, spread = number(statistics.median(ratios)), f"{number(min(ratios))}-{number(max(ratios))}"
+        return [self.extra, str(self.batch), *map(number, times), middle, spread]
+
+
+def measure_extras(bench: Bench, arguments: argparse.Namespace) -> list[ExtraMeasurement]:
+    """Measures steps without and with each of the extras, one after the other in every round."""
+    clock = time.process_time if arguments.processor_time else time.perf_counter
+    measured = []
+    for batch in arguments.batch:
+        tell(f"batch {batch}")
+        rounds = [
+            [bench.decode_seconds(batch, extra, clock) for extra in (None, *arguments.extras)]
+            for _ in range(arguments.rounds)
+        ]
+        without, *others = (list(times) for times in zip(*rounds, strict=True))
+        measured += [
+            ExtraMeasurement(extra, batch, without, having)
+            for extra, having in zip(arguments.extras, others, strict=True)
+        ]
+    return measured
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=f"a model folder, or one of {', '.join(MODELS)}")
@@ -67,6 +107,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--linear-kernels", metavar="NAMES", help="as the server's flag of this name")
     parser.add_argument("--device", type=torch.device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
+    parser.add_argument("--extras", nargs="+", choices=EXTRAS, help="measure decoding steps whose rows have these")
+    parser.add_argument("--rounds", type=positive, default=5, help="of --extras (default: %(default)s)")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="measure --extras by processor time, for a busy machine; use it with --threads 1",
+    )
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by torch.profiler")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     return parser.parse_args()
@@ -89,6 +136,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
     where = f"{engine.info.dtype} on {engine.info.device_type}, {torch.get_num_threads()} threads"
     print(f"{arguments.model}, prompts of {arguments.context} tokens, {where}; {machine.describe()}", flush=True)
     bench = Bench(engine, arguments.context, arguments.steps, max(arguments.batch), arguments.prefill_tokens)
+    settings = {"model": arguments.model, "context": arguments.context, "where": where}
+    if arguments.extras:
+        if {"adapter", "adapters"} & set(arguments.extras):
+            bench.load_adapters(folder.with_name(f"{folder.name}-adapters"))
+        extras = measure_extras(bench, arguments)
+        print(table(_EXTRA_COLUMNS, [each.row() for each in extras]))
+        return {**settings, "machine": machine, "extras": extras}
     measurements: list[Measurement] = []
     for batch in arguments.batch:
         tell(f"batch {batch}")
@@ -97,7 +151,6 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
             bench.profile(batch)
     measurements.sort(key=lambda measurement: measurement.step, reverse=True)
     print(table(_COLUMNS, [measurement.row() for measurement in measurements]))
-    settings = {"model": arguments.model, "context": arguments.context, "where": where}
     return {**settings, "machine": machine, "cost": cost, "steps": measurements}
 
 

@@ -26,6 +26,9 @@ KNOWN_KEYS = _object(
     }
 )
 
+# Texts that do not come to an end, in which the model chooses nearly every token.
+LONG_TEXTS: JsonSchema = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
+
 
 def large_schema(random: Random, members: int = 60) -> JsonSchema:
     """Makes an object with so many members, all of them required: texts, choices, numbers, dates, lists and objects.

@@ -63,7 +63,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
 class Steps:
     """Texts of 7, 20 and 40 tokens, each with four blocks, which a runner computes.
 
-    logits: of each step. likeliest: what the step has chosen, if it has.
+    logits: of each step. argmax_ids: what the step has chosen, if it has.
     """
 
     def __init__(self, architecture: str, kind: type[AttentionBackend]) -> None:
@@ -74,7 +74,7 @@ class Steps:
         self.runner = PagedRunner(paged_model, ReferenceBackend(model, config))
         self.runner.warm_up(ROWS, 64, 128, 512)
         self.logits: list[torch.Tensor] = []
-        self.likeliest: list[torch.Tensor | None] = []
+        self.argmax_ids: list[torch.Tensor | None] = []
         numbers = torch.Generator().manual_seed(1)
         texts = [torch.randint(3, 199, (length,), generator=numbers).tolist() for length in (7, 20, 40)]
         self._sequences = [
@@ -86,7 +86,7 @@ class Steps:
         """decoding: rows that decode. chunks: texts, and how many of their tokens are computed."""
         made = [PromptChunk.next_of(self._sequences[i], tokens) for i, tokens in chunks]
         self.logits.append(self.runner.forward(decoding, made).clone())
-        self.likeliest.append(None if self.runner.argmax_ids is None else self.runner.argmax_ids.clone())
+        self.argmax_ids.append(None if self.runner.argmax_ids is None else self.runner.argmax_ids.clone())
         self.runner.accept(0, torch.arange(5, 5 + decoding))
         for chunk in made:
             if chunk.completes:
@@ -115,7 +115,7 @@ def test_steps_are_what_they_are_without_graphs(architecture: str, capture: Capt
     for actual, wanted in zip(steps.logits, plain.logits, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
     chosen = [None, None, None, steps.logits[3].argmax(-1), None, steps.logits[5].argmax(-1)]
-    assert [each if each is None else each.tolist() for each in steps.likeliest] == [
+    assert [each if each is None else each.tolist() for each in steps.argmax_ids] == [
         each if each is None else each.tolist() for each in chosen
     ]
 

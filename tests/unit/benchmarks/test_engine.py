@@ -1,6 +1,7 @@
 """The engine's own benchmark, on a tiny model."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks import engine as command
-from benchmarks.bench import Bench
+from benchmarks.bench import ADAPTERS, EXTRAS, Bench
 from benchmarks.floor import Machine
 from benchmarks.machine import cost_of, read_config
-from benchmarks.synthetic import SyntheticModel
+from benchmarks.synthetic import SyntheticModel, write_adapters
 from tests.tiny_models import make
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.engine import Engine
@@ -66,3 +67,18 @@ def test_a_model_of_a_shape_is_made_on_the_device(
     command.main()
     assert [each["step"] for each in json.loads(output.read_text())["steps"]] == ["prefill", "decode"]
     assert "tiny, prompts of 8 tokens, float32 on" in capsys.readouterr().out
+
+
+def test_steps_whose_rows_have_adapters_or_grammars_are_measured_beside_plain_ones(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "tiny")
+    write_adapters(SyntheticModel(AutoConfig.from_pretrained(folder), ()), tmp_path / "tiny-adapters", ADAPTERS, rank=2)
+    monkeypatch.setattr(command, "measure_machine", lambda *_: MACHINE)
+    output = tmp_path / "steps.json"
+    flags = ["--batch", "2", "--context", "8", "--steps", "2", "--rounds", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["engine", str(folder), "--extras", *EXTRAS, *flags])
+    command.main()
+    measured = json.loads(output.read_text())["extras"]
+    assert [each["extra"] for each in measured] == list(EXTRAS)
+    assert all(each["without"][0] > 0 and each["having"][0] > 0 for each in measured)

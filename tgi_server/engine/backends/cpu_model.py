@@ -73,9 +73,9 @@ class CpuModel(PagedModel):
         mask = greedy.mask if greedy else None
         tables = self._tables(longest)
         with self._faults():
-            logits, likeliest, taps = self._kernel.decode(rows, *tables, adapted, greedy is not None, mask is None)
+            logits, argmax_ids, taps = self._kernel.decode(rows, *tables, adapted, greedy is not None, mask is None)
         adapters = self._rows_with_adapters[:rows] if adapted else None
-        return self._finished(logits, taps, adapters, greedy), likeliest
+        return self._finished(logits, taps, adapters, greedy), argmax_ids
 
     def forward(self, inputs: PassInput) -> Tensor:
         """Returns logits. It is fastest if the wanted tokens are each sequence's last ones, in order."""

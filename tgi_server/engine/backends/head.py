@@ -42,7 +42,7 @@ class PrefilteredHead(FloatLinear):
         if x.numel() > self._max_inputs:
             return self(x)
         bits, positions = (mask.bits, list(mask.positions)) if mask else (None, [])
-        y: Tensor = self._layer.screened(x, *self._prefilter, bits, positions)
+        y: Tensor = self._layer.argmax_logits(x, *self._prefilter, bits, positions)
         return y
 
     @property

@@ -25,7 +25,6 @@ __all__ = ["KernelTable", "LinearFactory", "PackedLinear", "linear_factory"]
 # In place of the names of kernels: trials at load decide.
 MEASURE = "measure"
 Linear = nn.Linear | QuantizedLinear
-QuantizedLayerMaker = Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from tgi_server.engine.checkpoint.quantized.formats.mxfp4 import CODEBOOK as MXF
 from tgi_server.engine.checkpoint.quantized.rounding import _FP4, _NF4
 from tgi_server.engine.checkpoint.quantized.weight import LINE, paired
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.choice import Weights, choose_kernels
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
 
@@ -73,6 +74,19 @@ def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs
             ):
                 torch.testing.assert_close(actual.double(), expected, **close, msg=lambda text, n=name: f"{n}: {text}")
         torch.testing.assert_close(layer.unpacked().weight, weight.dense(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_float32_the_chosen_kernels_are_as_exact_as_the_dequantized_weights(kind) -> None:
+    groups = torch.arange(384) // 128
+    weight, x = random_weight(kind, 384, 96, groups), torch.randn(40, 384)
+    assert weight.scales.dtype == torch.float32
+    assert not torch.equal(weight.scales, weight.scales.bfloat16().float()), "no 16 bits hold these"
+    table = choose_kernels(Weights.quantized(kind_of(weight), torch.float32))
+    exact, dense = linear(x.double(), weight.dense().double()), linear(x, weight.dense())
+    error, usual = ((y.double() - exact).norm() for y in (PackedQuantizedLinear(weight, None, table)(x), dense))
+    assert error <= 4 * usual
+    assert error <= 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

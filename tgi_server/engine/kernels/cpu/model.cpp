@@ -317,14 +317,14 @@ class CausalLM : public torch::CustomClassHolder {
  public:
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
   // models that learn it, [positions, hidden_size]. logits_divisor, logits_softcap: what is done with the head's outputs; 1
-  // and 0: nothing. screen: as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
+  // and 0: nothing. prefilter: as Linear::argmax_logits takes it, for at most so many rows; empty: all logits are computed.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, double embedding_scale, MaybeTensor position_embedding,
-           MaybeNorm norm, LinearPtr head, double logits_divisor, double logits_softcap, std::vector<at::Tensor> screen,
-           int64_t screened_rows)
+           MaybeNorm norm, LinearPtr head, double logits_divisor, double logits_softcap, std::vector<at::Tensor> prefilter,
+           int64_t prefilter_rows)
       : decoder_(std::move(decoder)), embedding_(std::move(embedding)), embedding_scale_(embedding_scale),
         position_embedding_(std::move(position_embedding)), norm_(std::move(norm)), head_(std::move(head)),
-        logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), screen_(std::move(screen)),
-        screened_rows_(screened_rows) {}
+        logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), prefilter_(std::move(prefilter)),
+        prefilter_rows_(prefilter_rows) {}
 
   // Takes the KV blocks of all layers, with what their numbers are multiplied by.
   void attach_cache(std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
@@ -352,7 +352,7 @@ class CausalLM : public torch::CustomClassHolder {
 
   // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
   // cos, sin: rotary tables, of each kind [positions, rotated]. adapted: a row has an adapter. greedy, head: as in forward.
-  // Returns what forward does, and in between, if greedy, the likeliest tokens, [rows] int64, which then are the rows' next
+  // Returns what forward does, and in between, if greedy, the argmax of each row, [rows] int64, which then are the rows' next
   // inputs, too.
   std::tuple<at::Tensor, MaybeTensor, std::vector<at::Tensor>> decode(int64_t rows, std::vector<at::Tensor> cos,
                                                                       std::vector<at::Tensor> sin, bool adapted,
@@ -365,9 +365,9 @@ class CausalLM : public torch::CustomClassHolder {
                                   std::move(cos), std::move(sin), {}, adapters, greedy, head);
     for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
     if (!greedy || !head) return {std::move(logits), {}, std::move(taps)};
-    const at::Tensor likeliest = argmax(logits, {}, {});
-    std::copy_n(likeliest.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
-    return {std::move(logits), likeliest, std::move(taps)};
+    const at::Tensor argmax_ids = argmax(logits, {}, {});
+    std::copy_n(argmax_ids.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
+    return {std::move(logits), argmax_ids, std::move(taps)};
   }
 
   // Any pass. tokens, positions: [tokens] int64. slots .. query_starts: as in paged_attention and write_kv. cos, sin: as in
@@ -404,10 +404,9 @@ class CausalLM : public torch::CustomClassHolder {
   at::Tensor logits(const at::Tensor& hidden, const MaybeTensor& adapters, bool greedy, const MaybeTensor& masks,
                     std::vector<int64_t> masked_rows) const {
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
-    if (greedy && !changed && !ranks_ && !screen_.empty() && hidden.size(0) <= screened_rows_ && logits_softcap_ == 0) {
-      at::Tensor largest = head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], masks,
-                                           std::move(masked_rows));
-      return divided(largest);
+    if (greedy && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ && logits_softcap_ == 0) {
+      return divided(head_->argmax_logits(hidden, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
+                                          masks, std::move(masked_rows)));
     }
     at::Tensor all = head_->adapted(hidden, adapters);
     if (ranks_) all = ranks_->all_gather(all).narrow(1, 0, vocab_size_).contiguous();
@@ -448,8 +447,8 @@ class CausalLM : public torch::CustomClassHolder {
   MaybeNorm norm_;
   LinearPtr head_;
   double logits_divisor_, logits_softcap_;
-  std::vector<at::Tensor> screen_;
-  int64_t screened_rows_;
+  std::vector<at::Tensor> prefilter_;
+  int64_t prefilter_rows_;
   RanksPtr ranks_;  // or none
   int64_t vocab_size_ = 0;
   std::vector<int64_t> tapped_;
@@ -482,7 +481,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
       .def("adapted", &Linear::adapted)
-      .def("screened", &Linear::screened);
+      .def("argmax_logits", &Linear::argmax_logits);
   library.class_<Ranks>("Ranks")
       .def(torch::init<at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>())
       .def_static("of_group", [](std::string group, int64_t rank, int64_t world_size) {

@@ -242,14 +242,14 @@ const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed) {
 
 }  // namespace
 
-// input: [..., inputs], at most MOST_ROWS rows; screened: as of linear_pack, of the layer's weights divided by scales, as
+// input: [..., inputs], at most MOST_ROWS rows; prefilter: as of linear_pack, of the layer's weights divided by scales, as
 // int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
-// PrefilterWeights; masks, masked_rows: as
-// in argmax. Returns [..., outputs]: the largest of each row, of those that
-// its mask allows, and some others, are what the layer gives; the rest are minus infinity.
-at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
-                            const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                            const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const {
+// PrefilterWeights; masks, masked_rows: as in argmax. Returns [..., outputs]: the candidates for the argmax of each row, of
+// the tokens that its mask allows, are what the layer gives; the rest are minus infinity.
+at::Tensor Linear::argmax_logits(const at::Tensor& input, const at::Tensor& prefilter, const at::Tensor& scales,
+                                 const at::Tensor& compensation, const at::Tensor& error_norm,
+                                 const at::Tensor& weight_norm, const std::optional<at::Tensor>& masks,
+                                 std::vector<int64_t> masked_rows) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
   TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be pre-filtered");
@@ -262,11 +262,11 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
     for_range(output.numel(), FILLED_AT_ONCE, [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, T(LOWEST)); });
   });
   if (rows == 0) return output;  // the pass is a part of a prompt, and no more
-  const PrefilterWeights weights{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
+  const PrefilterWeights weights{static_cast<const char*>(prefilter.const_data_ptr()), prefilter.size(1),
                       scales.const_data_ptr<float>(), compensation.const_data_ptr<int32_t>(),
                       error_norm.const_data_ptr<float>(), weight_norm.const_data_ptr<float>()};
-  const PrefilterKernel& prefilter = prefilter_for(rows, screened);
-  write_tiles(x, prefilter.candidates(x.view({rows, size}), outputs, weights, masks, masked_rows), output);
+  const PrefilterKernel& kernel = prefilter_for(rows, prefilter);
+  write_tiles(x, kernel.candidates(x.view({rows, size}), outputs, weights, masks, masked_rows), output);
   return output;
 }
 

@@ -84,9 +84,9 @@ struct Linear : torch::CustomClassHolder {
   void write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const;
 
   // See argmax_prefilter.cpp.
-  at::Tensor screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
-                      const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                      const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
+  at::Tensor argmax_logits(const at::Tensor& input, const at::Tensor& prefilter, const at::Tensor& scales,
+                           const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
+                           const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
 
  private:
   const LinearKernel& kernel_for(int64_t rows) const;

@@ -13,15 +13,17 @@
 
 namespace oatmill {
 
-// Some neighbouring outputs of a layer, and what an adapter adds to them: b^T times some of its ranks.
+// Some neighbouring outputs of a layer, and what an adapter adds to them: b^T times some of its ranks, with zeros up to an
+// even number of them.
 struct LoraPart {
   int64_t first, outputs, first_rank, ranks;
-  at::Tensor b;  // [ranks, outputs]
+  at::Tensor b;  // packed, see lora.cpp
 };
 
 // One adapter's delta of a layer: y = dora_scale * base(x) + b (a x) + bias_delta. The parts follow each other and are all outputs.
 struct LoraDelta {
-  at::Tensor a;  // [ranks, inputs], of all parts
+  at::Tensor a;  // of all parts, packed
+  int64_t inputs, ranks;
   std::vector<LoraPart> parts;
   std::optional<at::Tensor> dora_scale, bias_delta;  // [outputs] float32
 };
@@ -55,7 +57,7 @@ class Adapters : public torch::CustomClassHolder {
 
   // a: [ranks, inputs]. b: of each part [ranks, outputs], with the first of its outputs; it takes as many of the ranks
   // as it needs, in turn. Replaces the change that the adapter with that number had.
-  void put(int64_t number, at::Tensor a, std::vector<at::Tensor> b, std::vector<int64_t> firsts,
+  void put(int64_t number, const at::Tensor& a, std::vector<at::Tensor> b, std::vector<int64_t> firsts,
            std::optional<at::Tensor> dora_scale, std::optional<at::Tensor> bias_delta);
 
   void drop(int64_t number) { deltas_.erase(number); }
