@@ -76,6 +76,8 @@ _LATENT_EXPERTS: Settings = {"moe_intermediate_size": 48, "first_k_dense_replace
     "n_group": 1,
     "topk_group": 1,
 }
+# Of so many heads that no two tokens have the score 0, of which the reference takes now one, now the other.
+_INDEXED: Settings = {"index_topk": WINDOW, "index_n_heads": 16, "index_head_dim": 32}
 _OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
 _FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _T5: Settings = {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
@@ -114,6 +116,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "cohere_qk_norm": ("cohere", _GATED | {"use_qk_norm": True}),
     "deepseek_v2": ("deepseek_v2", _LATENTS | _LATENT_EXPERTS | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v3": ("deepseek_v3", _LATENTS | _LATENT_EXPERTS),
+    "deepseek_v32": ("deepseek_v32", _LATENTS | _LATENT_EXPERTS | _INDEXED),
     "falcon_7b": ("falcon", {"multi_query": True}),
     "falcon_11b": ("falcon", _FALCON_GROUPED | {"num_ln_in_parallel_attn": 1}),
     "falcon_40b": ("falcon", _FALCON_GROUPED),
@@ -147,6 +150,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     ),
     "glm": ("glm", _GATED | {"head_dim": 16}),
+    "glm_moe_dsa": ("glm_moe_dsa", _LATENTS | _LATENT_EXPERTS | _INDEXED | {"indexer_types": ["full", "shared"]}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENTS | _LATENT_EXPERTS),
     "glm4": ("glm4", _GATED | {"head_dim": 16}),
     "granite": (

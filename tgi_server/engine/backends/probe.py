@@ -46,7 +46,7 @@ _FP8_TOLERANCE = 2e-2
 _MOST_NOISE = 0.3
 # Layers of `transformers`' cache, by what they have. Older versions lack some of them.
 _WITHOUT_KEYS = {"LinearAttentionLayer", "DummyLayer"}
-_OF_ALL_TOKENS = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
+_OF_ALL_TOKENS = {"DynamicLayer", "DynamicIndexedLayer", "LinearAttentionAndFullAttentionLayer"}
 _WITH_WINDOW = {"DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 

@@ -17,7 +17,10 @@ ADAPTERS = 5
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _UNADAPTED = {
     **dict.fromkeys(("qwen3_next", "llama4_text"), _OF_EXPERTS | {"router"}),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _OF_EXPERTS | {"router", "kv_b_proj"}),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+        _OF_EXPERTS | {"router", "kv_b_proj"},
+    ),
     "minicpm3": {"kv_b_proj"},
     "youtu": {"kv_b_proj"},
     "gemma3n_text": {"0", "1", "2"},

@@ -16,7 +16,7 @@ from tgi_server.engine.driver import Driver
 from tgi_server.engine.speculation.costs import StepCosts
 
 SHARED = ["gemma3n_text", "gemma4_text", "gemma4_text_moe"]
-LATENTS = ["deepseek_v2", "deepseek_v3", "minicpm3"]
+LATENTS = ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minicpm3"]
 pytestmark = pytest.mark.slow
 
 

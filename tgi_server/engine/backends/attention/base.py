@@ -121,6 +121,21 @@ class Latents:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The index of sparse attention (DeepSeek-V3.2, 2025): queries attend to the tokens with the highest scores alone.
+
+    A token's key of the index is cached behind what its layer caches as a value; `layer` is the one that has it, which
+    may be an earlier one. query: [tokens, heads, size] of this pass. weights: [tokens, heads] float32, of the heads in
+    the sum of their scores. most: number of tokens that are attended to.
+    """
+
+    layer: int
+    query: Tensor
+    weights: Tensor
+    most: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
     """The differences of one layer's attention from plain causal attention.
@@ -133,6 +148,7 @@ class AttentionVariant:
     sinks: [heads] float32; a score for each head that belongs to no token but counts in the softmax (gpt-oss).
     keys_of: the earlier layer whose keys and values are attended to (Gemma 3n); None: the layer's own.
     latents: how keys and values are made of what is cached; None: they are cached.
+    selection: of the tokens attended to, where there are latents; None: all.
     """
 
     scaling: float
@@ -144,6 +160,7 @@ class AttentionVariant:
     sinks: Tensor | None = None
     keys_of: int | None = None
     latents: Latents | None = None
+    selection: Selection | None = None
 
     def source(self, layer: int) -> int:
         """Returns the layer whose keys and values `layer` attends to."""
@@ -215,9 +232,9 @@ class AttentionBackend(ABC):
         interleaved: pairs are neighbours; the first half of `rotated` has their cosines and sines.
         """
         cosine, sine = (table[0].unsqueeze(1) for table in rotation)
-        rotate = _rotate_pairs if interleaved else _rotate
-        self.write(layer, rotate(key, cosine, sine), value, metadata)
-        return rotate(query, cosine, sine)
+        turn = rotate_pairs if interleaved else rotate
+        self.write(layer, turn(key, cosine, sine), value, metadata)
+        return turn(query, cosine, sine)
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
@@ -232,13 +249,15 @@ class AttentionBackend(ABC):
         """Copies the first `tokens` entries of a block to another, in all layers."""
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turns the first elements of heads, as many as the tables have, whose pairs are half of that apart."""
     turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
     low, high = turned.chunk(2, dim=-1)
     return torch.cat([turned * cosine + torch.cat([-high, low], dim=-1) * sine, kept], dim=-1)
 
 
-def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turns the first elements of heads, whose pairs are neighbours; the first half of the tables has their angles."""
     turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
     even, odd = turned.unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = cosine[..., : even.shape[-1]], sine[..., : even.shape[-1]]

@@ -3,8 +3,6 @@
 It is right on every device and for every variant, so the other backends are compared with it.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,7 +51,7 @@ class GatherAttention(AttentionBackend):
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         layer = variant.source(layer)
         if variant.latents is not None:
-            return attend_to_latents(partial(self._gathered, layer), self.block_size, query, metadata, variant)
+            return attend_to_latents(self._gathered, layer, self.block_size, query, metadata, variant)
         output = torch.empty_like(query)
         _, heads, head_dim = query.shape
         for rows in pieces(metadata.decoding, metadata.max_kv_length * heads * head_dim):

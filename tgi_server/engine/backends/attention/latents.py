@@ -10,35 +10,55 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, Latents
+from tgi_server.engine.backends.attention.base import (
+    AttentionVariant,
+    ChunkSpan,
+    ForwardMetadata,
+    Latents,
+    Selection,
+)
 from tgi_server.engine.backends.attention.pieces import pieces, scores_mask
 from tgi_server.engine.memory import HOST
 
-# Returns the latents and the rotated parts of keys in blocks, [*blocks, block_size, 1, size] each.
-Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Returns the latents and what is cached beside them in blocks of a layer, [*blocks, block_size, 1, size] each.
+Gather = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 def attend_to_latents(
-    gather: Gather, block_size: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant
+    gather: Gather, layer: int, block_size: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant
 ) -> Tensor:
     """Returns the causal attention of query, [tokens, heads, size], as [tokens, heads, value_dim]."""
-    latents, tokens = variant.latents, metadata.row_tokens
+    latents, tokens, selection = variant.latents, metadata.row_tokens, variant.selection
     assert latents is not None
     output = query.new_empty(*query.shape[:2], latents.values.shape[2])
     behind = torch.arange(tokens, device=query.device).flip(0)
+
+    def cached(tables: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns latents, rotated parts and keys of the index, [sequences, keys, size], of tables of blocks."""
+        of_layer, beside = (part.flatten(1, 3)[:, :length] for part in gather(layer, tables))
+        if selection is None:
+            return of_layer, beside, None
+        index = gather(selection.layer, tables)[1].flatten(1, 3)[:, :length, -selection.query.shape[2] :]
+        return of_layer, beside[..., : query.shape[2] - latents.keys.shape[1]], index
+
     for rows, length in _rows(metadata, query.shape[1]):
         span = slice(rows.start * tokens, rows.stop * tokens)
-        tables = metadata.block_tables[rows, : -(-length // block_size)].long()
-        cached, rotated = (part.flatten(1, 3) for part in gather(tables))
+        parts = cached(metadata.block_tables[rows, : -(-length // block_size)].long(), length)
         places = metadata.kv_lengths[rows, None].long() - 1 - behind
-        queries = query[span].unflatten(0, (-1, tokens))
-        output[span] = _absorbed(queries, cached, rotated, places, variant, latents).flatten(0, 1)
+        output[span] = _absorbed(query, span, tokens, parts, places, variant, latents).flatten(0, 1)
     for index, chunk in enumerate(metadata.chunks, start=metadata.decoding):
-        span = slice(chunk.start, chunk.start + chunk.length)
         table = metadata.block_tables[index, : -(-chunk.kv_length // block_size)].long()
-        cached, rotated = (part.flatten(0, 2)[: chunk.kv_length] for part in gather(table))
-        attend = _expanded_chunk if chunk.length > _most_absorbed(latents, rotated) else _absorbed_chunk
-        output[span] = attend(query[span], cached, rotated, chunk, variant, latents)
+        parts = cached(table[None], chunk.kv_length)
+        long = selection is None and chunk.length > _most_absorbed(latents, chunk.kv_length)
+        span = slice(chunk.start, chunk.start + chunk.length)
+        if long:
+            output[span] = _expanded_chunk(query[span], parts[0][0], parts[1][0], chunk, variant, latents)
+            continue
+        places = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)
+        for piece in pieces(chunk.length, chunk.kv_length * query.shape[1]):
+            span = slice(chunk.start + piece.start, chunk.start + piece.stop)
+            count = piece.stop - piece.start
+            output[span] = _absorbed(query, span, count, parts, places[None, piece], variant, latents)[0]
     return output
 
 
@@ -56,42 +76,55 @@ def _rows(metadata: ForwardMetadata, heads: int) -> Iterator[tuple[slice, int]]:
         yield rows, longest
 
 
-def _most_absorbed(latents: Latents, rotated: Tensor) -> int:
+def _most_absorbed(latents: Latents, length: int) -> int:
     """Returns the most tokens of a chunk for which keys and values that are not made save more than they cost."""
     _, size, rank = latents.keys.shape
     values = latents.values.shape[2]
     saved = rank * 2 - size - values
-    return rank * (size + values) // saved if saved > 0 else rotated.shape[0]
+    return rank * (size + values) // saved if saved > 0 else length
 
 
 def _absorbed(
-    query: Tensor, cached: Tensor, rotated: Tensor, places: Tensor, variant: AttentionVariant, latents: Latents
+    query: Tensor,
+    span: slice,
+    count: int,
+    cached: tuple[Tensor, Tensor, Tensor | None],
+    places: Tensor,
+    variant: AttentionVariant,
+    latents: Latents,
 ) -> Tensor:
-    """Returns the attention of query, [sequences, queries, heads, size], as [sequences, queries, heads, value_dim].
+    """Returns the attention of the queries in `span`, `count` of each sequence: [sequences, count, heads, value_dim].
 
-    cached, rotated: [sequences, keys, rank] and [sequences, keys, rotated size]. places: [sequences, queries].
+    cached: latents, rotated parts and keys of the index, [sequences, keys, size] each. places: [sequences, count].
     """
-    count, heads = query.shape[1:3]
-    plain, turned = query.split((latents.keys.shape[1], rotated.shape[2]), dim=3)
-    of_latents = torch.einsum("sqhd,hdr->shqr", plain, latents.keys).flatten(1, 2)
-    scores = of_latents @ cached.mT + turned.transpose(1, 2).flatten(1, 2) @ rotated.mT
+    of_latents, rotated, index = cached
+    heads = query.shape[1]
+    queries = query[span].unflatten(0, (-1, count))
+    plain, turned = queries.split((latents.keys.shape[1], rotated.shape[2]), dim=3)
+    in_latents = torch.einsum("sqhd,hdr->shqr", plain, latents.keys).flatten(1, 2)
+    scores = in_latents @ of_latents.mT + turned.transpose(1, 2).flatten(1, 2) @ rotated.mT
     scores = scores.mul_(variant.scaling).unflatten(1, (heads, count))
-    scores += scores_mask(places, torch.arange(cached.shape[1], device=query.device), variant, query)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    attended = (weights.flatten(1, 2) @ cached).unflatten(1, (heads, count))
+    mask = scores_mask(places, torch.arange(of_latents.shape[1], device=query.device), variant, query)
+    if index is not None and variant.selection is not None:
+        mask = _selected(mask, variant.selection, span, index)
+    weights = torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
+    attended = (weights.flatten(1, 2) @ of_latents).unflatten(1, (heads, count))
     return torch.einsum("shqr,hrv->sqhv", attended, latents.values)
 
 
-def _absorbed_chunk(
-    query: Tensor, cached: Tensor, rotated: Tensor, chunk: ChunkSpan, variant: AttentionVariant, latents: Latents
-) -> Tensor:
-    """query: [tokens, heads, size]; cached, rotated: of the sequence, [keys, size]."""
-    places = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)
-    parts = [
-        _absorbed(query[None, piece], cached[None], rotated[None], places[None, piece], variant, latents)[0]
-        for piece in pieces(chunk.length, chunk.kv_length * query.shape[1])
-    ]
-    return torch.cat(parts)
+def _selected(mask: Tensor, selection: Selection, span: slice, keys: Tensor) -> Tensor:
+    """Returns a mask, [sequences, 1, queries, keys], that hides all tokens but those with the highest scores.
+
+    keys: of the index, [sequences, keys, size].
+    """
+    if mask.shape[3] <= selection.most:
+        return mask
+    query, weights = (part[span].unflatten(0, mask.shape[::2]) for part in (selection.query, selection.weights))
+    scores = torch.einsum("sqhd,skd->sqhk", query.float(), keys.float()).relu_()
+    total = torch.einsum("sqhk,sqh->sqk", scores, weights) + mask[:, 0]
+    chosen = total.topk(selection.most, dim=-1).indices
+    hidden = torch.full_like(mask[:, 0], float("-inf")).scatter_(-1, chosen, 0)
+    return mask + hidden.unsqueeze(1)
 
 
 def _expanded_chunk(

@@ -32,13 +32,19 @@ class PagedCache(Cache):
         self.backend = backend
         self.states = states
         self.metadata: ForwardMetadata | None = None
+        self._written_by_attention: set[int] = set()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
-        assert self.metadata is not None
-        self.backend.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
+        if layer_idx not in self._written_by_attention:
+            self.write(layer_idx, key, value)
         key.cached_by = layer_idx  # type: ignore[attr-defined]
         return key, value
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """key and value: [1, kv_heads, tokens, size] each."""
+        assert self.metadata is not None
+        self.backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
 
     def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
         """query: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
@@ -46,10 +52,12 @@ class PagedCache(Cache):
         return self.backend.attend(layer, query[0].transpose(0, 1), self.metadata, variant).unsqueeze(0)
 
     def attach(self, model: nn.Module) -> None:
-        """Makes this the cache that the model's attention modules find."""
+        """Makes this the cache that the model's attention modules find. Those that write into it themselves say so."""
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.paged_cache = self
+            if getattr(module, "writes_cache", False):
+                self._written_by_attention.add(int(module.layer_idx))  # type: ignore[arg-type]
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
         """Returns 0: positions are passed to the model, so every pass may look like the first one."""

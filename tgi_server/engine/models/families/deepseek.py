@@ -18,9 +18,10 @@ def _plan(config: Any) -> ShardingPlan:
         **EXPERTS,
         **HEAD,
     }
-    whole = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
+    whole = ("q_a_proj", "kv_a_proj_with_mqa", "gate", "indexer.wq_b", "indexer.wk", "indexer.weights_proj")
     return ShardingPlan(Heads(queries, queries), ("self_attn",), splits, whole)
 
 
+_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu")
 _FAMILY = Family(plan=_plan, attention="latents")
-FAMILIES = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), _FAMILY)
+FAMILIES = dict.fromkeys(_TYPES, _FAMILY)
