@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: options.md, and flags.md; `--check` compares only."""
+"""Writes pages of docs from the code: reference/options.md, reference/flags.md, metrics.md; `--check` compares only."""
 
 import sys
 from collections.abc import Iterator
@@ -6,11 +6,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.settings import Settings as FrontSettings
 from shared.help import described
 from shared.settings import ServiceSettings, help_groups
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import Dialect, OptionRow, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
@@ -154,9 +156,38 @@ def _bound(value: float | None) -> str:
     return str(value)
 
 
+_METRICS_HEAD = """# Metrics
+
+This page is generated (`make reference`) from the code. Prometheus' text format; durations are in seconds, lengths in
+tokens. Counters of `llm-functionalities` end with `_total`; those of the router have TGI's names, which do not.
+
+Kubernetes' inference gateways (Gateway API Inference Extension, llm-d) choose a server by the `vllm:` metrics, which
+have the names and meaning of the extension's model server protocol: no flags of the gateway are needed.
+"""
+
+
+def metrics_page() -> str:
+    """Returns the page of all metrics."""
+    front = ServiceMetrics()
+    sections = {
+        "Router: `/metrics`, also on `--prometheus-port`": Metrics().described(),
+        "`llm-functionalities`: `--metrics-port`": list(front.registry.collect()),
+    }
+    parts = [_METRICS_HEAD]
+    for title, metrics in sections.items():
+        lines = [f"## {title}\n", "| metric | type | what it is |", "|---|---|---|"]
+        lines += (f"| `{each.name}` | {each.type} | {each.documentation} |" for each in metrics)
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 def main() -> None:
-    for name, text in (("options.md", options_page()), ("flags.md", flags_page())):
-        page = FOLDER / name
+    pages = {
+        FOLDER / "options.md": options_page(),
+        FOLDER / "flags.md": flags_page(),
+        FOLDER.parent / "metrics.md": metrics_page(),
+    }
+    for page, text in pages.items():
         if "--check" not in sys.argv[1:]:
             FOLDER.mkdir(exist_ok=True)
             page.write_text(text)

@@ -5,12 +5,12 @@ Observations are made on the event loop's thread; each takes about a microsecond
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, repeat
-from time import perf_counter
+from time import perf_counter, time
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -266,6 +266,54 @@ class BatchMetrics:
         self._methods[method].filter.observe(seconds)
 
 
+class GatewayMetrics(Collector):
+    """What Kubernetes' inference gateways choose a server by, under the names of vLLM's metrics.
+
+    The names and their meaning are those of the model server protocol of the Gateway API Inference Extension.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = self.running = self.held_tokens = 0
+        self.capacity_tokens = self.block_size = 0
+        self._adapters: tuple[str, str, str] | None = None
+        self._changed_at = 0.0
+
+    def adapters(self, most: int, ready: Iterable[str], waiting: Iterable[str]) -> None:
+        """Notes the adapters in memory, of which there may be `most`, and those that requests wait for."""
+        now = str(most), ",".join(sorted(ready)), ",".join(sorted(waiting))
+        if now != self._adapters:
+            self._adapters, self._changed_at = now, time()
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "vllm:num_requests_waiting", "Requests that wait for a place in a batch.", value=self.waiting
+        )
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests in the running batch.", value=self.running)
+        usage = self.held_tokens / self.capacity_tokens if self.capacity_tokens else 0.0
+        meaning = "Share of the KV cache that running requests hold, 0 to 1."
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", meaning, value=usage)
+        yield GaugeMetricFamily(
+            "vllm:gpu_cache_usage_perc", f"{meaning} The name that older gateways read.", value=usage
+        )
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Tokens of a KV block, and number of blocks, as labels; the value is 1.",
+            labels=["block_size", "num_gpu_blocks"],
+        )
+        if self.block_size:
+            config.add_metric([str(self.block_size), str(self.capacity_tokens // self.block_size)], 1)
+        yield config
+        adapters = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters that may be in memory, are there, and are waited for, as labels; the value is the time of the "
+            "last change.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        if self._adapters is not None:
+            adapters.add_metric(self._adapters, self._changed_at)
+        yield adapters
+
+
 class Metrics:
     """All metrics of one router process, in a registry of their own."""
 
@@ -274,6 +322,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
+        self.gateway = GatewayMetrics()
+        self._registry.register(self.gateway)
         self._event_loop_lag = _seconds(
             self._registry, "tgi_event_loop_lag_seconds", "How late the event loop came to what was due."
         )
@@ -292,6 +342,10 @@ class Metrics:
 
     def fallbacks(self, count: int) -> None:
         self._fallbacks.set(count)
+
+    def described(self) -> list[Metric]:
+        """Returns the metrics with their names, types and descriptions."""
+        return list(self._registry.collect())
 
     def expose(self) -> bytes:
         """Returns the text of `/metrics` (Prometheus text format 0.0.4)."""

@@ -22,6 +22,10 @@ GAUGES = (
     "tgi_kv_capacity_tokens",
     "tgi_kv_cached_tokens",
     "tgi_engine_fallbacks",
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_running",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
 )
 HISTOGRAMS = {
     "tgi_request_duration": (),
@@ -107,6 +111,18 @@ def test_values():
     assert values["tgi_request_duration_sum"] == 1.0
     assert values["tgi_request_generated_tokens_sum"] == 10
     assert values['tgi_batch_forward_duration_sum{method="prefill"}'] == 0.3
+
+
+def test_gateways_learn_which_adapters_are_in_memory():
+    metrics = Metrics()
+    assert "vllm:lora_requests_info{" not in metrics.expose().decode()
+    labels = 'max_lora="8",running_lora_adapters="a,b",waiting_lora_adapters="c"'
+    metrics.gateway.adapters(8, ["b", "a"], {"c"})
+    first = samples(metrics)[f"vllm:lora_requests_info{{{labels}}}"]
+    metrics.gateway.adapters(8, ["b", "a"], {"c"})
+    assert samples(metrics)[f"vllm:lora_requests_info{{{labels}}}"] == first > 1e9
+    metrics.gateway.adapters(8, ["a"], ())
+    assert sum(series.startswith("vllm:lora_requests_info{") for series in samples(metrics)) == 1
 
 
 def test_a_first_batch_joins_none():

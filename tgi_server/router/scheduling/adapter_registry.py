@@ -50,7 +50,7 @@ class Adapters:
         self.on_failure: Callable[[Adapter, RouterError], None] = lambda adapter, error: None
         self.in_use: Callable[[Adapter], bool] = lambda adapter: False
         self._shards = shards
-        self._max_loras = max_loras
+        self.max_loras = max_loras
         self._by_id: dict[str, Adapter] = {}
         self._held: dict[str, Adapter] = {}  # by key: those that the shards hold, or are about to
         self._adding: set[str] = set()
@@ -79,7 +79,7 @@ class Adapters:
             raise InvalidRequest(f"there is an adapter {adapter_id!r} already; unload it first")
         adapter = Adapter(adapter_id, folder, f"{adapter_id}#{next(self._numbers)}")
         self._adding.add(adapter_id)
-        hold = len(self._held) < self._max_loras
+        hold = len(self._held) < self.max_loras
         if hold:
             self._held[adapter.key] = adapter
         try:
@@ -115,10 +115,10 @@ class Adapters:
         if adapter.ready:
             adapter.used = next(self._clock)
         elif adapter.loading is None:
-            leaving = None if len(self._held) < self._max_loras else self._oldest()
+            leaving = None if len(self._held) < self.max_loras else self._oldest()
             if leaving is not None:
                 self._give_up(leaving)
-            if len(self._held) < self._max_loras:
+            if len(self._held) < self.max_loras:
                 self._held[adapter.key] = adapter
                 adapter.used = next(self._clock)
                 adapter.loading = asyncio.create_task(self._load(adapter, leaving), name=f"adapter {adapter.id}")
@@ -127,7 +127,7 @@ class Adapters:
     def missing_bytes(self, places: int) -> int:
         """Returns the memory of a shard that so many adapters need beside those that are held already."""
         largest = max((each.bytes for each in self), default=0)
-        return max(0, min(places, self._max_loras) * largest - sum(each.bytes for each in self._held.values()))
+        return max(0, min(places, self.max_loras) * largest - sum(each.bytes for each in self._held.values()))
 
     @property
     def loading(self) -> bool:

@@ -97,6 +97,8 @@ class Scheduler:
         self._clock = clock
         self._answered_at = clock()  # when the last response came
         self._metrics.batches.kv_capacity(capacity.max_batch_total_tokens)
+        self._metrics.gateway.capacity_tokens = capacity.max_batch_total_tokens
+        self._metrics.gateway.block_size = info.block_size
         self._idle_check_after_s = idle_check_after_s
         self._recovery_timeout_s = recovery_timeout_s
         self._recovery_interval_s = recovery_interval_s
@@ -167,6 +169,7 @@ class Scheduler:
             self._work.set()
             # The task may be waiting for shards that hang, and would tell only after that.
             self._metrics.batches.queue_size(len(self.waiting))
+            self._metrics.gateway.waiting = len(self.waiting)
 
     def _check_time(self, sequence: Sequence) -> None:
         """Raises CannotBeInTime for a request that would surely miss its deadline."""
@@ -380,6 +383,11 @@ class Scheduler:
         batches.queue_size(len(self.waiting))
         batches.current(len(self.batch), memory.held_tokens)
         batches.kv_cached(memory.cached_tokens)
+        gateway = self._metrics.gateway
+        gateway.waiting, gateway.running, gateway.held_tokens = len(self.waiting), len(self.batch), memory.held_tokens
+        if len(self._adapters):
+            missing = {each.adapter.id for each in self.waiting if each.adapter and not each.adapter.ready}
+            gateway.adapters(self._adapters.max_loras, (each.id for each in self._adapters if each.ready), missing)
 
     async def _recover(self, error: RouterError) -> None:
         """Fails the batch. Returns when the shards have forgotten it and compute; until then all requests fail."""

@@ -127,6 +127,9 @@ async def test_metrics_tell_what_runs_and_what_waits() -> None:
         await there.until(lambda: there.metric("tgi_batch_current_size") == 2)
         assert there.metric("tgi_queue_size") == 1
         assert there.metric("tgi_batch_current_max_tokens") >= 12
+        assert (there.metric("vllm:num_requests_waiting"), there.metric("vllm:num_requests_running")) == (1, 2)
+        assert there.metric("vllm:kv_cache_usage_perc") >= 12 / 256
+        assert there.metric('vllm:cache_config_info{block_size="4",num_gpu_blocks="64"}') == 1
         assert there.metric('tgi_batch_inference_count{method="prefill"}') == 1
         await there.until(lambda: there.metric('tgi_batch_inference_success{method="decode"}') > 2)
         assert there.metric('tgi_batch_inference_duration_sum{method="decode"}') > 0
