@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ logger = logging.getLogger(__name__)
 _MOST_TOKENS = 4_096
 # Tokens of the texts among which those of similar length are looked for.
 _WINDOW_TOKENS = 8 * _MOST_TOKENS
-# Seconds that one layer may take while replies run, unless the router has another target for their tokens.
+# Tokens of a batch beside a model that generates, until it has been measured what a layer costs.
+_UNMEASURED_TOKENS = 512
+# Seconds that one layer may take beside a model that generates, unless the router has another target for its tokens.
 _LAYER_SECONDS = 0.05
 # The share of the target that a layer may take: a step needs the rest.
 _LAYER_SHARE = 0.5
@@ -97,17 +100,20 @@ class EncoderQueue:
     Requests share the thread: of each batch's window every waiting request has an equal part.
     """
 
-    def __init__(self, encoders: Mapping[Task, Encoder], turns: Turns) -> None:
+    def __init__(self, encoders: Mapping[Task, Encoder], turns: Turns, *, beside: bool = False) -> None:
+        """turns: with the steps of a model that generates. beside: there is one."""
         self.encoders = encoders
+        self._beside = beside
         self.turns = turns
         self._jobs: dict[Task, deque[_Encoding]] = {task: deque() for task in encoders}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "encoder", initializer=torch.set_num_threads, initargs=_threads())
-        # Seconds of a token in one layer, measured.
+        # Seconds of a token in one layer, measured with the last batch.
         self._token_seconds = dict.fromkeys(encoders, 0.0)
-        self.replies_run = lambda: False
+        self._layer_seconds: list[float] = []
+        self._layer_began: float | None = None
         for encoder in encoders.values():
-            encoder.between = turns.pause
+            encoder.between = self._between_layers
 
     async def encode(
         self, task: Task, texts: Sequence[Text], *, dimensions: int, unit: bool, target_gap_s: float | None
@@ -173,19 +179,30 @@ class EncoderQueue:
     def _compute(self, task: Task, window: Sequence[tuple[_Encoding, int]]) -> None:
         encoder = self.encoders[task]
         texts = [job.texts[number] for job, number in window]
-        most = _MOST_TOKENS
-        if self.replies_run() and (cost := self._token_seconds[task]):
-            most = min(most, int(min(job.layer_seconds for job, _ in window) / cost))
-        for batch in encoder.batches(texts, most):
-            began = time.perf_counter()
+        for batch in encoder.batches(texts, self._most_tokens(task, min(job.layer_seconds for job, _ in window))):
+            self._layer_seconds, self._layer_began = [], None
             values = encoder.encode([texts[each] for each in batch])
-            if not self.replies_run():  # steps in between would count
+            if self._layer_seconds:
                 tokens = len(batch) * max(len(texts[each].ids) for each in batch)
-                self._token_seconds[task] = (time.perf_counter() - began) / tokens / encoder.layers
+                self._token_seconds[task] = median(self._layer_seconds) / tokens
             for each, row in zip(batch, values, strict=True):
                 job, number = window[each]
                 job.rows[number] = row
             self.turns.pause()
+
+    def _most_tokens(self, task: Task, layer_seconds: float) -> int:
+        """Returns the tokens of a batch of which a layer takes so many seconds at most."""
+        if not self._beside:
+            return _MOST_TOKENS
+        cost = self._token_seconds[task]
+        return min(_MOST_TOKENS, int(layer_seconds / cost)) if cost else _UNMEASURED_TOKENS
+
+    def _between_layers(self) -> None:
+        """Notes how long the last layer took, and lets a step that waits go first."""
+        if self._layer_began is not None:
+            self._layer_seconds.append(time.perf_counter() - self._layer_began)
+        self.turns.pause()
+        self._layer_began = time.perf_counter()
 
 
 def _threads() -> tuple[int]:

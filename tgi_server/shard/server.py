@@ -244,7 +244,7 @@ async def _serve(
     grammars = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
     add_GrammarServiceServicer_to_server(GrammarService(grammars), grammar_server)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
-    queue = EncoderQueue(loaded.encoders, Turns()) if loaded.encoders else None
+    queue = EncoderQueue(loaded.encoders, Turns(), beside=engine is not None) if loaded.encoders else None
     encoders = [
         encoder_message(each, settings.encoders[task], encoder_paths[task]) for task, each in loaded.encoders.items()
     ]

@@ -108,3 +108,27 @@ async def test_a_failure_is_that_of_its_request_and_the_next_one_is_computed(que
     with pytest.raises(IndexError):
         await values(queue, [EncodeInput(ids=[100_000])])
     assert (await values(queue, inputs(3))).shape == (1, 48)
+
+
+async def test_beside_a_model_that_generates_batches_are_as_small_as_the_target_wants(encoder: Encoder) -> None:
+    queue = EncoderQueue({"embed": encoder}, Turns(), beside=True)
+    sizes: list[int] = []
+    encode = encoder.encode
+
+    def counting(given):
+        sizes.append(sum(len(each.ids) for each in given))
+        return encode(given)
+
+    encoder.encode = counting
+    try:
+        await values(queue, inputs(*[50] * 100))
+        assert max(sizes) <= 512
+        sizes.clear()
+        await values(queue, inputs(*[50] * 100), target_gap_s=1e-9)
+        assert sizes == [50] * 100
+        sizes.clear()
+        await values(queue, inputs(*[50] * 100), target_gap_s=1e9)
+        assert max(sizes) > 512
+    finally:
+        del encoder.encode
+        queue.close()
