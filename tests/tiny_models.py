@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -310,6 +311,20 @@ def make_with_images(model_type: str, folder: Path) -> Path:
     for part in ("text_config", "vision_config"):
         saved[part].pop("dtype", None)
     file.write_text(json.dumps(saved | {"dtype": "bfloat16"}))
+    return folder
+
+
+def make_gemma3n(folder: Path) -> Path:
+    """Saves a Gemma 3n in the form of the hub, which also reads images, and returns its folder.
+
+    Its text model is that of `make("gemma3n_text", ...)`; `transformers` builds the rest with timm alone.
+    """
+    make("gemma3n_text", folder)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in load_file(file).items()}
+    save_file(tensors | {"model.vision_tower.weight": torch.zeros(2, 2)}, file, metadata={"format": "pt"})
+    text = json.loads(config.read_text())
+    config.write_text(json.dumps({"model_type": "gemma3n", "text_config": text, "dtype": "float32"}))
     return folder
 
 

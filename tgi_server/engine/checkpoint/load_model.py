@@ -29,12 +29,17 @@ from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound,
 from tgi_server.engine.progress import follow_transformers, progress
 from tgi_server.loading import READING
 
+# Models whose class for text and images needs a library for images (timm); their text models have classes of their own.
+_TEXT_ALONE = {"gemma3n"}
 # Of a checkpoint's dtype.
 ChooseDtype = Callable[[torch.dtype | None], torch.dtype]
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
-    """Returns the model's own configuration. Raises ModelNotFound or UnsupportedModel."""
+    """Returns the model's own configuration, or that of its text model alone where only that can be built.
+
+    Raises ModelNotFound or UnsupportedModel.
+    """
     path = config.model_path
     if not path.is_dir():
         raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
@@ -43,10 +48,11 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
     for name in ("config.json", "generation_config.json"):
         _check_object(path / name)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever a setting of the wrong kind leads to, or code that came with the model
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
         raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(cause or error)}") from error
+    return found.get_text_config(decoder=True) if found.model_type in _TEXT_ALONE else found
 
 
 def _check_object(file: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_with_images
+from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_gemma3n, make_with_images
 from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, load_engine, prompts
 
 PADDED = {
@@ -71,6 +71,13 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
     requests, expected = overlap(make(architecture, tmp_path))
     assert requests.engine.info.paged is (architecture not in PADDED)
     check(requests, expected)
+
+
+@pytest.mark.slow
+def test_the_text_of_gemma_3n_needs_no_library_for_images(tmp_path) -> None:
+    requests = Requests(load_engine(make_gemma3n(tmp_path / "whole")), prompts())
+    run_overlapping(requests)
+    check(requests, expected_tokens(make("gemma3n_text", tmp_path / "text"), prompts()))
 
 
 @pytest.mark.parametrize("model_type", quick(WITH_IMAGES, {"mistral3", "qwen3_vl"}))
