@@ -72,9 +72,9 @@ class Hedging:
         try:
             with closing(race.run(first)) as pieces:
                 for number, piece in enumerate(pieces):
-                    if not number:
+                    if not number and (endpoint := race.endpoint) is not None:
                         with self._lock:
-                            latencies.add(time.monotonic() - begun)
+                            latencies.add(endpoint, time.monotonic() - begun)
                     yield piece
         finally:
             race.end()
@@ -101,18 +101,23 @@ class Hedging:
 
 
 class _Latencies:
-    """Durations in seconds of the last requests of a kind. percentile: the 95th; None as long as there are few."""
+    """Durations in seconds of the last requests of a kind that were answered by the endpoint that they went to first.
+
+    percentile: the 95th of the endpoint where it is lowest: of one that stalls now and then, it may be a stall. None as
+    long as there are few. Requests that a hedge answered do not count, which would make all later hedges later.
+    """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=LATENCIES)
+        self._seconds: dict[str, deque[float]] = {}
         self._count = 0
         self.percentile: float | None = None
 
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+    def add(self, endpoint: str, seconds: float) -> None:
+        self._seconds.setdefault(endpoint, deque(maxlen=LATENCIES)).append(seconds)
         self._count += 1
-        if len(self._seconds) >= ENOUGH_LATENCIES and self._count % EVERY == 0:
-            self.percentile = sorted(self._seconds)[int(0.95 * len(self._seconds))]
+        if self._count % EVERY == 0:
+            known = [each for each in self._seconds.values() if len(each) >= ENOUGH_LATENCIES]
+            self.percentile = min((sorted(each)[int(0.95 * len(each))] for each in known), default=None)
 
 
 class _Race(Generic[T]):
@@ -126,6 +131,12 @@ class _Race(Generic[T]):
         self._second_begun = False
         # What the second attempt yields, then None.
         self._pieces: SimpleQueue[T | ModelError | None] = SimpleQueue()
+
+    @property
+    def endpoint(self) -> str | None:
+        """The endpoint that answers; None if it was not the first that was tried."""
+        tried = self.calls[0].tried
+        return next(iter(tried)) if self._winner == 0 and len(tried) == 1 else None
 
     @property
     def decided(self) -> bool:

@@ -194,6 +194,22 @@ def test_by_the_95th_percentile_few_requests_are_late(pair: Pair) -> None:
     balancer.stop(2)
 
 
+@pytest.mark.slow
+def test_an_endpoint_that_stalls_now_and_then_makes_no_hedge_later(pair: Pair) -> None:
+    balancer = pair.hedging(None)
+    others = (f"prompt {number}" for number in range(1000))
+    prompt = next(each for each in others if balancer.choices(each)[0] is pair.endpoints[1])
+    for _ in range(29):
+        whole(balancer, prompt, call())
+    pair.first.delay = 1.0
+    for _ in range(3):
+        whole(balancer, pair.prompt, call())
+    pair.outcomes.clear()
+    pair.first.delay = 0.7
+    assert whole(balancer, pair.prompt, call()) == "from the second"
+    balancer.stop(2)
+
+
 @pytest.fixture
 def fallen(server: ModelServer, other: ModelServer, http: httpx2.Client) -> Iterator[tuple[Balancer, list[None]]]:
     """One endpoint, `server`, and a fallback, `other`; and the requests that were sent to the fallback."""
