@@ -129,7 +129,9 @@ def scaled_mm(x, weight, scale_x, scale_weight, bias, out_dtype, use_fast_accum)
         ]
         _scaled_mm(*there, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     groups, scale_weight = scale_x.shape[1], scale_weight.contiguous()
-    if groups > 1:  # what cuBLAS asks for, and torch without a GPU does not check
+    if groups == 1:
+        assert scale_x.stride(1) == scale_weight.stride(1) == 1
+    else:  # what cuBLAS asks for, and torch without a GPU does not check
         assert (bias, use_fast_accum, scale_x.stride(), x.shape[1]) == (None, False, (1, len(x)), 128 * groups)
     size = x.shape[1] // groups
     parts = zip(x.float().split(size, 1), weight.float().split(size), scale_x.split(1, 1), scale_weight, strict=True)

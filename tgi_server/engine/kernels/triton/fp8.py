@@ -60,7 +60,10 @@ def rounded(x: Tensor, together: int | None = None) -> tuple[Tensor, Tensor]:
     size = together or x.shape[1]
     groups = x.shape[1] // size
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(groups, len(x), dtype=torch.float32, device=x.device).t()
+    shape = (len(x), 1), (1, 1)  # torch's product reads the stride, though there is one number in each row
+    if groups > 1:
+        shape = (len(x), groups), (1, len(x))
+    scales = torch.empty_strided(*shape, dtype=torch.float32, device=x.device)
     at_once = min(_AT_ONCE, triton.next_power_of_2(size))
     _round_row[len(x), groups](x, codes, scales, size, at_once=at_once, num_warps=4 if at_once == _AT_ONCE else 1)
     return codes.view(torch.float8_e4m3fn), scales
