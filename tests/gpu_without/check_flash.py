@@ -57,7 +57,10 @@ def flash_attn_varlen_func(*arguments: Any, **named: Any) -> tuple[Tensor, None]
     left, right = given.window_size
     assert right in (0, None)
     variant = AttentionVariant(
-        given.softmax_scale, 0 if left is None else left + 1, given.softcap, sinks=given.learnable_sink
+        given.softmax_scale,
+        window=0 if left is None else left + 1,
+        softcap=given.softcap,
+        sinks=given.learnable_sink,
     )
     output = torch.full_like(given.q, torch.nan)
     for index in range(sequences):
