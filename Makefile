@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: help install demo serve test check proto reference format dist clean
+.PHONY: help install demo serve test check proto reference format site dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -62,6 +62,10 @@ proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 
 reference: $(READY)  ## Writes docs/reference from the code.
 	@$(BIN)/python -m tools.reference
+
+site: $(RUNS)  ## Builds the documents as a site into dist/site.
+	@$(PIP) mkdocs-material==9.8.2
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m tools.site
 
 dist: $(READY)  ## Builds sdist, wheel, kernels for all CPUs and SBOM into dist/. Less: make dist ARGS=x86-64-v3
 	@$(BIN)/python -m tools.dist $(ARGS)
