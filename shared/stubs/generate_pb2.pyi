@@ -225,16 +225,18 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks")
+    __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks", "num_snapshots")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     max_total_tokens: int
     max_batch_total_tokens: int
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_snapshots: int
+    def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., num_snapshots: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("adapter_id", "folder", "check_only")
@@ -370,7 +372,7 @@ class CompileResponse(_message.Message):
     def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ..., unenforced: _Optional[_Iterable[str]] = ..., leniency: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "thought_budget", "closing", "scored_token_ids", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "thought_budget", "closing", "scored_token_ids", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "snapshot", "earlier_reply")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +399,7 @@ class Request(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     EARLIER_REPLY_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -417,8 +420,9 @@ class Request(_message.Message):
     cached_tokens: int
     copy: BlockCopy
     trace_context: _containers.ScalarMap[str, str]
+    snapshot: int
     earlier_reply: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., thought_budget: _Optional[_Union[ThoughtBudget, _Mapping]] = ..., closing: _Optional[bool] = ..., scored_token_ids: _Optional[_Iterable[int]] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., thought_budget: _Optional[_Union[ThoughtBudget, _Mapping]] = ..., closing: _Optional[bool] = ..., scored_token_ids: _Optional[_Iterable[int]] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., snapshot: _Optional[int] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")
@@ -446,31 +450,45 @@ class Grant(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class StateSave(_message.Message):
+    __slots__ = ("request_id", "length", "snapshot")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    length: int
+    snapshot: int
+    def __init__(self, request_id: _Optional[int] = ..., length: _Optional[int] = ..., snapshot: _Optional[int] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode", "closing")
+    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode", "closing", "saves")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     decode: bool
     closing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ..., closing: _Optional[_Iterable[int]] = ...) -> None: ...
+    saves: _containers.RepeatedCompositeFieldContainer[StateSave]
+    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ..., closing: _Optional[_Iterable[int]] = ..., saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_id", "grants", "closing")
+    __slots__ = ("batch_id", "grants", "closing", "saves")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     closing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., closing: _Optional[_Iterable[int]] = ...) -> None: ...
+    saves: _containers.RepeatedCompositeFieldContainer[StateSave]
+    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., closing: _Optional[_Iterable[int]] = ..., saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("generations", "timings", "drafted_tokens", "accepted_tokens")

@@ -8,7 +8,7 @@ preempted or computed in parts.
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +77,7 @@ class _Row:
     tokens: list[int]
     blocks: list[int]
     computed: int
+    state: int
     ended: bool = False
 
     @property
@@ -101,6 +102,8 @@ class SimulatedShard:
     broken: requests that fail with their next token. Those that are True get that token all the same.
     speculate: tokens drafted for a sequence in one step, at most. Some are right; what is computed of the others stays
     in the sequence's blocks.
+    num_snapshots: of states. Where there are some, entries are made from the sequence's state, which is the entry
+    before, and not from what its blocks hold.
     """
 
     num_blocks: int
@@ -109,11 +112,13 @@ class SimulatedShard:
     paged: bool = True
     late_end: bool = False
     speculate: int = 0
+    num_snapshots: int = 0
     batch_id: int | None = None
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: list[list[int]] = field(init=False)
     largest_step: int = 0
     broken: dict[int, bool] = field(default_factory=dict)
+    snapshots: dict[int, tuple[int, int]] = field(default_factory=dict)  # length and state
 
     def __post_init__(self) -> None:
         self.kv = [[-1] * self.block_size for _ in range(self.num_blocks + 1)]
@@ -124,6 +129,7 @@ class SimulatedShard:
         for request in call.requests:
             self._join(request)
         self._grant(call.grants)
+        self._save(call.saves)
         running = self._running() if call.decode else []
         if not call.chunks:
             raise ProtocolViolation("a prefill without chunks")
@@ -133,13 +139,15 @@ class SimulatedShard:
             row = self.rows.get(chunk.request_id)
             if row is None or row.past_prompt:
                 raise ProtocolViolation(f"request {chunk.request_id} has no prompt to compute")
-            generations += self._compute(row, chunk.tokens)
+            saves = {save.length: save.snapshot for save in call.saves if save.request_id == chunk.request_id}
+            generations += self._compute(row, chunk.tokens, saves)
         return self._leave(generations, late)
 
     def decode(self, call: pb.DecodeRequest) -> pb.StepResponse:
         self._enter(call.batch_id)
         late = self._late_rows()
         self._grant(call.grants)
+        self._save(call.saves)
         return self._leave([generation for row in self._running() for generation in self._decode(row)], late)
 
     def filter_batch(self, call: pb.FilterBatchRequest) -> pb.FilterBatchResponse:
@@ -172,7 +180,12 @@ class SimulatedShard:
         tokens = [*request.input_ids, *request.generated_ids]
         if request.cached_tokens >= len(tokens) or (request.cached_tokens and request.prefill_logprobs):
             raise ProtocolViolation("the last token, and all that are to be reported, must be computed")
-        row = _Row(request, tokens, list(request.block_ids), request.cached_tokens)
+        length, state = 0, _adapter(request.adapter_id)
+        if request.snapshot:
+            length, state = self.snapshots[request.snapshot]
+        if self.num_snapshots and length != request.cached_tokens:
+            raise ProtocolViolation(f"{request.cached_tokens} cached tokens with the state behind {length}")
+        row = _Row(request, tokens, list(request.block_ids), request.cached_tokens, state)
         if request.HasField("copy"):
             copy = request.copy
             self.kv[copy.target][: copy.tokens] = self.kv[copy.source][: copy.tokens]
@@ -187,6 +200,20 @@ class SimulatedShard:
         for grant in grants:
             if row := self.rows.get(grant.request_id):
                 row.blocks += grant.block_ids
+
+    def _save(self, saves: Iterable[pb.StateSave]) -> None:
+        for save in saves:
+            row = self.rows.get(save.request_id)
+            if row is None or not (row.past_prompt or row.computed == save.length):
+                continue
+            if row.computed != save.length:
+                raise ProtocolViolation(f"the state behind {save.length} tokens, where {row.computed} are computed")
+            self._keep_state(row, save.snapshot)
+
+    def _keep_state(self, row: _Row, snapshot: int) -> None:
+        if not 0 < snapshot <= self.num_snapshots:
+            raise ProtocolViolation(f"there is no snapshot {snapshot}")
+        self.snapshots[snapshot] = row.computed, row.state
 
     def _running(self) -> list[_Row]:
         return [row for row in self.rows.values() if row.past_prompt and not row.ended]
@@ -210,10 +237,12 @@ class SimulatedShard:
 
     def _write(self, row: _Row, position: int) -> None:
         before = self._entry(row, position - 1) if position else _adapter(row.request.adapter_id)
+        if self.num_snapshots:
+            before = row.state
         block, offset = self._slot(row, position)
-        block[offset] = _mix(before, row.tokens[position])
+        block[offset] = row.state = _mix(before, row.tokens[position])
 
-    def _compute(self, row: _Row, tokens: int) -> list[pb.Generation]:
+    def _compute(self, row: _Row, tokens: int, saves: Mapping[int, int]) -> list[pb.Generation]:
         if not 0 < tokens <= len(row.tokens) - row.computed:
             raise ProtocolViolation(f"{tokens} tokens of request {row.request.id}: so many are not left")
         if not self.paged and tokens < len(row.tokens):
@@ -221,6 +250,8 @@ class SimulatedShard:
         for _ in range(tokens):
             self._write(row, row.computed)
             row.computed += 1
+            if row.computed in saves:
+                self._keep_state(row, saves[row.computed])
         if row.computed < len(row.tokens):
             return []
         generations = self._yield(row)
@@ -247,6 +278,7 @@ class SimulatedShard:
             if last.finish_reason or last.error or list(last.token_ids) != [token]:
                 break
             row.computed += 1
+            row.state = self._entry(row, row.computed - 1)
             generations.append(self._sample(row))
         return generations
 

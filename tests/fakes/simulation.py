@@ -145,6 +145,7 @@ class Simulation:
         step_seconds: Callable[[int, int], float] = lambda replies, prompt_tokens: 1.0,
         max_batch_size: int = 8,
         speculate: int = 0,
+        num_snapshots: int = 0,
         adapters: Adapters | None = None,
         fair: bool = False,
         admission: bool = True,
@@ -154,14 +155,25 @@ class Simulation:
         self.seconds = 0.0
         self._step_seconds = step_seconds
         self.shard = SimulatedShard(
-            num_blocks, block_size, max_batch_size, paged=paged, late_end=late_end, speculate=speculate
+            num_blocks,
+            block_size,
+            max_batch_size,
+            paged=paged,
+            late_end=late_end,
+            speculate=speculate,
+            num_snapshots=num_snapshots,
         )
         self._shards = _InProcess(self.shard)
         total = num_blocks * block_size
         self.scheduler = Scheduler(
             cast(ShardedClient, self._shards),
-            pb.InfoResponse(paged=paged, block_size=block_size, speculate=speculate),
-            pb.WarmupResponse(num_blocks=num_blocks, max_total_tokens=total, max_batch_total_tokens=total),
+            pb.InfoResponse(paged=paged, block_size=block_size, speculate=speculate, states=num_snapshots > 0),
+            pb.WarmupResponse(
+                num_blocks=num_blocks,
+                max_total_tokens=total,
+                max_batch_total_tokens=total,
+                num_snapshots=num_snapshots,
+            ),
             batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
             self._metrics,
             pace or FixedPace(prefill_chunk_tokens),

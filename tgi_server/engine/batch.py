@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.runners.base import PromptChunk, Runner
+from tgi_server.engine.runners.base import PromptChunk, Runner, StateSave
 from tgi_server.engine.sampling import Sampler, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
@@ -151,6 +151,16 @@ class RunningBatch:
         sequence = self.prefilling.get(request_id) if row is None else self.rows[row]
         if sequence is not None and sequence.constraint is not None and not sequence.ended:
             sequence.constraint.close()
+
+    def save_state(self, save: StateSave) -> None:
+        """Copies the state behind all tokens of a sequence that have been computed into a snapshot.
+
+        A state that the next chunk comes by is copied then. A sequence that has ended may have left, and is skipped.
+        """
+        row = self._row_of.get(save.request_id)
+        sequence = self.prefilling.get(save.request_id) if row is None else self.rows[row]
+        if sequence is not None and (row is not None or sequence.computed == save.length):
+            self._runner.save_state(sequence, save.snapshot)
 
     def keep(self, request_ids: Iterable[int]) -> None:
         """Forgets all sequences but these."""

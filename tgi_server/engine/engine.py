@@ -26,7 +26,7 @@ from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import fault_of_any, share_cores
 from tgi_server.engine.runners import create_runner
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, StateSave
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import (
     CpuSampler,
@@ -271,6 +271,7 @@ class Engine:
         joining: Sequence[RunningSequence] = (),
         chunks: Sequence[tuple[int, int]] = (),
         grants: Sequence[tuple[int, list[int]]] = (),
+        saves: Sequence[StateSave] = (),
         *,
         decode: bool = True,
         closing: Sequence[int] = (),
@@ -278,7 +279,8 @@ class Engine:
         """Starts a step, and returns it without waiting for its tokens.
 
         joining: sequences that join the batch. chunks: prompts to compute, (request id, tokens). grants: KV blocks for
-        sequences that grow, (request id, blocks). decode: every sequence past its prompt advances by a token.
+        sequences that grow, (request id, blocks). saves: states to copy into snapshots, of sequences that were in the
+        batch before. decode: every sequence past its prompt advances by a token.
         closing: requests whose grammars end their texts with few tokens from now on.
 
         Raises InvalidCall, and whatever the device raises. After an error the batch is gone.
@@ -294,7 +296,9 @@ class Engine:
                 batch.grant(request_id, blocks)
             for request_id in closing:
                 batch.close(request_id)
-            prompts = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
+            for save in saves:
+                batch.save_state(save)
+            prompts = [self._chunk(batch, request_id, tokens, saves) for request_id, tokens in chunks]
             if decode:
                 prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
             plan = batch.plan(prompts, decode=decode)
@@ -346,12 +350,13 @@ class Engine:
             self._batch = RunningBatch(batch_id, self._runner, self._sampler, max_batch_size, cheap)
         return self._batch
 
-    def _chunk(self, batch: RunningBatch, request_id: int, tokens: int) -> PromptChunk:
+    def _chunk(self, batch: RunningBatch, request_id: int, tokens: int, saves: Sequence[StateSave]) -> PromptChunk:
         if request_id not in batch.prefilling:
             raise InvalidCall(f"request {request_id} has no prompt left to compute")
         sequence = batch.prefilling[request_id]
         all_logits = sequence.report.prefill_logprobs and not self.info.encoder_decoder
-        return PromptChunk.next_of(sequence, tokens, all_logits=all_logits)
+        own = [save for save in saves if save.request_id == request_id]
+        return PromptChunk.next_of(sequence, tokens, all_logits=all_logits, saves=own)
 
     def _constrain(self, sequence: RunningSequence) -> None:
         if sequence.grammar is None and sequence.thought_budget is None:

@@ -38,7 +38,8 @@ class RunningSequence:
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     adapter_id: of the adapter that computes it beside the model; empty: none. adapter: the number that it has in the
     engine; 0: none.
-    state_slot: of its states beside the blocks, where the model has such; 0: none.
+    state_slot: of its states beside the blocks, where the model has such; 0: none. snapshot: the number of the one with
+    the state behind the computed tokens, with which it joins; 0: none.
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
     constraint: its grammar and the budget of its thoughts at work on its text; None without them, and once neither
     restricts anything any more.
@@ -63,6 +64,7 @@ class RunningSequence:
     adapter_id: str = ""
     adapter: int = 0
     state_slot: int = 0
+    snapshot: int = 0
     earlier_reply: list[int] = field(default_factory=list)
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None

@@ -137,9 +137,6 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
-        prefix_caching = settings.prefix_caching and not info.states
-        if settings.prefix_caching != prefix_caching:
-            logger.info("%s models have states beside keys and values: their prefixes are not cached", info.model_type)
         scheduler = Scheduler(
             shards,
             info,
@@ -148,7 +145,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
             metrics,
             pace,
             adapters=adapters,
-            prefix_caching=prefix_caching,
+            prefix_caching=settings.prefix_caching,
             fair=settings.fairness == "key",
             admission=settings.admission == "time",
         )

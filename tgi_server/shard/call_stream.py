@@ -86,7 +86,10 @@ class CallStream:
         if kind == "decode":
             decode = call.decode
             return self._engine.step(
-                decode.batch_id, grants=conversion.grants(decode.grants), closing=list(decode.closing)
+                decode.batch_id,
+                grants=conversion.grants(decode.grants),
+                saves=conversion.saves(decode.saves),
+                closing=list(decode.closing),
             )
         if kind == "prefill":
             return self._prefill(call.prefill)
@@ -107,6 +110,7 @@ class CallStream:
             joining=[conversion.sequence(joining) for joining in request.requests],
             chunks=[(chunk.request_id, chunk.tokens) for chunk in request.chunks],
             grants=conversion.grants(request.grants),
+            saves=conversion.saves(request.saves),
             decode=request.decode,
             closing=list(request.closing),
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.engine.engine import LoadedModel
-from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.runners.base import CacheCapacity, StateSave
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.step import Generation, StepResult
 from tgi_server.wire import (
@@ -49,6 +49,7 @@ def capacity(capacity: CacheCapacity, fallbacks: Iterable[str]) -> pb.WarmupResp
         max_total_tokens=capacity.max_total_tokens,
         max_batch_total_tokens=capacity.max_batch_total_tokens,
         fallbacks=fallbacks,
+        num_snapshots=capacity.num_snapshots,
     )
 
 
@@ -69,6 +70,7 @@ def sequence(request: pb.Request) -> RunningSequence:
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
         adapter_id=request.adapter_id,
+        snapshot=request.snapshot,
         earlier_reply=list(request.earlier_reply),
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )
@@ -76,6 +78,10 @@ def sequence(request: pb.Request) -> RunningSequence:
 
 def grants(messages: Iterable[pb.Grant]) -> list[tuple[int, list[int]]]:
     return [(grant.request_id, list(grant.block_ids)) for grant in messages]
+
+
+def saves(messages: Iterable[pb.StateSave]) -> list[StateSave]:
+    return [StateSave(save.request_id, save.length, save.snapshot) for save in messages]
 
 
 def step_response(result: StepResult) -> pb.StepResponse:

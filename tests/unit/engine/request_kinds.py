@@ -102,9 +102,9 @@ def resumed(sequence: RunningSequence) -> RunningSequence:
         sequence.stopping,
         sequence.sampling,
         replace(sequence.report, prefill_logprobs=False),
-        sequence.grammar,
-        sequence.thought_budget,
-        list(sequence.generated_ids),
+        grammar=sequence.grammar,
+        thought_budget=sequence.thought_budget,
+        generated_ids=list(sequence.generated_ids),
         adapter_id=sequence.adapter_id,
         earlier_reply=sequence.earlier_reply,
     )

@@ -154,13 +154,21 @@ def _compute_packed(
         outputs.append(output.transpose(0, dim))
     for chunk, slot in zip(metadata.chunks, metadata.state_slots[rows:], strict=True):
         own = {name: each.narrow(dim, chunk.start, chunk.length) for name, each in inputs.items()}
-        place = slice(slot, slot + 1)
-        output, state = run(own, states.read(part, place))
+        place, begin = slice(slot, slot + 1), 0
         if chunk.drafted:
+            outputs.append(run(own, states.read(part, place))[0])
             states.draft(slot, partial(_advance, run, dim, own, part, place, states))
-        else:
-            states.write(part, place, state)
-        outputs.append(output)
+            continue
+        for end, snapshot in (*chunk.saves, (chunk.length, None)):
+            if begin < end:
+                piece = {name: each.narrow(dim, begin, end - begin) for name, each in own.items()}
+                output, state = run(piece, states.read(part, place))
+                states.write(part, place, state)
+                outputs.append(output)
+                begin = end
+            if snapshot is not None:
+                target = states.slot_of(snapshot)
+                states.write(part, slice(target, target + 1), state)
     return torch.cat(outputs, dim) if len(outputs) > 1 else outputs[0]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.memory import HOST, mapped
 
 # Of a layer: its index, and the name of the function that has the state.
@@ -25,6 +26,7 @@ class SequenceStates:
 
     def __init__(self) -> None:
         self._slots = 1
+        self._first_snapshot = 1
         self._parts: dict[Part, Tensor] = {}
         self._drafted: dict[int, list[Callable[[int], None]]] = {}
 
@@ -33,13 +35,27 @@ class SequenceStates:
         """The bytes of one slot, of those parts that have been written so far."""
         return sum(part[0].nbytes for part in self._parts.values())
 
-    def allocate(self, slots: int) -> None:
-        """Allocates slots 0 .. slots - 1 with zeros and drops the earlier contents."""
-        self._slots = slots
+    def allocate(self, slots: int, snapshots: int = 0) -> None:
+        """Allocates slots 0 .. slots - 1 with zeros, and snapshots behind them. Drops the earlier contents."""
+        self._first_snapshot, self._slots = slots, slots + snapshots
         for key, part in self._parts.items():
             self._parts[key] = part.new_empty(0)  # or both the old and the new one would have to fit
-            self._parts[key] = _zeros((slots, *part.shape[1:]), part)
+            self._parts[key] = _zeros((self._slots, *part.shape[1:]), part)
         self._drafted.clear()
+
+    def slot_of(self, snapshot: int) -> int:
+        """Returns the slot in which a snapshot lies; the first one has number 1. Raises InvalidCall."""
+        slot = self._first_snapshot + snapshot - 1
+        if not self._first_snapshot <= slot < self._slots:
+            raise InvalidCall(
+                f"snapshot {snapshot} does not exist; snapshots go from 1 to {self._slots - self._first_snapshot}"
+            )
+        return slot
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies all states of a slot to another one."""
+        for part in self._parts.values():
+            part[target] = part[source]
 
     def clear(self, slot: int) -> None:
         """Makes a slot that of a text of which nothing is computed."""

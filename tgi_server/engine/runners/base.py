@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from torch import Tensor, nn
@@ -25,11 +25,21 @@ Sample = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
+class StateSave:
+    """The state behind the first `length` tokens of a sequence, which a step copies into a snapshot."""
+
+    request_id: int
+    length: int
+    snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheCapacity:
     """The room that there is beside the weights.
 
     max_batch_size: sequences of one batch. num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks.
     max_total_tokens: of one sequence. max_batch_total_tokens: of all sequences together.
+    num_snapshots: of states, with numbers 1 .. num_snapshots; 0 where sequences have no states.
     """
 
     max_batch_size: int
@@ -37,6 +47,7 @@ class CacheCapacity:
     block_size: int
     max_total_tokens: int
     max_batch_total_tokens: int
+    num_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +56,24 @@ class PromptChunk:
 
     tokens: [length] int64, on the host. start: position of the first one.
     all_logits: the logits of every token are wanted; else only those of the sequence's last known token.
+    saves: states to copy into snapshots on the way, by the number of tokens before them; in ascending order.
     """
 
     sequence: RunningSequence
     tokens: Tensor
     start: int
     all_logits: bool
+    saves: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
 
     @classmethod
-    def next_of(cls, sequence: RunningSequence, tokens: int, *, all_logits: bool = False) -> Self:
+    def next_of(
+        cls, sequence: RunningSequence, tokens: int, *, all_logits: bool = False, saves: Sequence[StateSave] = ()
+    ) -> Self:
         """Takes the next `tokens` known tokens of a sequence; they count as computed from here on."""
         start = sequence.computed
-        return cls(sequence, sequence.next_chunk(tokens), start, all_logits)
+        known = sequence.next_chunk(tokens)
+        inside = sorted((save.length - start, save.snapshot) for save in saves if start < save.length <= start + tokens)
+        return cls(sequence, known, start, all_logits, saves=tuple(inside))
 
     @property
     def drafted(self) -> bool:
@@ -138,6 +155,10 @@ class Runner(ABC):
 
     def leave(self, sequence: RunningSequence) -> None:  # noqa: B027
         """Takes back what a sequence had beside its row and its blocks."""
+
+    def save_state(self, sequence: RunningSequence, snapshot: int) -> None:
+        """Copies the state of a sequence, as earlier passes left it, into a snapshot. Only for models with states."""
+        raise InvalidCall("the model has no states beside keys and values")
 
     @abstractmethod
     def promote(self, sequence: RunningSequence, row: int) -> None:

@@ -14,7 +14,7 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.base import MakeLora
 from tgi_server.engine.backends.devices import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.backends.lora import AdaptedLinear
-from tgi_server.engine.backends.states import SCRATCH_SLOT
+from tgi_server.engine.backends.states import SCRATCH_SLOT, SequenceStates
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.models.families import position_limit
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _RESERVED_TOKENS, _TOKENS_AHEAD = 1 << 17, 1 << 14
 # No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 16
+# Snapshots of states, for each sequence of the largest batch, and the share of the memory that they may take.
+_SNAPSHOTS_OF_ONE, _SNAPSHOT_SHARE = 4, 0.25
 # Seconds that the start spends on reserving memory.
 _RESERVE_SECONDS = 5.0
 
@@ -99,7 +101,7 @@ class PagedRunner(Runner):
         with taken_by(self._device) as graphs:
             self._capture(most)
         self._captured = CapturedSteps()
-        affordable = self._affordable(graphs.bytes, adapter_bytes, 1 + max_batch_size)
+        affordable, snapshots = self._affordable(max_batch_size, graphs.bytes, adapter_bytes)
         useful = max_batch_size * -(-limit // size)
         if max_batch_total_tokens is not None:
             useful = min(useful, -(-max_batch_total_tokens // size))
@@ -114,7 +116,7 @@ class PagedRunner(Runner):
                 f"sequence needs {needed}; lower {lower}, or give the cache more memory"
             )
         total = min(limit, num_blocks * size)
-        self._allocate(max_batch_size, num_blocks, total)
+        self._allocate(max_batch_size, num_blocks, total, snapshots)
         token_bytes = self.bytes_per_token + self.companion_bytes
         reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
         self._blocks_ahead = min(reserved, _TOKENS_AHEAD // size)
@@ -122,22 +124,31 @@ class PagedRunner(Runner):
         self.model.fix_length(total)
         self._capture(most)
         return CacheCapacity(
-            max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
+            max_batch_size,
+            num_blocks,
+            size,
+            max_total_tokens=total,
+            max_batch_total_tokens=num_blocks * size,
+            num_snapshots=snapshots,
         )
 
-    def _affordable(self, taken: int, adapter_bytes: int, slots: int) -> int:
-        """Returns how many blocks there is memory for, the same for all shards.
+    def _affordable(self, max_batch_size: int, taken: int = 0, adapter_bytes: int = 0) -> tuple[int, int]:
+        """Returns how many blocks and snapshots of states there is memory for, the same for all shards.
 
-        taken, adapter_bytes: bytes that are not for them; the latter are free yet, and of each process. slots: for
-        states, which come first.
+        States of `max_batch_size` sequences come first. taken, adapter_bytes: bytes that are not for them; the latter
+        are free yet, and of each process.
         """
         processes = self._group.local_world_size if self._group else 1
         config = self.backend.config
         free = cache_bytes(self._device, config.memory_fraction, config.cpu_memory, processes, adapter_bytes) - taken
+        snapshots = 0
         if self.states is not None:
-            free = max(0, free - slots * self.states.slot_bytes)
+            slot_bytes = self.states.slot_bytes
+            free = max(0, free - (1 + max_batch_size) * slot_bytes)
+            snapshots = min(_SNAPSHOTS_OF_ONE * max_batch_size, int(_SNAPSHOT_SHARE * free) // slot_bytes)
+            free -= snapshots * slot_bytes
         blocks = free // (self.block_size * (self.bytes_per_token + self.companion_bytes))
-        return self._group.minimum(blocks) if self._group else blocks
+        return (self._group.minimum(blocks), self._group.minimum(snapshots)) if self._group else (blocks, snapshots)
 
     @property
     def bytes_per_token(self) -> int:
@@ -201,12 +212,28 @@ class PagedRunner(Runner):
     def join(self, sequence: RunningSequence) -> None:
         self._check(sequence, sequence.blocks)
         if self.states is not None:
-            if sequence.computed:
-                raise InvalidCall(f"request {sequence.request_id}: {sequence.computed} tokens without their state")
-            sequence.state_slot = self._free_slots.pop()
-            self.states.clear(sequence.state_slot)
+            self._take_slot(sequence, self.states)
         if sequence.copy:
             self.model.attention.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
+
+    def _take_slot(self, sequence: RunningSequence, states: SequenceStates) -> None:
+        """Gives a sequence a slot, with the state that its snapshot has, or none."""
+        if bool(sequence.computed) != bool(sequence.snapshot):
+            raise InvalidCall(
+                f"request {sequence.request_id}: {sequence.computed} cached tokens with snapshot {sequence.snapshot}; "
+                "a state belongs to the tokens before it"
+            )
+        sequence.state_slot = self._free_slots.pop()
+        if sequence.snapshot:
+            states.copy(states.slot_of(sequence.snapshot), sequence.state_slot)
+        else:
+            states.clear(sequence.state_slot)
+
+    def save_state(self, sequence: RunningSequence, snapshot: int) -> None:
+        if self.states is None:
+            super().save_state(sequence, snapshot)
+        else:
+            self.states.copy(sequence.state_slot, self.states.slot_of(snapshot))
 
     def leave(self, sequence: RunningSequence) -> None:
         if sequence.state_slot:
@@ -269,11 +296,11 @@ class PagedRunner(Runner):
             return outputs[0], outputs[1]
         return self.model.decode(rows, self._batch.longest(rows), greedy, adapted=adapted)
 
-    def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
+    def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int, snapshots: int = 0) -> None:
         self._highest_block = 0
         self.model.allocate(num_blocks + 1)
         if self.states is not None:
-            self.states.allocate(1 + max_batch_size)
+            self.states.allocate(1 + max_batch_size, snapshots)
             self._free_slots = list(range(max_batch_size, 0, -1))
         self._batch = batch = PagedBatch(
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
@@ -338,7 +365,7 @@ class PagedRunner(Runner):
         self.run_prompt(tokens, blocks)
         self.truncate(0)
         if sample is not None:
-            longest = max(tokens + 1, min(limit, self._affordable(0, 0, 1 + max_batch_size) * self.block_size))
+            longest = max(tokens + 1, min(limit, self._affordable(max_batch_size)[0] * self.block_size))
             self._allocate(max_batch_size, len(blocks), longest)
             self.model.fix_length(longest)
             sample(self._run_last_chunk(tokens, longest, blocks, max_batch_size))

@@ -259,7 +259,7 @@ def _on_device(chunks: Sequence[PromptChunk], decoding: int, block_size: int, de
         place = torch.arange(chunk.start, chunk.start + length)
         positions.append(place)
         slots.append(table[place // block_size] * block_size + place % block_size)
-        spans.append(ChunkSpan(start, length, kv_length=chunk.start + length, drafted=chunk.drafted))
+        spans.append(ChunkSpan(start, length, chunk.start + length, chunk.drafted, chunk.saves))
         start += length
         wanted.extend(range(start - chunk.logits, start))
     numbers = [span.kv_length for span in spans] + [span.start + span.length for span in spans] + wanted

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy, Grammar
+from tgi_server.router.scheduling.snapshots import StateSave
 from tgi_server.router.submission import ValidRequest
 from tgi_server.wire import (
     block_copy_to_message,
@@ -43,6 +44,7 @@ def complete_request(
     copy: BlockCopy | None,
     prefill_logprobs: bool,
     earlier_reply: Iterable[int],
+    snapshot: int,
     closing: bool = False,
 ) -> None:
     """Adds what a request has, or has become, when it joins the shards' batch."""
@@ -51,6 +53,7 @@ def complete_request(
     message.cached_tokens = cached_tokens
     message.prefill_logprobs = prefill_logprobs
     message.earlier_reply[:] = earlier_reply
+    message.snapshot = snapshot
     message.closing = closing
     message.ClearField("copy")
     if copy is not None:
@@ -62,13 +65,14 @@ def prefill_call(
     joining: Iterable[tuple[pb.Request, Grammar | None]],
     chunks: Iterable[tuple[int, int]],
     grants: Iterable[tuple[int, int]],
+    saves: Iterable[StateSave] = (),
     *,
     decode: bool,
     closing: Iterable[int] = (),
 ) -> pb.Call:
     """joining: messages and grammars, which may be long: there is a copy for each request only while it is sent.
 
-    chunks: request ids and tokens to compute. grants: request ids and blocks.
+    chunks: request ids and tokens to compute. grants: request ids and blocks. saves: states to copy into snapshots.
     closing: requests whose grammars are to end their texts.
     """
     messages = list(joining)
@@ -78,6 +82,7 @@ def prefill_call(
             requests=[message for message, _ in messages],
             chunks=[pb.Chunk(request_id=request_id, tokens=tokens) for request_id, tokens in chunks],
             grants=_grants(grants),
+            saves=_saves(saves),
             decode=decode,
             closing=closing,
         )
@@ -88,8 +93,15 @@ def prefill_call(
     return call
 
 
-def decode_call(batch_id: int, grants: Iterable[tuple[int, int]], closing: Iterable[int] = ()) -> pb.Call:
-    return pb.Call(decode=pb.DecodeRequest(batch_id=batch_id, grants=_grants(grants), closing=closing))
+def decode_call(
+    batch_id: int,
+    grants: Iterable[tuple[int, int]],
+    saves: Iterable[StateSave] = (),
+    closing: Iterable[int] = (),
+) -> pb.Call:
+    return pb.Call(
+        decode=pb.DecodeRequest(batch_id=batch_id, grants=_grants(grants), saves=_saves(saves), closing=closing)
+    )
 
 
 def filter_call(batch_id: int, keep: Iterable[int]) -> pb.Call:
@@ -103,3 +115,7 @@ def clear_call() -> pb.Call:
 
 def _grants(grants: Iterable[tuple[int, int]]) -> list[pb.Grant]:
     return [pb.Grant(request_id=request_id, block_ids=(block,)) for request_id, block in grants]
+
+
+def _saves(saves: Iterable[StateSave]) -> list[pb.StateSave]:
+    return [pb.StateSave(request_id=each.request_id, length=each.length, snapshot=each.snapshot) for each in saves]

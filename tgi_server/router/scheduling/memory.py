@@ -11,6 +11,7 @@ from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
 from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.router.scheduling.snapshots import Snapshots, StateSave
 
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64
@@ -62,6 +63,9 @@ class Memory(Protocol):
     def sent(self) -> None:
         """Notes that the call being built has been sent; the shards run later calls after it."""
 
+    def saves(self) -> Iterable[StateSave]:
+        """Returns the states that the call being built copies into snapshots."""
+
     def release(self, sequence: Sequence) -> None:
         """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
 
@@ -82,8 +86,13 @@ class PagedMemory:
 
     chunks = True
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
-        """prefix_caching: what one sequence has computed is kept for others."""
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, num_snapshots: int = 0
+    ) -> None:
+        """prefix_caching: what one sequence has computed is kept for others. num_snapshots: of the states behind it;
+        0: sequences have no states.
+        """
+        self._num_snapshots = num_snapshots
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self._num_blocks = num_blocks
@@ -95,6 +104,9 @@ class PagedMemory:
         self._sources = {each: self._sources[each] for each in left if each in self._sources}
         self._pool = BlockPool(self._num_blocks, self._held(left))
         self._cache = PrefixCache(self._pool, self.block_size)
+        self._snapshots = Snapshots(self._num_snapshots, self.block_size) if self._num_snapshots else None
+        for sequence in left:
+            sequence.saved = 0
 
     @property
     def held_tokens(self) -> int:
@@ -109,36 +121,62 @@ class PagedMemory:
         _check_fits(max(sequence.max_total_tokens - 1, sequence.known), self._num_blocks * self.block_size)
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
-        match = self._match(sequence)
+        match, snapshot = self._match(sequence)
         if match.pending >= _WORTH_WAITING_TOKENS:
             return Verdict.LATER
         alone = self._pool.in_use == 0
-        if not self._reserve(sequence, match, self._num_blocks if alone else budget // self.block_size):
+        if not self._reserve(sequence, match, snapshot, self._num_blocks if alone else budget // self.block_size):
             if not alone:
                 return Verdict.FULL
             # The source of a copy was one block too many.
             match = Match(match.tokens // self.block_size * self.block_size, blocks=match.blocks)
-            self._reserve(sequence, match, self._num_blocks)
+            self._reserve(sequence, match, snapshot, self._num_blocks)
         return Verdict.ADMITTED
 
     def can_grow(self, sequences: int) -> bool:
         return self._pool.available >= sequences
 
     def grow(self, sequence: Sequence) -> int:
+        """Whatever is said next begins with a reply: so each has one snapshot, which moves along as blocks fill."""
+        if not sequence.jumps:
+            self._forget(sequence)
+            sequence.saved = len(sequence.blocks) * self.block_size
+            self._save(sequence, sequence.saved)
         (block,) = self._take(1)
         sequence.grow(block)
         return block
 
     def computed(self, sequence: Sequence) -> None:
+        for length in [each for each in sequence.save_lengths if each <= sequence.computed]:
+            sequence.save_lengths.remove(length)
+            self._save(sequence, length)
         self._keep(sequence, sequence.computed, fresh=True)
 
     def sent(self) -> None:
         self._cache.sent()
+        if self._snapshots is not None:
+            self._snapshots.due.clear()
         for blocks in self._sources.values():
             self._give_up(blocks)
         self._sources.clear()
 
+    def saves(self) -> Iterable[StateSave]:
+        return [] if self._snapshots is None else self._snapshots.due.values()
+
+    def _save(self, sequence: Sequence, length: int) -> None:
+        if self._snapshots is not None:
+            self._snapshots.save(sequence.id, _space(sequence), _beginning(sequence, length))
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Forgets the snapshot of the sequence's reply, if it has one."""
+        if self._snapshots is not None and sequence.saved:
+            self._snapshots.drop(_space(sequence), _beginning(sequence, sequence.saved))
+        sequence.saved = 0
+
     def release(self, sequence: Sequence) -> None:
+        if sequence.saved > len(sequence.tokens) - 2:  # by a step that may have found the sequence ended
+            self._forget(sequence)
+        sequence.saved = 0
         self._keep(sequence, sequence.settled, fresh=False)
         self._give_up(sequence.blocks)
 
@@ -147,6 +185,8 @@ class PagedMemory:
         for sequence in holding:
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"request {sequence.id} has a block twice"
         self._pool.check(self._held(holding), self._cache.check())
+        if self._snapshots is not None:
+            self._snapshots.check()
 
     def _held(self, sequences: Iterable[Sequence]) -> Counter[int]:
         """Returns how often each block is held by `sequences`, and by block copies that are to be made."""
@@ -158,13 +198,22 @@ class PagedMemory:
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _match(self, sequence: Sequence) -> Match:
-        """Finds what is cached of the known tokens, but for the last: computing that one yields the next."""
-        if sequence.reports_prompt:
-            return Match()
-        return self._cache.match(_space(sequence), sequence.tokens[: sequence.known - 1].tobytes())
+    def _match(self, sequence: Sequence) -> tuple[Match, int]:
+        """Finds what is cached of the known tokens, but for the last: computing that one yields the next.
 
-    def _reserve(self, sequence: Sequence, match: Match, limit: int) -> bool:
+        Returns also the snapshot of the state behind it; 0 where sequences have no states, or nothing is cached.
+        """
+        if sequence.reports_prompt:
+            return Match(), 0
+        match = self._cache.match(_space(sequence), _beginning(sequence, sequence.known - 1))
+        if self._snapshots is None:
+            return match, 0
+        length, snapshot = self._snapshots.find(_space(sequence), _beginning(sequence, match.tokens))
+        lengths = self._snapshots.lengths(sequence.known, match.tokens)
+        sequence.save_lengths = [each for each in lengths if each > length]
+        return Match(length, match.pending, match.blocks[: length // self.block_size]), snapshot
+
+    def _reserve(self, sequence: Sequence, match: Match, snapshot: int, limit: int) -> bool:
         """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
         pool = self._pool
         shared, partial = divmod(match.tokens, self.block_size)
@@ -177,7 +226,7 @@ class PagedMemory:
             return False
         own = self._take(new)
         copy = BlockCopy(found[shared], own[0], partial) if partial else None
-        sequence.admit(found[:shared] + own, match.tokens, copy, self._earlier_reply(sequence))
+        sequence.admit(found[:shared] + own, match.tokens, copy, self._earlier_reply(sequence), snapshot)
         if partial:
             self._sources[sequence] = found[shared:]
         return True
@@ -247,6 +296,9 @@ class PaddedMemory:
     def sent(self) -> None:
         """Does nothing: no memory depends on the order of calls."""
 
+    def saves(self) -> Iterable[StateSave]:
+        return ()
+
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]
 
@@ -260,6 +312,10 @@ class PaddedMemory:
 def _check_fits(needed: int, tokens: int) -> None:
     if needed > tokens:
         raise InvalidRequest(f"the request needs {needed:,} tokens of KV cache; the cache has {tokens:,}")
+
+
+def _beginning(sequence: Sequence, tokens: int) -> bytes:
+    return sequence.tokens[:tokens].tobytes()
 
 
 def _space(sequence: Sequence) -> Space:

@@ -15,6 +15,7 @@ from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.router.scheduling.snapshots import StateSave
 from tgi_server.router.submission import Limits
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class StepPlan:
     """One step of the shards.
 
     decode: sequences past their prompt advance by a token. replies: how many of these there are, those that have ended
-    unknown to the router included. grants: blocks that sequences get, by request id.
+    unknown to the router included. grants: blocks that sequences get, by request id. saves: states that are saved.
     chunks: prompt tokens to compute, by request id. joined: the sequences that leave the queue.
     reason: the reason why they join running ones; None if none runs. closing: requests that are to end their texts.
     """
@@ -93,6 +94,7 @@ class StepPlan:
     decode: bool = False
     replies: int = 0
     grants: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[StateSave] = field(default_factory=list)
     chunks: list[tuple[int, int]] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
     reason: Reason | None = None
@@ -108,10 +110,10 @@ class StepPlan:
 
     def call(self) -> pb.Call:
         if not self.is_prefill:
-            return calls.decode_call(self.batch_id, self.grants, self.closing)
+            return calls.decode_call(self.batch_id, self.grants, self.saves, self.closing)
         joining = [(sequence.message, sequence.request.options.grammar) for sequence in self.joined]
         return calls.prefill_call(
-            self.batch_id, joining, self.chunks, self.grants, decode=self.decode, closing=self.closing
+            self.batch_id, joining, self.chunks, self.grants, self.saves, decode=self.decode, closing=self.closing
         )
 
 
@@ -257,6 +259,7 @@ class StepPlanner:
         self._steps_since_prefill = 0 if plan.joined else self._steps_since_prefill + 1
         plan.reason = reason if running else None
         plan.chunks = [chunk for chunk in plan.chunks if batch.get(chunk[0])]  # the others have failed since
+        plan.saves = [save for save in batch.memory.saves() if batch.get(save.request_id)]
         return plan if plan.chunks or plan.decode else None
 
     def _prefill_budget(self, replies: int) -> int:

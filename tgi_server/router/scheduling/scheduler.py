@@ -104,7 +104,12 @@ class Scheduler:
         self._recovery_interval_s = recovery_interval_s
         self.waiting = WaitingQueue()
         self.batch = Batch(
-            PagedMemory(capacity.num_blocks, info.block_size, prefix_caching=prefix_caching)
+            PagedMemory(
+                capacity.num_blocks,
+                info.block_size,
+                prefix_caching=prefix_caching and not (info.states and not capacity.num_snapshots),
+                num_snapshots=capacity.num_snapshots if prefix_caching else 0,
+            )
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
         )

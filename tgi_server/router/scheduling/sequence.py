@@ -50,6 +50,7 @@ class Sequence:
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
         token that the one before it yielded.
     newest: tokens of its last generation, of which no step may have computed any.
+    save_lengths: of its prompt, at which its states are worth a snapshot. saved: the length of the last snapshot since.
     without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
     submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before
         a higher one, and within it the earlier deadline. closing: its grammar is ending the text.
@@ -72,6 +73,8 @@ class Sequence:
     cached: int = 0
     first_step: int | None = None
     newest: int = 1
+    save_lengths: list[int] = field(default_factory=list)
+    saved: int = 0
     started: bool = False
     without_place_since: int | None = None
 
@@ -189,11 +192,13 @@ class Sequence:
         cached: int = 0,
         copy: BlockCopy | None = None,
         earlier_reply: Iterable[int] = (),
+        snapshot: int = 0,
     ) -> None:
         """Gives the sequence the blocks of its known tokens, with which it joins the shards' batch.
 
         cached: known tokens that are in them already. copy: made before anything is computed.
-        earlier_reply: the beginning of a reply to the same prompt.
+        earlier_reply: the beginning of a reply to the same prompt. snapshot: the number of the one behind the cached
+        tokens.
         """
         self.blocks = list(blocks)
         self.cached = self.computed = cached
@@ -207,6 +212,7 @@ class Sequence:
             prefill_logprobs=self.reports_prompt,
             earlier_reply=earlier_reply,
             closing=self.closing,
+            snapshot=snapshot,
         )
 
     def start(self) -> bool:

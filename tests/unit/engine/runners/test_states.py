@@ -13,6 +13,7 @@ from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.runners.base import StateSave
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter
 
@@ -125,7 +126,7 @@ def test_sequences_that_left_give_their_slots_to_others(engine: Engine, case: Ca
 def test_tokens_whose_state_is_not_there_must_be_computed(engine: Engine) -> None:
     engine.clear()
     shared = RunningSequence(0, TEXTS[0], StoppingParameters(NEW), blocks=[1, 2], computed=32)
-    with pytest.raises(InvalidCall, match="request 0: 32 tokens without their state"):
+    with pytest.raises(InvalidCall, match="request 0: 32 cached tokens with snapshot 0"):
         engine.step(1, [shared], [(0, 1)])
 
 
@@ -135,3 +136,36 @@ def test_states_count_when_memory_is_planned(tmp_path: Path) -> None:
     assert 0 < more.max_batch_total_tokens < few.max_batch_total_tokens
     with pytest.raises(NotEnoughMemory, match=r"beside the states of 4096 sequences.*or --max-batch-size"):
         engine.warm_up(max_batch_size=4096, max_prefill_tokens=16)
+
+
+def drain(engine: Engine, batch: int = 1) -> list[int]:
+    """Decodes until nothing runs. Returns the tokens of the only sequence."""
+    tokens = []
+    while engine.batch:
+        tokens += [each.token_id for each in engine.step(batch).collect().generations]
+    return tokens
+
+
+def test_a_prefix_is_continued_from_any_snapshot(engine: Engine, case: Case) -> None:
+    """Some are made in the middle of a chunk, some between two, and one while the sequence decodes."""
+    engine.clear()
+    text, reply = TEXTS[3], case.replies[3]
+    stopping = StoppingParameters(NEW, ignore_eos=True)
+    first = RunningSequence(7, text, stopping, blocks=[1, 2, 3, 4])
+    engine.step(1, [first], [(7, 40)], saves=[StateSave(7, 7, 1), StateSave(7, 32, 2), StateSave(7, 40, 3)])
+    saves = [StateSave(7, 40, 4), StateSave(7, 64, 5)]
+    tokens = [each.token_id for each in engine.step(1, [], [(7, 30)], saves=saves).collect().generations]
+    engine.step(1, saves=[StateSave(7, 70, 6)]).collect()
+    engine.clear()
+    # The blocks are those of the first one: what is computed again is written where the same stands.
+    for snapshot, length in {1: 7, 2: 32, 3: 40, 4: 40, 5: 64, 6: 70}.items():
+        said = [*text, reply[0]]
+        again = RunningSequence(8, text, stopping, generated_ids=reply[:1], blocks=[1, 2, 3, 4])
+        again.computed, again.snapshot = length, snapshot
+        step = engine.step(1, [again], [(8, len(said) - length)])
+        assert [*(each.token_id for each in step.collect().generations), *drain(engine)] == reply[1:], f"from {length}"
+    assert tokens == reply[:1]
+    for number in (0, 10_000):
+        other = RunningSequence(9, text, stopping, blocks=[1, 2, 3, 4])
+        with pytest.raises(InvalidCall, match=rf"snapshot {number} does not exist; snapshots go from 1 to \d+"):
+            engine.step(1, [other], [(9, 7)], saves=[StateSave(9, 7, number)])

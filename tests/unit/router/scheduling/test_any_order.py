@@ -49,6 +49,7 @@ class AnyOrder(RuleBasedStateMachine):
         prefill=st.integers(1, 30),
         late_end=st.booleans(),
         speculate=st.sampled_from((0, 0, 1, 4)),
+        num_snapshots=st.sampled_from((0, 0, 1, 3, 20)),
         order=st.sampled_from(("as they come", "by class", "by class and share")),
     )
     def start(
@@ -60,6 +61,7 @@ class AnyOrder(RuleBasedStateMachine):
         prefill: int,
         late_end: bool,
         speculate: int,
+        num_snapshots: int,
         order: str,
     ) -> None:
         self.in_order = order == "as they come"
@@ -74,6 +76,7 @@ class AnyOrder(RuleBasedStateMachine):
             max_batch_prefill_tokens=prefill,
             prefill_chunk_tokens=chunk,
             speculate=speculate,
+            num_snapshots=num_snapshots,
             fair=order == "by class and share",
         )
 

@@ -2,6 +2,7 @@ from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import recorded_request
 from tgi_server.contract import BlockCopy, Grammar, GrammarKind, SamplingParameters
 from tgi_server.router.scheduling import calls
+from tgi_server.router.scheduling.snapshots import StateSave
 
 
 def test_a_request_s_message_has_all_that_does_not_change() -> None:
@@ -28,13 +29,14 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
 
 def test_a_message_is_completed_anew_each_time_the_request_joins() -> None:
     message = calls.request_message(recorded_request(7, [1, 2])[0])
-    first = {"generated_ids": (), "block_ids": (3,), "cached_tokens": 1, "copy": BlockCopy(2, 3, 1)}
+    first = {"generated_ids": (), "block_ids": (3,), "cached_tokens": 1, "copy": BlockCopy(2, 3, 1), "snapshot": 4}
     calls.complete_request(message, **first, prefill_logprobs=True, earlier_reply=(7, 8))
     assert (list(message.block_ids), message.cached_tokens, message.copy.source) == ([3], 1, 2)
-    assert list(message.earlier_reply) == [7, 8]
-    again = {"generated_ids": (9,), "block_ids": (4, 5), "cached_tokens": 0, "copy": None}
+    assert (list(message.earlier_reply), message.snapshot) == ([7, 8], 4)
+    again = {"generated_ids": (9,), "block_ids": (4, 5), "cached_tokens": 0, "copy": None, "snapshot": 0}
     calls.complete_request(message, **again, prefill_logprobs=False, earlier_reply=())
     assert not message.earlier_reply
+    assert not message.snapshot
     assert (list(message.generated_ids), list(message.block_ids), message.cached_tokens) == ([9], [4, 5], 0)
     assert not message.HasField("copy")
     assert not message.prefill_logprobs
@@ -46,6 +48,9 @@ def test_calls() -> None:
     assert (prefill.batch_id, prefill.requests[0].id, prefill.decode) == (3, 7, True)
     assert [(chunk.request_id, chunk.tokens) for chunk in prefill.chunks] == [(7, 2)]
     assert [(grant.request_id, list(grant.block_ids)) for grant in prefill.grants] == [(6, [9])]
+    assert not prefill.saves
     assert calls.decode_call(3, [(6, 9)]).decode.grants == prefill.grants
+    (save,) = calls.decode_call(3, [], [StateSave(6, 32, 5)]).decode.saves
+    assert (save.request_id, save.length, save.snapshot) == (6, 32, 5)
     assert list(calls.filter_call(3, [6]).filter_batch.keep_request_ids) == [6]
     assert calls.clear_call().HasField("clear_cache")

@@ -50,13 +50,15 @@ class ChunkSpan:
 
     start: index of its first token among the pass's tokens. length: number of its tokens.
     kv_length: tokens of the sequence whose keys are in the cache once this chunk is written.
-    drafted: the tokens may turn out to be wrong.
+    drafted: the tokens may turn out to be wrong. saves: snapshots of its states on the way, by the number of tokens
+    before them; in ascending order.
     """
 
     start: int
     length: int
     kv_length: int
     drafted: bool = False
+    saves: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,98 @@
+"""Where the shards have snapshots of states: models with layers without keys can continue a prefix only from one."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from tgi_server.router.scheduling.prefix_cache import Space
+
+_WIDTH = 4  # bytes of a token
+# Distances of snapshots of a prompt from its end, in blocks. What comes after may part from it a little earlier: chat
+# templates write the end of a turn in another way once there is a next one.
+_DISTANCES = (0, 4, 16, 64, 256)
+# No prompt has more than this share of the snapshots.
+_SHARE_OF_ONE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """The state behind the first `length` tokens of a request, which a call copies into a snapshot."""
+
+    request_id: int
+    length: int
+    snapshot: int
+
+
+class Snapshots:
+    """Snapshots 1 .. `count`, each the state behind the first tokens of a text. The least recently used give way.
+
+    Lengths are whole blocks, so that blocks are shared as they are.
+    due: the saves that the call being built makes, by the number of the snapshot.
+    """
+
+    def __init__(self, count: int, block_size: int) -> None:
+        self.count = count
+        self._block_size = block_size
+        self._free = list(range(count, 0, -1))
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()  # by the digest of the text, oldest use first
+        self.due: dict[int, StateSave] = {}
+
+    def find(self, space: Space, tokens: bytes) -> tuple[int, int]:
+        """Returns the length of the longest beginning of `tokens` (4 bytes each) with a snapshot, and its number.
+
+        Both are 0 if there is none. A snapshot that the call being built makes is for later calls.
+        """
+        width = self._block_size * _WIDTH
+        text, found, number = _begin(space), b"", 0
+        length = 0
+        for end in range(width, len(tokens) + 1, width):
+            text.update(tokens[end - width : end])
+            digest = text.digest()
+            if digest in self._numbers and self._numbers[digest] not in self.due:
+                found, length = digest, end // _WIDTH
+        if found:
+            self._numbers.move_to_end(found)
+            number = self._numbers[found]
+        return length, number
+
+    def lengths(self, known: int, parted: int) -> list[int]:
+        """Returns the lengths at which the states of a prompt are worth a snapshot, in ascending order.
+
+        known: its tokens. parted: how many of them stand in the cache; others will part from it there, too.
+        """
+        size = self._block_size
+        last = (known - 1) // size * size
+        wanted = [last, parted // size * size, *(last - blocks * size for blocks in _DISTANCES[1:])]
+        chosen = list(dict.fromkeys(length for length in wanted if length > 0))
+        return sorted(chosen[: max(1, self.count // _SHARE_OF_ONE)])
+
+    def save(self, request_id: int, space: Space, tokens: bytes) -> None:
+        """Has the call being built save the state behind `tokens`, all of one request, unless there is one."""
+        digest = _digest(space, tokens)
+        if digest not in self._numbers:
+            number = self._free.pop() if self._free else self._numbers.popitem(last=False)[1]
+            self._numbers[digest] = number
+            self.due[number] = StateSave(request_id, len(tokens) // _WIDTH, number)
+        self._numbers.move_to_end(digest)
+
+    def drop(self, space: Space, tokens: bytes) -> None:
+        """Forgets the snapshot behind `tokens`, if there is one."""
+        number = self._numbers.pop(_digest(space, tokens), None)
+        if number is not None:
+            self._free.append(number)
+            self.due.pop(number, None)
+
+    def check(self) -> None:
+        """Raises AssertionError unless each snapshot is either free or behind one text."""
+        numbers = [*self._free, *self._numbers.values()]
+        assert sorted(numbers) == list(range(1, self.count + 1)), "a snapshot that is lost, or there twice"
+
+
+def _digest(space: Space, tokens: bytes) -> bytes:
+    text = _begin(space)
+    text.update(tokens)
+    return text.digest()
+
+
+def _begin(space: Space) -> blake2b:
+    return blake2b(f"{space!r}\n".encode(), digest_size=16)
