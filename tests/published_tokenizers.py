@@ -266,6 +266,18 @@ PUBLISHED: dict[str, Published] = {
             config=_DEEPSEEK_CONFIG,
         ),
         Published(
+            "deepseek_v3.1",
+            "deepseek_v31",
+            _BOS_DEEPSEEK,
+            _EOS_DEEPSEEK,
+            pad=_EOS_DEEPSEEK,
+            first=_DEEPSEEK_FIRST,
+            last=_DEEPSEEK_LAST,
+            adds_bos=True,
+            thinks=True,
+            config=_DEEPSEEK_CONFIG,
+        ),
+        Published(
             "glm4.5",
             "glm45",
             None,

@@ -45,7 +45,8 @@ class Model:
         self._tags = reasoning_tags("auto", published.template)
         self._compiler = GrammarCompiler(folder, published.vocab_size, published.end_ids)
         begins = "<think>" in published.template.rpartition("add_generation_prompt")[2]
-        self.opened = begins and "enable_thinking" not in published.template
+        switches = ("enable_thinking", "thinking is defined")
+        self.opened = begins and not any(switch in published.template for switch in switches)
 
     @property
     def thought_marks(self) -> tuple[str, ...]:

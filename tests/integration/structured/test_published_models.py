@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.conftest import ServerFactory
@@ -94,3 +95,14 @@ def test_thoughts_within_a_budget(name: str, flags: tuple[str, ...], server: Ser
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (
             getattr(whole.message, "reasoning_content", None) or ""
         )
+        thinking: Any = {"type": "enabled", "budget_tokens": budget}
+        message: Any = {"model": "tgi", "max_tokens": 100, "messages": begun, "thinking": thinking}
+        message["extra_body"] = {"seed": budget}
+        with Anthropic(base_url=running.url, api_key="none", max_retries=0) as other:
+            sent = other.messages.create(**message)
+            with other.messages.stream(**message) as stream:
+                assert [each.to_dict() for each in stream.get_final_message().content] == [
+                    each.to_dict() for each in sent.content
+                ]
+        thoughts = [block for block in sent.content if block.type == "thinking"]
+        assert len(thoughts) == (budget > 0)
