@@ -121,6 +121,8 @@ class Preparer:
         if (most := options.thinking_token_budget) is not None:
             budget = thought_budget(most, self._thoughts, self._threads.tokenizer, input_ids, grammar)
         unenforced = await self._compile(grammar)
+        if budget is not None and self._grammar_refusal is not None:
+            raise InvalidRequest(f"`thinking_token_budget` cannot be used: {self._grammar_refusal}")
         if budget is not None and not self._tokenizer_read:
             # The shards need the model's tokenizer for it, and must not read it in a step.
             await self._compile(Grammar(GrammarKind.LARK, r"start: /(.|\n)*/"))

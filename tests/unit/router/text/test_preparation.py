@@ -90,6 +90,9 @@ async def test_the_shards_read_the_tokenizer_before_the_first_budget_of_thoughts
             assert (None if budget is None else budget.tokens) == (tokens if tokens and tokens > 0 else None)
             assert checked.options.grammar is None
             assert len(compiled) == (budget is not None)
+        refusing = Preparer(LIMITS, threads, size, "no grammars here", compile_grammar, ADAPTERS, thoughts=thoughts)
+        with pytest.raises(InvalidRequest, match="`thinking_token_budget` cannot be used: no grammars here"):
+            await refusing.prepare(RenderedPrompt("hello"), options, Dialect.TGI)
     finally:
         threads.close()
 
