@@ -73,6 +73,8 @@ async def _launch(settings: LauncherSettings) -> None:
     check_gpus()
     shards = shard_count(settings)
     check_shards(shards)
+    if not settings.generates and (shards > 1 or settings.num_nodes > 1):
+        raise CannotStartError("embedding and rerank models run in one shard; leave --num-shard and --num-nodes out")
     _check_addresses(settings)
     folder = await _unless_stopped(_models(settings), stop)
     if folder is None:

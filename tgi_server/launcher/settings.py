@@ -128,6 +128,11 @@ class LauncherSettings(ServingSettings, ModelSettings):
         return self.embedding_model_id or self.rerank_model_id
 
     @property
+    def generates(self) -> bool:
+        """Returns False if only embedding and rerank models are served."""
+        return self.model_id not in (self.embedding_model_id, self.rerank_model_id)
+
+    @property
     def meeting_address(self) -> str:
         """Returns the address of node 0, where the launchers of several machines meet."""
         return self.node_address if self.node_rank == 0 and self.node_address else self.master_addr

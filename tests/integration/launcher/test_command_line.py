@@ -95,3 +95,12 @@ def test_a_download_can_be_interrupted(server: ServerFactory, tmp_path: Path, fr
         running.wait_until(lambda: "settings" in running.lines())
         running.terminate()
         assert running.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_an_embedding_model_in_several_shards(tmp_path: Path) -> None:
+    from tests.tiny_encoders import make_embedder
+
+    folder = make_embedder("bert", tmp_path)
+    line = complaint(launch(f"--embedding-model-id={folder}", "--num-shard=2"), FAILED)
+    assert line.endswith("embedding and rerank models run in one shard; leave --num-shard and --num-nodes out")

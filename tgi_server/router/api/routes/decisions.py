@@ -95,10 +95,11 @@ def decision_routes(service: Service) -> APIRouter:
 class _Ask:
     """One prompt of a question: its options in one order, behind the input or a neutral one.
 
-    steps: the log-probabilities of the tokens that may follow, by the beginning of a label.
+    checked: None once it is scored. steps: the log-probabilities of the tokens that may follow, by the beginning of a
+    label.
     """
 
-    checked: PreparedRequest
+    checked: PreparedRequest | None
     labels: Labels
     steps: dict[Tokens, dict[int, float]] = field(default_factory=dict)
 
@@ -170,28 +171,29 @@ async def _results(
 ) -> tuple[list[Probabilities], list[AnyStream]]:
     """Returns a result for each question, and the sequences that were computed. Raises InvalidRequest."""
     orders = [orders_of(each, settings.normalization) for each in questions]
-    asked = [
-        [await _ask(exchange, turns, question, order, settings) for order in own]
-        for question, own in zip(questions, orders, strict=True)
-    ]
-    neutral: list[_Ask | None] = [None] * len(questions)
+    plans = [(turns, question, order) for question, own in zip(questions, orders, strict=True) for order in own]
     if settings.normalization == "calibration":
         blank = [Turn("user", (NEUTRAL,))]
-        neutral = [
-            await _ask(exchange, blank, question, own[0], settings)
-            for question, own in zip(questions, orders, strict=True)
-        ]
-    asks = [*(each for own in asked for each in own), *filter(None, neutral)]
-    streams = await _score(exchange, asks)
+        plans += [(blank, question, own[0]) for question, own in zip(questions, orders, strict=True)]
+    asks: list[_Ask] = []
+    streams: list[AnyStream] = []
+    while len(asks) < len(plans):  # the first alone: it computes what the others find in the cache
+        some = plans[len(asks) : len(asks) + _AT_ONCE] if asks else plans[:1]
+        made = [await _ask(exchange, *plan, settings) for plan in some]
+        streams += await _score(exchange, made)
+        asks += made
+    taken = iter(asks)
+    asked = [[next(taken) for _ in own] for own in orders]
+    neutral: list[_Ask | None] = [*taken] or [None] * len(questions)
     results = [
         result_of(
             own,
-            [each.labels for each in asks_],
-            [each.logprobs for each in asks_],
+            [each.labels for each in some],
+            [each.logprobs for each in some],
             None if usual is None else usual.logprobs,
             settings.scoring,
         )
-        for own, asks_, usual in zip(orders, asked, neutral, strict=True)
+        for own, some, usual in zip(orders, asked, neutral, strict=True)
     ]
     return results, streams
 
@@ -219,23 +221,23 @@ async def _ask(
 
 
 async def _score(exchange: Exchange, asks: Sequence[_Ask]) -> list[AnyStream]:
-    """Computes the labels' tokens of all prompts. What prompts have in common is computed once, by the first of them.
-
-    Returns the sequences that were computed.
-    """
+    """Computes the labels of some prompts, and forgets the prompts. Returns the sequences that were computed."""
     work = [(ask, beginning, tokens) for ask in asks for beginning, tokens in ask.labels.steps.items()]
     streams: list[AnyStream] = []
-    while work:
-        now, work = work[: _AT_ONCE if streams else 1], work[_AT_ONCE if streams else 1 :]
+    for start in range(0, len(work), _AT_ONCE):
+        now = work[start : start + _AT_ONCE]
         done = await exchange.collect([_sequence(*each) for each in now])
         for (ask, beginning, tokens), stream in zip(now, done, strict=True):
             (scored,) = stream.output.top_tokens
             ask.steps[beginning] = dict(zip(tokens, scored.logprobs, strict=True))
         streams += done
+    for ask in asks:
+        ask.checked = None
     return streams
 
 
 def _sequence(ask: _Ask, beginning: Tokens, tokens: Tokens) -> PreparedRequest:
+    assert ask.checked is not None  # it has not been scored
     options = replace(ask.checked.options, report=ReportParameters(scored_token_ids=tokens))
     return replace(ask.checked, input_ids=[*ask.checked.input_ids, *beginning], options=options)
 
