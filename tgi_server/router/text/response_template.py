@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
-from time import monotonic
+from time import thread_time
 from typing import Any
 
 import regex
@@ -18,8 +18,10 @@ import regex
 from tgi_server.router.text.answer_reader import AnswerPart
 from tgi_server.router.text.reasoning import ReasoningTags
 
-# Seconds that the regular expressions of a template may take for one answer. They come from strangers.
+# CPU seconds that the regular expressions of a template may take for one answer, and for each of their searches in
+# addition. They come from strangers.
 ANSWER_SECONDS = 0.25
+_SEARCH_SECONDS = 0.000_1
 _CALLS = "tool_calls"
 _PARTS = {
     "content": AnswerPart.TEXT,
@@ -33,20 +35,21 @@ _JSON_TEXT = r'"(?:[^"\\]|\\.)*"'
 
 
 class Allowance:
-    """The seconds that regular expressions may still take."""
+    """The CPU seconds that regular expressions may still take."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self._left = seconds
 
     def spend(self, search: Any, *arguments: Any, **keywords: Any) -> Any:
         """Returns what a search with a time-out returns. Raises TimeoutError."""
+        self._left += _SEARCH_SECONDS
         if self._left <= 0:
             raise TimeoutError
-        started = monotonic()
+        started = thread_time()
         try:
             return search(*arguments, timeout=self._left, **keywords)
         finally:
-            self._left -= monotonic() - started
+            self._left -= thread_time() - started
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ from time import monotonic
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.response_template import ANSWER_SECONDS, ResponseTemplate
+from tgi_server.router.text.response_template import ANSWER_SECONDS, Allowance, ResponseTemplate
 from tgi_server.router.text.templated_reader import TemplatedReader
 from tgi_server.router.text.tool_formats import TGI_FORMAT
 from tgi_server.router.text.tools import AnswerForm, ToolSpec, ToolUse
@@ -183,6 +184,16 @@ def test_slow_expressions_are_given_up():
     text = "a" * 300
     assert read("", [text, text, " and on"], spec=spec) == [(AnswerPart.TEXT, f"{text}{text} and on", 0)]
     assert monotonic() - started < 20 * ANSWER_SECONDS
+
+
+def test_long_answers_are_not_given_up():
+    """Each search takes some microseconds, of which a long answer has many."""
+    spent = Allowance(0.001)
+    pattern = regex.compile("<call>")
+    for _ in range(1_000):
+        assert spent.spend(pattern.search, "some text" * 10, partial=True) is not None
+    calls = "It rains. " * 200 + CALLS["json"]
+    assert parts_of(read("json", list(calls)), AnswerPart.CALL) == ["weather", "clock"]
 
 
 @pytest.mark.parametrize(
