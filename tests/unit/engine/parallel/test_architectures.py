@@ -12,7 +12,19 @@ from tests.unit.engine.runners.test_parity import quick
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.parallel import ShardGroup
 
-UNSPLIT = {"lfm2", "lfm2_vl", "mamba", "qwen3_next", "rwkv"}
+HYBRIDS = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm2_vl",
+    "nemotron_h",
+}
+HYBRIDS |= {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+UNSPLIT = HYBRIDS | {"mamba", "rwkv"}
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 # Two shards get one and two KV heads, with two and four heads of queries.
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 101}

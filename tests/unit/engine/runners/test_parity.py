@@ -15,7 +15,6 @@ PADDED = {
     "bart",
     "flan_t5",
     "gpt_neo",
-    "kimi_linear",
     "mamba",
     "t5",
 }

@@ -18,7 +18,7 @@ from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter
 
 # One of each kind: a gated delta rule, a convolution alone, Mamba-2 beside attention in every layer, Mamba.
-FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "jamba"]
+FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "jamba", "kimi_linear"]
 TEXTS = prompts((33, 5, 12, 70))
 
 
@@ -151,7 +151,8 @@ def test_a_prefix_is_continued_from_any_snapshot(engine: Engine, case: Case) -> 
     engine.clear()
     text, reply = TEXTS[3], case.replies[3]
     stopping = StoppingParameters(NEW, ignore_eos=True)
-    first = RunningSequence(7, text, stopping, blocks=[1, 2, 3, 4])
+    blocks = range(1, 1 + 128 // engine.info.block_size)
+    first = RunningSequence(7, text, stopping, blocks=list(blocks))
     engine.step(1, [first], [(7, 40)], saves=[StateSave(7, 7, 1), StateSave(7, 32, 2), StateSave(7, 40, 3)])
     saves = [StateSave(7, 40, 4), StateSave(7, 64, 5)]
     tokens = [each.token_id for each in engine.step(1, [], [(7, 30)], saves=saves).collect().generations]
@@ -160,12 +161,12 @@ def test_a_prefix_is_continued_from_any_snapshot(engine: Engine, case: Case) -> 
     # The blocks are those of the first one: what is computed again is written where the same stands.
     for snapshot, length in {1: 7, 2: 32, 3: 40, 4: 40, 5: 64, 6: 70}.items():
         said = [*text, reply[0]]
-        again = RunningSequence(8, text, stopping, generated_ids=reply[:1], blocks=[1, 2, 3, 4])
+        again = RunningSequence(8, text, stopping, generated_ids=reply[:1], blocks=list(blocks))
         again.computed, again.snapshot = length, snapshot
         step = engine.step(1, [again], [(8, len(said) - length)])
         assert [*(each.token_id for each in step.collect().generations), *drain(engine)] == reply[1:], f"from {length}"
     assert tokens == reply[:1]
     for number in (0, 10_000):
-        other = RunningSequence(9, text, stopping, blocks=[1, 2, 3, 4])
+        other = RunningSequence(9, text, stopping, blocks=list(blocks))
         with pytest.raises(InvalidCall, match=rf"snapshot {number} does not exist; snapshots go from 1 to \d+"):
             engine.step(1, [other], [(9, 7)], saves=[StateSave(9, 7, number)])

@@ -24,4 +24,5 @@ def _plan(config: Any) -> ShardingPlan:
 
 _TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu")
 _FAMILY = Family(plan=_plan, attention="latents")
-FAMILIES = dict.fromkeys(_TYPES, _FAMILY)
+# Kimi Linear has it in some layers, and is not split.
+FAMILIES = {**dict.fromkeys(_TYPES, _FAMILY), "kimi_linear": Family(attention="latents")}
