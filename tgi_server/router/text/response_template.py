@@ -34,7 +34,7 @@ _BARE_NAME = regex.compile(r"([{,]\s*)([A-Za-z_]\w*)(?=\s*:)")
 _JSON_TEXT = r'"(?:[^"\\]|\\.)*"'
 
 
-class Allowance:
+class SearchBudget:
     """The CPU seconds that regular expressions may still take."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
@@ -75,7 +75,7 @@ class Region:
     transform: Any = None
     each: bool = False
 
-    def value(self, body: str, captures: Mapping[str, str], allowance: Allowance) -> Any:
+    def value(self, body: str, captures: Mapping[str, str], allowance: SearchBudget) -> Any:
         """Returns what the body of a region says. Raises ValueError, LookupError or TimeoutError."""
         value = _parsed(body, self.parser, self.settings, allowance)
         if self.transform is None:
@@ -132,7 +132,7 @@ class ResponseTemplate:
 
     def begun(self, prompt: str) -> str:
         """Returns what the prompt has of the answer. Raises TimeoutError."""
-        ends = [found.end() for found in _matches(self.anchor.pattern, prompt, Allowance())]
+        ends = [found.end() for found in _matches(self.anchor.pattern, prompt, SearchBudget())]
         return prompt[ends[-1] :] if ends else ""
 
 
@@ -165,7 +165,7 @@ def _mark(spec: Mapping[str, Any], name: str) -> Mark | None:
     return Mark(regex.compile("|".join(map(regex.escape, ordered))), open_ended, tuple(ordered))
 
 
-def _parsed(text: str, parser: str, settings: Mapping[str, Any], allowance: Allowance) -> Any:
+def _parsed(text: str, parser: str, settings: Mapping[str, Any], allowance: SearchBudget) -> Any:
     """Returns what a text says to a parser. Raises ValueError, LookupError or TimeoutError."""
     stripped = text.strip() if settings.get("strip", True) else text
     match parser:
@@ -189,7 +189,7 @@ def _parsed(text: str, parser: str, settings: Mapping[str, Any], allowance: Allo
     return stripped
 
 
-def _matches(pattern: Any, text: str, allowance: Allowance) -> Iterator[Any]:
+def _matches(pattern: Any, text: str, allowance: SearchBudget) -> Iterator[Any]:
     """Yields the matches in a text. Raises TimeoutError."""
     place = 0
     while place <= len(text) and (found := allowance.spend(pattern.search, text, place)) is not None:
@@ -197,7 +197,7 @@ def _matches(pattern: Any, text: str, allowance: Allowance) -> Iterator[Any]:
         place = found.end() + (found.end() == found.start())
 
 
-def _object(pairs: Iterator[tuple[str, str]], settings: Mapping[str, Any], allowance: Allowance) -> dict[str, Any]:
+def _object(pairs: Iterator[tuple[str, str]], settings: Mapping[str, Any], allowance: SearchBudget) -> dict[str, Any]:
     inner = settings.get("value_parser")
     found: dict[str, Any] = {}
     for key, text in pairs:
@@ -210,7 +210,7 @@ def _object(pairs: Iterator[tuple[str, str]], settings: Mapping[str, Any], allow
     return found
 
 
-def _json(text: str, settings: Mapping[str, Any], allowance: Allowance) -> Any:
+def _json(text: str, settings: Mapping[str, Any], allowance: SearchBudget) -> Any:
     """Returns JSON, whose texts may stand between other marks than quotes, and whose names may be without any."""
     marks = [(regex.escape(begin), regex.escape(end)) for begin, end in settings.get("string_delims", ())]
     texts = "|".join([*(f"{begin}(.*?){end}" for begin, end in marks), _JSON_TEXT])

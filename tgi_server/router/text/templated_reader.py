@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
-from tgi_server.router.text.response_template import Allowance, Mark, Region, ResponseTemplate
+from tgi_server.router.text.response_template import Mark, Region, ResponseTemplate, SearchBudget
 
 # Characters of a text in which a mark may have begun, before it is taken for none.
 _LONGEST_MARK = 10_000
@@ -27,7 +27,7 @@ class TemplatedReader:
         """tools: JSON schemas of their arguments, by name. begun: the beginning of the answer that the prompt has."""
         self._template = template
         self._tools = tools
-        self._allowance = Allowance()
+        self._allowance = SearchBudget()
         self._region = template.rest
         self._captures: dict[str, str] = {}
         self._text, self._place = "", 0

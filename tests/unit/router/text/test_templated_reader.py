@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.response_template import ANSWER_SECONDS, Allowance, ResponseTemplate
+from tgi_server.router.text.response_template import ANSWER_SECONDS, ResponseTemplate, SearchBudget
 from tgi_server.router.text.templated_reader import TemplatedReader
 from tgi_server.router.text.tool_formats import TGI_FORMAT
 from tgi_server.router.text.tools import AnswerForm, ToolSpec, ToolUse
@@ -188,7 +188,7 @@ def test_slow_expressions_are_given_up():
 
 def test_long_answers_are_not_given_up():
     """Each search takes some microseconds, of which a long answer has many."""
-    spent = Allowance(0.001)
+    spent = SearchBudget(0.001)
     pattern = regex.compile("<call>")
     for _ in range(1_000):
         assert spent.spend(pattern.search, "some text" * 10, partial=True) is not None
