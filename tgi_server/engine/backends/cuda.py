@@ -81,7 +81,9 @@ class CudaBackend(ReferenceBackend):
         """Gives the model the fastest attention that computes what plain torch does."""
         while type(model.attention) is not GatherAttention:
             kind, fault = type(model.attention), None
-            if isinstance(model.attention, FlashAttention):
+            if any(variant.chunk for variant in probe.variants.values()):
+                fault = "the attention kernels have no chunks"
+            elif isinstance(model.attention, FlashAttention):
                 windows = {variant.window for variant in probe.variants.values()}
                 fault = fault_of_any(flash.fault_of(model.attention, windows), self.group)
             fault = fault or probe.fault(model, kind.__name__)
