@@ -13,6 +13,7 @@ from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits, Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.decisions import DecisionConfig
 from tgi_server.router.text.encoder import Encoders
 from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.special_tokens import SpecialTokens
@@ -144,7 +145,8 @@ class Service:
     """Everything that answers requests, made once at start-up.
 
     options, preparer: make the options of requests, and what the scheduler takes. adapters: those that requests may
-    name. check_health: raises Unhealthy when the shards do not answer. encoders: the models that embed and rank.
+    name. check_health: raises Unhealthy when the shards do not answer. decisions: what the model's folder
+    says of them. encoders: the models that embed and rank.
     generates: False where nothing else is served.
     """
 
@@ -160,6 +162,7 @@ class Service:
     metrics: Metrics
     tracer: RequestTracer
     check_health: Callable[[], Awaitable[None]]
+    decisions: DecisionConfig = field(default_factory=DecisionConfig)
     encoders: Encoders = field(default_factory=Encoders)
     generates: bool = True
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

@@ -33,6 +33,7 @@ from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy,
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.decisions import read_decision_config
 from tgi_server.router.text.encoder import Encoders, ServedEncoder
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
@@ -121,6 +122,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
+    decisions = await asyncio.to_thread(read_decision_config, model)
     shards = await _connect(settings.master_shard_uds_path)
     try:
         adapters = Adapters(shards, settings.max_loras)
@@ -183,6 +185,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 metrics=metrics,
                 tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
                 check_health=_HealthCheck(scheduler, shards),
+                decisions=decisions,
                 encoders=encoders,
                 generates=not info.encoders_only,
             )

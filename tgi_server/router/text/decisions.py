@@ -5,14 +5,20 @@ A question is put to the model as the end of a conversation, and nothing is gene
 labels' tokens right behind the generation prompt are the answer.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import exp, fsum
+from dataclasses import dataclass, field
+from math import exp, fsum, inf
+from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import Literal
+from typing import Any, Literal
 
+from tgi_server.router.errors import StartupError
 from tgi_server.router.text.conversation import Turn
 from tgi_server.router.text.tokenizer import TextTokenizer
+from tgi_server.router.text.tokenizer_config import read_json
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["predicate", "choice", "score"]
 Scoring = Literal["labels", "sequences"]
@@ -24,6 +30,8 @@ _MOST_ORDERS = 8
 # What stands for the input where a question is calibrated.
 NEUTRAL = "N/A"
 _YES_NO = ("Yes", "No")
+# The kinds of questions, as `decision.json` calls them.
+_KINDS: Mapping[str, Kind] = {"noul": "predicate", "choice": "choice", "score": "score"}
 # Labels of options: letters first, as published; then what else many tokenizers have as one token.
 _CANDIDATES = (
     *ascii_uppercase,
@@ -43,6 +51,35 @@ class AskedQuestion:
     kind: Kind
     instructions: str
     options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionConfig:
+    """What a model's `decision.json` says, by the kinds of questions: texts of labels, and temperatures."""
+
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    temperature: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_decision_config(model: Path) -> DecisionConfig:
+    """Reads `decision.json` of a model's folder, if it is there. Raises StartupError for what it cannot be."""
+    content = read_json(model / "decision.json")
+    if (model / "decision_template.jinja").is_file():
+        logger.warning("%s has a decision template, for heads that are not served: the usual prompt is used", model)
+    labels, temperature = content.get("labels") or {}, content.get("temperature") or {}
+    try:
+        return DecisionConfig(
+            {_KINDS[kind]: tuple(map(str, texts)) for kind, texts in labels.items()},
+            {_KINDS[kind]: _positive(value) for kind, value in temperature.items()},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StartupError(f"{model / 'decision.json'} cannot be used: {error!r}") from error
+
+
+def _positive(value: Any) -> float:
+    if not 0 < float(value) < inf:
+        raise ValueError(f"a temperature must be positive, not {value}")
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +124,31 @@ def orders_of(question: AskedQuestion, normalization: Normalization) -> list[tup
     return [sorted_[shift:] + sorted_[:shift] for shift in shifts]
 
 
-def labels_of(question: AskedQuestion, order: Sequence[int], scoring: Scoring, tokenizer: TextTokenizer) -> Labels:
+def labels_of(
+    question: AskedQuestion,
+    order: Sequence[int],
+    scoring: Scoring,
+    tokenizer: TextTokenizer,
+    own: Sequence[str] = (),
+) -> Labels:
     """Returns the labels of the options in an order.
 
     One token for each where the tokenizer has enough of them; else texts of the same length, token by token. With the
-    scoring "sequences", the options themselves are the labels.
+    scoring "sequences", the options themselves are the labels. own: those of the model's `decision.json`.
     """
 
     def tokens(text: str) -> Tokens:
         return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
     if question.kind == "predicate":
-        texts = tuple(_YES_NO[each] for each in order)
+        yes_no = own if len(own) == len(_YES_NO) else _YES_NO
+        texts = tuple(yes_no[each] for each in order)
         return Labels(texts, tuple(map(tokens, texts)))
     if scoring == "sequences":
         texts = tuple(question.options[each] for each in order)
+        return Labels(texts, tuple(map(tokens, texts)))
+    if len(own) >= len(order):
+        texts = tuple(own[: len(order)])
         return Labels(texts, tuple(map(tokens, texts)))
     single: dict[Tokens, str] = {}
     for text in _CANDIDATES:
@@ -150,6 +197,7 @@ def result_of(
     logprobs: Sequence[Sequence[float]],
     neutral: Sequence[float] | None,
     scoring: Scoring,
+    temperature: float = 1.0,
 ) -> Probabilities:
     """Returns the probabilities of the options.
 
@@ -159,11 +207,11 @@ def result_of(
     count = len(orders[0])
     shares: list[list[float]] = [[] for _ in range(count)]
     for order, own, values in zip(orders, labels, logprobs, strict=True):
-        for each, share in zip(order, _shares(own, values, scoring), strict=True):
+        for each, share in zip(order, _shares(own, values, scoring, temperature), strict=True):
             shares[each].append(share)
     probabilities = [fsum(each) / len(orders) for each in shares]
     if neutral is not None:
-        expected = _shares(labels[0], neutral, scoring)
+        expected = _shares(labels[0], neutral, scoring, temperature)
         weights = [own / usual if usual else 0.0 for own, usual in zip(probabilities, expected, strict=True)]
         total = fsum(weights)
         probabilities = [weight / total for weight in weights] if total else probabilities
@@ -171,10 +219,10 @@ def result_of(
     return Probabilities(probabilities, min(fsum(masses) / len(masses), 1.0))
 
 
-def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring) -> list[float]:
+def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring, temperature: float) -> list[float]:
     """Returns the softmax of labels' log-probabilities; of texts, those of a token in the mean."""
     lengths = [len(each) if scoring == "sequences" else 1 for each in labels.tokens]
-    scores = [value / length for value, length in zip(logprobs, lengths, strict=True)]
+    scores = [value / length / temperature for value, length in zip(logprobs, lengths, strict=True)]
     highest = max(scores)
     weights = [exp(score - highest) for score in scores]
     total = fsum(weights)

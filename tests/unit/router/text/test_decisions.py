@@ -1,19 +1,24 @@
 """Labels, orders and the arithmetic of decisions."""
 
+import json
 from itertools import permutations
 from math import log
+from pathlib import Path
 
 import pytest
 
 from tests.fakes.vocabularies import byte_level
+from tgi_server.router.errors import StartupError
 from tgi_server.router.text.conversation import Turn
 from tgi_server.router.text.decisions import (
     AskedQuestion,
+    DecisionConfig,
     Labels,
     choice_confidence,
     labels_of,
     orders_of,
     prompt_of,
+    read_decision_config,
     result_of,
     score_of,
     with_question,
@@ -102,6 +107,22 @@ def test_calibration_divides_by_what_a_neutral_input_gives() -> None:
     labels = Labels(("A", "B"), ((1,), (2,)))
     result = result_of([(0, 1)], [labels], [[log(0.6), log(0.2)]], [log(0.9), log(0.1)], "labels")
     assert result.probabilities == pytest.approx([0.75 / 0.9 / (0.75 / 0.9 + 0.25 / 0.1), 0.75])
+
+
+def test_a_model_may_have_labels_and_temperatures_of_its_own(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    content = {"labels": {"choice": ["x", "y", "z"], "noul": ["T", "F"]}, "temperature": {"choice": 2.0}}
+    (tmp_path / "decision.json").write_text(json.dumps(content))
+    config = read_decision_config(tmp_path)
+    assert labels_of(CHOICE, (0, 1), "labels", tokenizer, config.labels["choice"]).texts == ("x", "y")
+    assert labels_of(PREDICATE, (1, 0), "labels", tokenizer, config.labels["predicate"]).texts == ("F", "T")
+    labels = Labels(("x", "y"), ((1,), (2,)))
+    result = result_of([(0, 1)], [labels], [[log(0.8), log(0.2)]], None, "labels", config.temperature["choice"])
+    assert result.probabilities == pytest.approx([2 / 3, 1 / 3])
+    assert read_decision_config(tmp_path / "nowhere") == DecisionConfig()
+    for wrong in ({"temperature": {"choice": 0}}, {"labels": {"guess": ["a"]}}, {"labels": [1]}):
+        (tmp_path / "decision.json").write_text(json.dumps(wrong))
+        with pytest.raises(StartupError, match="cannot be used"):
+            read_decision_config(tmp_path)
 
 
 def test_confidence_is_0_for_chance_and_1_for_certainty() -> None:

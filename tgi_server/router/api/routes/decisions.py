@@ -192,8 +192,9 @@ async def _results(
             [each.logprobs for each in some],
             None if usual is None else usual.logprobs,
             settings.scoring,
+            exchange.service.decisions.temperature.get(question.kind, 1.0),
         )
-        for own, some, usual in zip(orders, asked, neutral, strict=True)
+        for question, own, some, usual in zip(questions, orders, asked, neutral, strict=True)
     ]
     return results, streams
 
@@ -205,7 +206,8 @@ async def _ask(
     service = exchange.service
 
     def prepare() -> tuple[Labels, RenderedPrompt]:
-        labels = labels_of(question, order, settings.scoring, service.text.tokenizer)
+        own = service.decisions.labels.get(question.kind, ())
+        labels = labels_of(question, order, settings.scoring, service.text.tokenizer, own)
         text = prompt_of(question, order, labels, settings.scoring)
         conversation = Conversation(with_question(turns, text), variables=thinking_switches(on=False))
         return labels, render(service, conversation)
