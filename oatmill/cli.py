@@ -12,8 +12,8 @@ usage: oatmill serve [MODEL] [--grpc-port PORT] [FLAGS]   serve a model over HTT
        oatmill demo                                       start both services, make calls, stop them
        oatmill doctor                                     check this machine, and say what to do
 
-MODEL is a folder, an id of the hub, or missing: the bundled demo model. FLAGS are those of text-generation-launcher:
-`oatmill serve --help` lists them.
+MODEL is a folder, a GGUF file, an id of the hub, or missing: the bundled demo model. FLAGS are those of
+text-generation-launcher: `oatmill serve --help` lists them.
 
 The programs behind it: text-generation-launcher, llm-functionalities. Version: oatmill --version
 """

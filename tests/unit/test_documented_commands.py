@@ -40,6 +40,14 @@ def test_the_flags_that_stand_for_those_of_vllm_exist():
     assert ours <= flags
 
 
+def test_the_flags_that_stand_for_those_of_llama_cpp_exist():
+    flags = {f"--{name.replace('_', '-')}" for name in LauncherSettings.model_fields}
+    rows = re.findall(r"^\| .* \| .* \| (.*) \|$", (ROOT / "docs" / "coming-from-ollama.md").read_text(), re.MULTILINE)
+    ours = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)}
+    assert len(ours) > 10
+    assert ours <= flags
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(page: Path):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
