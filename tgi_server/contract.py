@@ -226,6 +226,12 @@ class GenerationOptions:
         None, "Reuse what was computed of a prompt only for prompts with the same salt.", least=1, most=1024
     )
     adapter_id: str | None = _option(None, "Adapter to use.")
+    prompt_cache_key: str | None = _option(
+        None,
+        "Keep the prompt in the prefix cache for 5 minutes, in place of the last one with this key.",
+        least=1,
+        most=1024,
+    )
     timeout_ms: int = _option(
         0, "Milliseconds from the request's arrival until its answer is of no use.", least=1, most=_INT32, example=2000
     )

@@ -122,6 +122,7 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
         note="-1: as many as it may have.",
     ),
     "adapter_id": _only(Dialect.TGI),
+    "prompt_cache_key": _only(*_OPENAI),
     "thinking_token_budget": _except(
         *_EVERYWHERE, names=("thinking_token_budget", "reasoning_budget"), note="-1: no bound."
     ),

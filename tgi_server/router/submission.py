@@ -38,6 +38,17 @@ class Sink(Protocol):
         """Hears that nothing more comes; the request did not end as it should."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """The time for which a prompt is given up last by the prefix cache.
+
+    name: the next prompt of the same name and cache namespace takes its place. seconds: from the end of the request.
+    """
+
+    name: str
+    seconds: float
+
+
 @dataclass(slots=True)
 class ValidRequest:
     """A request that keeps every limit of the server.
@@ -45,7 +56,8 @@ class ValidRequest:
     input_ids: the prompt's tokens. For encoder-decoder models, of the encoder.
     cache_namespace: requests of different ones share nothing in the prefix cache.
     deadline: the time after which nobody waits for the answer. first_token_by: the same for its first token. Both are
-    `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of its share.
+    `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of its share. keep:
+    its prompt stays in the prefix cache.
     """
 
     id: int
@@ -58,6 +70,7 @@ class ValidRequest:
     first_token_by: float = inf
     tenant: str = ""
     weight: float = 1.0
+    keep: KeptPrefix | None = None
 
 
 class Submitter(Protocol):

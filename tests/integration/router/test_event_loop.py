@@ -234,6 +234,7 @@ ROUTES = (
     "/tokenize",
     "/chat_tokenize",
     "/detokenize",
+    "/v1/warm",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )

@@ -36,6 +36,7 @@ from tgi_server.router.api.routes.page import page_routes
 from tgi_server.router.api.routes.ranking import ranking_routes
 from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
+from tgi_server.router.api.routes.warm import warm_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError, Unhealthy
 from tgi_server.router.metrics import CONTENT_TYPE, Metrics
 from tgi_server.router.service import Service
@@ -50,6 +51,7 @@ _ROUTES = (
     response_routes,
     message_routes,
     decision_routes,
+    warm_routes,
     compatibility_routes,
     adapter_routes,
 )

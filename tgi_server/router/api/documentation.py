@@ -27,6 +27,7 @@ from tgi_server.router.schemas import (
     messages,
     openai,
     responses,
+    warm,
 )
 from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
@@ -98,6 +99,7 @@ _EXAMPLES: dict[str, Any] = {
         "state": "How do I cook rice?",
         "questions": {"cooking": {"type": "noul", "instructions": "Is this about cooking?"}},
     },
+    "WarmRequest": {"messages": _CHAT, "ttl_seconds": 60},
     "EmbeddingsRequest": {"input": ["How do I cook rice?"]},
     "EmbedRequest": {"inputs": "How do I cook rice?"},
     "RankRequest": {"query": "cooking rice", "texts": ["Rinse the rice.", "Sand the board."]},
@@ -127,6 +129,7 @@ _REQUESTS: list[type[BaseModel]] = [
     *(decisions.DecisionsRequest, decisions.SystemOneRequest),
     *(encoding.EmbeddingsRequest, encoding.EmbedRequest, encoding.RankRequest, encoding.PredictRequest),
     encoding.RerankRequest,
+    warm.WarmRequest,
     adapters.LoadAdapterBody,
     adapters.UnloadAdapterBody,
 ]
@@ -147,6 +150,7 @@ _RESPONSES: list[type[ResponseModel]] = [
     *(decisions.Decision, decisions.PredicateAnswer, decisions.ChoiceAnswer, decisions.ScoreAnswer),
     *(decisions.RefusalAnswer, decisions.SystemOneResponse),
     *(encoding.EmbeddingsResponse, encoding.Rank, encoding.Prediction, encoding.RerankResponse),
+    warm.WarmResponse,
     *(info.Info, info.ModelsInfo, info.ModelInfo, info.VersionInfo),
     *(openai.OpenAIErrorResponse, ErrorResponse),
 ]

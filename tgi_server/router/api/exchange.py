@@ -39,7 +39,7 @@ from tgi_server.router.errors import (
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.schemas.base import unknown_fields
 from tgi_server.router.service import Service
-from tgi_server.router.submission import ValidRequest
+from tgi_server.router.submission import KeptPrefix, ValidRequest
 from tgi_server.router.text.encoder import ServedEncoder
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
@@ -50,6 +50,9 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 # Of unknown fields: names of one request that are reported, their characters, and names that are logged.
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
+
+# For which a prompt with a `prompt_cache_key` is kept, as OpenAI keeps it.
+_KEPT_SECONDS = 300.0
 
 # Of a token in an answer that is held as a whole, and of each alternative to it.
 _TOKEN_BYTES, _ALTERNATIVE_BYTES = 320, 200
@@ -154,13 +157,18 @@ class Exchange:
         on_end: OnEnd,
         *,
         shown: Collection[int] = (),
+        keep: KeptPrefix | None = None,
     ) -> TokenStream[F]:
         """Queues a sequence, which `output` writes. shown: special tokens that are part of the text.
+
+        keep: its prompt stays in the prefix cache; None: if it has a `prompt_cache_key`.
 
         Raises InvalidRequest for a class that the caller may not use.
         """
         service, options = self.service, checked.options
         self._check_priority(options.priority)
+        if keep is None and options.prompt_cache_key is not None:
+            keep = KeptPrefix(options.prompt_cache_key, _KEPT_SECONDS)
         self._note_unenforced(checked.unenforced)
         stream = TokenStream(
             service.text.tokenizer,
@@ -204,6 +212,7 @@ class Exchange:
                 first_token_by=first_token_by,
                 tenant=self.tenant,
                 weight=1.0 if self._key is None else self._key.weight,
+                keep=keep,
             )
         )
         return stream

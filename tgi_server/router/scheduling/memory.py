@@ -2,8 +2,9 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from time import perf_counter
 from typing import Protocol
 
 from tgi_server.contract import BlockCopy
@@ -13,6 +14,8 @@ from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.snapshots import Snapshots, StateSave
 
+# Prompts that are kept at once.
+_MOST_KEPT = 64
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64
 
@@ -66,6 +69,9 @@ class Memory(Protocol):
     def saves(self) -> Iterable[StateSave]:
         """Returns the states that the call being built copies into snapshots."""
 
+    def keep(self, sequence: Sequence) -> None:
+        """Has the prompt of a sequence that has ended be given up after others, as its request says."""
+
     def release(self, sequence: Sequence) -> None:
         """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
 
@@ -87,12 +93,21 @@ class PagedMemory:
     chunks = True
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, num_snapshots: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        num_snapshots: int = 0,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         """prefix_caching: what one sequence has computed is kept for others. num_snapshots: of the states behind it;
-        0: sequences have no states.
+        0: sequences have no states. clock: in seconds.
         """
         self._num_snapshots = num_snapshots
+        self._clock = clock
+        # By namespace and name: until when a prompt is given up last, and where it is found. The latest is the last.
+        self._kept: dict[tuple[str, str], tuple[float, Space, bytes]] = {}
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self._num_blocks = num_blocks
@@ -173,6 +188,17 @@ class PagedMemory:
             self._snapshots.drop(_space(sequence), _beginning(sequence, sequence.saved))
         sequence.saved = 0
 
+    def keep(self, sequence: Sequence) -> None:
+        keep, request = sequence.request.keep, sequence.request
+        if keep is None or not self._prefix_caching:
+            return
+        name = request.cache_namespace, keep.name
+        self._kept.pop(name, None)
+        if len(self._kept) >= _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
+        self._kept[name] = self._clock() + keep.seconds, _space(sequence), prompt
+
     def release(self, sequence: Sequence) -> None:
         if sequence.saved > len(sequence.tokens) - 2:  # by a step that may have found the sequence ended
             self._forget(sequence)
@@ -243,8 +269,16 @@ class PagedMemory:
     def _take(self, blocks: int) -> list[int]:
         short = blocks - self._pool.free
         if short > 0:
+            self._use_kept()
             self._cache.evict(short)
         return self._pool.take(blocks)
+
+    def _use_kept(self) -> None:
+        """Makes the kept prompts the most recently used ones, which are given up last."""
+        now = self._clock()
+        self._kept = {name: kept for name, kept in self._kept.items() if kept[0] > now}
+        for _, space, tokens in self._kept.values():
+            self._cache.match(space, tokens)
 
     def _give_up(self, blocks: list[int]) -> None:
         self._cache.released(self._pool.release(blocks))
@@ -298,6 +332,9 @@ class PaddedMemory:
 
     def saves(self) -> Iterable[StateSave]:
         return ()
+
+    def keep(self, sequence: Sequence) -> None:
+        """Does nothing: no tokens are kept for other sequences."""
 
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]

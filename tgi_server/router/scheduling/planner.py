@@ -168,7 +168,8 @@ class StepPlanner:
         if short or self._must_give_way():
             if steps_in_flight:
                 return []  # they may free blocks, and their tokens belong to a sequence that must give way
-            if preempted := self._make_room() if short else self._give_way():
+            preempted = self._make_room() if short else self._give_way()
+            if short or batch.filter_due:
                 return [self._filter(preempted)]
         step = self._step(growing)
         if step is not None:

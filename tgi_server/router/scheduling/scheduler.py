@@ -109,6 +109,7 @@ class Scheduler:
                 info.block_size,
                 prefix_caching=prefix_caching and not (info.states and not capacity.num_snapshots),
                 num_snapshots=capacity.num_snapshots if prefix_caching else 0,
+                clock=clock,
             )
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
@@ -352,6 +353,8 @@ class Scheduler:
         """Ends a request, the one way there is, whether it waits or runs. outcome: None if nobody waits for it."""
         self.waiting.leave(sequence)
         self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)
+        if isinstance(outcome, FinishReason):
+            self.batch.memory.keep(sequence)
         sequence.finish(outcome)
 
     def _drop_broken(self, sequence: Sequence) -> None:

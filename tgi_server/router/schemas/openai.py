@@ -63,7 +63,7 @@ class TextParameters(RefusingModel):
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata"),
+            *("prompt_cache_options", "prompt_cache_retention", "client_metadata"),
             *("request_id", "guided_decoding_backend", "kv_transfer_params"),
         }
     )

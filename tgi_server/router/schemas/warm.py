@@ -1,0 +1,30 @@
+"""/v1/warm: prompts that are computed before they are needed."""
+
+from pydantic import Field, RootModel
+
+from tgi_server.router.schemas.base import ResponseModel
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.completions import CompletionRequest
+
+_TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt is kept.")
+
+
+class WarmChatRequest(ChatRequest):
+    ttl_seconds: float = _TTL
+
+
+class WarmCompletionRequest(CompletionRequest):
+    ttl_seconds: float = _TTL
+
+
+class WarmRequest(RootModel[WarmChatRequest | WarmCompletionRequest]):
+    """Told apart by `messages` or `prompt`."""
+
+
+class WarmResponse(ResponseModel, kw_only=True):
+    """`cached_tokens` of the prompt had been computed before; in steps of 128 where everybody shares the cache."""
+
+    object: str = "warm"
+    prompt_tokens: int
+    cached_tokens: int
+    ttl_seconds: float
