@@ -67,4 +67,5 @@ def _quantized(weight: Tensor) -> tuple[Tensor, ...]:
     values = quantized.float()
     error = (exact / scales.unsqueeze(1)).sub_(values)
     margin = scales * (1 + 2**-12)
-    return quantized, scales, quantized.sum(1), error.norm(dim=1) * margin, values.norm(dim=1) * margin
+    sums = quantized.sum(1, dtype=torch.int32)  # int64 takes torch some 20 times as long
+    return quantized, scales, sums, error.norm(dim=1) * margin, values.norm(dim=1) * margin
