@@ -124,6 +124,7 @@ def test_a_server_without_the_route_serves_other_calls(
         assert ask(runner) == "a fine answer"
 
 
+@pytest.mark.slow
 def test_without_a_model_responses_are_empty() -> None:
     with running_service() as service, service.channel() as channel:
         assert not decide(channel, PREDICATE).answers

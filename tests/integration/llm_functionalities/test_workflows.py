@@ -209,28 +209,24 @@ def _decided(**changes: Any) -> dict[str, Any]:
     return sure | {"probabilities": probabilities} | changes
 
 
-@pytest.mark.parametrize(
-    ("decision", "intents"),
-    [
-        (_decided(), ["continue_current_task"]),
-        (_decided(confidence=0.2), list(execution_search.INTENTS)),
-        (_decided(label_mass=0.2), list(execution_search.INTENTS)),
-        ({"type": "refusal", "label_mass": 0.9}, list(execution_search.INTENTS)),
-    ],
-)
-def test_an_intent_that_the_model_is_sure_of_is_the_only_one_it_may_write(
-    decision: dict[str, Any], intents: list[str]
-) -> None:
+def test_an_intent_that_the_model_is_sure_of_is_the_only_one_it_may_write() -> None:
     request = llm_pb2.ExecutionSearchRequest(user_question="Next!", timeout=10_000)
     with ModelServer() as server, running_service("--endpoint", server.url) as service, service.channel() as channel:
         server.answer = json.dumps({"intent": "continue_current_task", "ai_response": "Whisk the eggs."})
-        server.decision = decision
-        response, call = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel).generate_decision.with_call(request)
-        assert response.intent_classification == "continue_current_task"
-        assert "empty-reason" not in dict(call.trailing_metadata())
-        (sent,) = server.requests
-        schema = sent.body["parameters"]["grammar"]["value"]
-        assert schema["properties"]["intent"]["enum"] == intents
+        stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+        for decision, intents in (
+            (_decided(), ["continue_current_task"]),
+            (_decided(confidence=0.2), list(execution_search.INTENTS)),
+            (_decided(label_mass=0.2), list(execution_search.INTENTS)),
+            ({"type": "refusal", "label_mass": 0.9}, list(execution_search.INTENTS)),
+        ):
+            server.decision = decision
+            response, call = stub.generate_decision.with_call(request)
+            assert response.intent_classification == "continue_current_task"
+            assert "empty-reason" not in dict(call.trailing_metadata())
+            schema = server.requests[-1].body["parameters"]["grammar"]["value"]
+            assert schema["properties"]["intent"]["enum"] == intents
+        assert len(server.requests) == 4
 
 
 def test_a_server_without_decisions_is_not_asked_for_them_again() -> None:
