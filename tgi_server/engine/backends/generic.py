@@ -6,11 +6,13 @@ LoRA deltas to linear layers and read hidden states.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -31,6 +33,9 @@ from tgi_server.engine.linear import PackedLinear
 _OF_EXPERTS = ".experts."
 # Layers whose weight the model reads without calling them, of Mamba; and those that choose experts.
 _NOT_FOR_ROWS = (".dt_proj", ".router")
+# Mixers make hundreds of short loops of a prompt, too. With up to so many threads their meetings cost more than threads
+# beside the first one save.
+_FEW_THREADS = 4
 
 
 class CurrentRows:
@@ -53,6 +58,8 @@ class GenericModel(PagedModel):
         self.states = SequenceStates() if has_mixers(source) else None
         self._cache = PagedCache(attention, self.states)
         self._cache.attach(source)
+        few_threads = torch.get_num_threads() <= _FEW_THREADS
+        self._few_tokens = sys.maxsize if self.states is not None and few_threads else FEW_TOKENS
         self.threads_of_few_tokens: Callable[[], AbstractContextManager[None]] = nullcontext
         self._keep: Keep | None = None
         self._tapped: list[Tensor] = []
@@ -64,7 +71,7 @@ class GenericModel(PagedModel):
         self._current.rows = inputs.adapters
         if self.states is not None:
             self.states.begin_pass()
-        with self.threads_of_few_tokens() if len(inputs.tokens) <= FEW_TOKENS else nullcontext():
+        with self.threads_of_few_tokens() if len(inputs.tokens) <= self._few_tokens else nullcontext():
             output = self.source(
                 input_ids=inputs.tokens.unsqueeze(0),
                 position_ids=inputs.positions.unsqueeze(0),

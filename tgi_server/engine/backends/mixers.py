@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tgi_server.engine.backends.attention.base import ForwardMetadata
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.backends.states import Part, SequenceStates, causal_convolution, selective_scan
+from tgi_server.engine.backends.states import Part, SequenceStates, causal_convolution, delta_rule, selective_scan
 
 # A chunk of up to so many tokens is computed one token after the other where there is a function for that.
 _FEW_TOKENS = 8
@@ -31,15 +31,16 @@ class _Recurrence:
     """A function over the tokens of a text.
 
     inputs: arguments with something for each token, which stands in dimension `dim`, as in the output. state: the
-    argument that is the state before the first token. few: the name of a function of the same arguments that is faster
-    for few tokens. substitute: what is computed in its place; None: the function itself, in plain torch. chunk_size: of
-    one that computes chunks, where it is not an argument. output_only: it returns no state.
+    argument that is the state before the first token. few: a function of the same arguments that is faster for few
+    tokens; it may change the state that it gets. substitute: what is computed in its place; None: the function itself,
+    in plain torch. chunk_size: of one that computes chunks, where it is not an argument. output_only: it returns no
+    state.
     """
 
     inputs: tuple[str, ...]
     dim: int = 1
     state: str = "initial_state"
-    few: str | None = None
+    few: _Run | None = None
     substitute: _Run | None = None
     chunk_size: int | None = None
     output_only: bool = False
@@ -48,8 +49,8 @@ class _Recurrence:
 _DELTA_RULE = ("query", "key", "value", "g", "beta")
 _RECURRENCES = {
     "causal_conv1d_fn": _Recurrence(("hidden_states",), dim=2, substitute=causal_convolution, output_only=True),
-    "torch_chunk_gated_delta_rule": _Recurrence(_DELTA_RULE, few="torch_recurrent_gated_delta_rule", chunk_size=64),
-    "chunk_kimi_delta_attention": _Recurrence(_DELTA_RULE, few="recurrent_kimi_delta_attention", chunk_size=64),
+    "torch_chunk_gated_delta_rule": _Recurrence(_DELTA_RULE, few=delta_rule, chunk_size=64),
+    "chunk_kimi_delta_attention": _Recurrence(_DELTA_RULE, few=delta_rule, chunk_size=64),
     "mamba2_chunk_scan": _Recurrence(("hidden_states", "dt", "B", "C"), state="initial_states"),
     "mamba_selective_scan": _Recurrence(("hidden_states", "dt", "B", "C", "z"), dim=2, substitute=selective_scan),
 }
@@ -93,7 +94,6 @@ def _packed(mixer: nn.Module, name: str, functions: Mapping[str, Any]) -> Callab
     recurrence = _RECURRENCES[name]
     own = inspect.unwrap(functions[name])
     signature = inspect.signature(own)
-    few = inspect.unwrap(functions[recurrence.few]) if recurrence.few else None
     part = int(mixer.layer_idx), name  # type: ignore[arg-type]
     function: _Run = recurrence.substitute or own
 
@@ -105,7 +105,7 @@ def _packed(mixer: nn.Module, name: str, functions: Mapping[str, Any]) -> Callab
         arguments |= arguments.pop("kwargs", {})
         arguments.pop(recurrence.state, None)
         inputs = {each: arguments.pop(each) for each in recurrence.inputs if arguments.get(each) is not None}
-        run = partial(_run, recurrence, function, few, arguments)
+        run = partial(_run, recurrence, function, arguments)
         output = _compute_packed(run, recurrence.dim, inputs, part, cache.metadata, cache.states)
         return output if recurrence.output_only else (output, output.new_empty(0))
 
@@ -115,7 +115,6 @@ def _packed(mixer: nn.Module, name: str, functions: Mapping[str, Any]) -> Callab
 def _run(
     recurrence: _Recurrence,
     function: _Run,
-    few: _Run | None,
     others: Mapping[str, Any],
     inputs: Mapping[str, Tensor],
     state: Tensor | None,
@@ -123,8 +122,8 @@ def _run(
     """Computes tokens of texts of the same length. others: arguments that tokens have in common."""
     arguments = {**others, **inputs, recurrence.state: state}
     tokens = next(iter(inputs.values())).shape[recurrence.dim]
-    if few is not None and tokens <= _FEW_TOKENS:
-        return few(**arguments)
+    if recurrence.few is not None and tokens <= _FEW_TOKENS:
+        return recurrence.few(**arguments)
     if chunk_size := others.get("chunk_size", recurrence.chunk_size):
         arguments["chunk_size"] = min(chunk_size, tokens)  # or it would be filled up
     return function(**arguments)
@@ -156,7 +155,8 @@ def _compute_packed(
         own = {name: each.narrow(dim, chunk.start, chunk.length) for name, each in inputs.items()}
         place, begin = slice(slot, slot + 1), 0
         if chunk.drafted:
-            outputs.append(run(own, states.read(part, place))[0])
+            before = states.read(part, place)
+            outputs.append(run(own, None if before is None else before.clone())[0])
             states.draft(slot, partial(_advance, run, dim, own, part, place, states))
             continue
         for end, snapshot in (*chunk.saves, (chunk.length, None)):

@@ -65,13 +65,18 @@ class SequenceStates:
     def read(self, part: Part, slots: Tensor | slice) -> Tensor | None:
         """Returns the states in some slots, [slots, ...]; None where no state of this part has ever been written."""
         states = self._parts.get(part)
-        return None if states is None else states[slots]
+        if states is None:
+            return None
+        return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
 
     def write(self, part: Part, slots: Tensor | slice, states: Tensor) -> None:
         """Puts states, [slots, ...], into some slots."""
         if part not in self._parts:
             self._parts[part] = _zeros((self._slots, *states.shape[1:]), states)
-        self._parts[part][slots] = states
+        if isinstance(slots, slice):
+            self._parts[part][slots] = states
+        else:
+            self._parts[part].index_copy_(0, slots, states)
 
     def begin_pass(self) -> None:
         """Forgets the drafted tokens of the pass before: those that were right have been accepted by now."""
@@ -109,12 +114,56 @@ def causal_convolution(
     if initial_state is None:
         initial_state = hidden_states.new_zeros(*hidden_states.shape[:2], before)
     inputs = torch.cat([initial_state, hidden_states], dim=-1)
-    convolved = torch.nn.functional.conv1d(
-        inputs.to(weight.dtype), weight.unsqueeze(1), bias, groups=hidden_states.shape[1]
-    )
+    tokens, wide, taps = hidden_states.shape[-1], inputs.float(), weight.float()
+    # A sum over the few taps: torch's convolution of so many channels, each by itself, takes several times as long.
+    convolved = wide[..., :tokens] * taps[:, :1]
+    for tap in range(1, before + 1):
+        convolved.addcmul_(wide[..., tap : tap + tokens], taps[:, tap : tap + 1])
+    if bias is not None:
+        convolved += bias[:, None]
+    convolved = convolved.to(weight.dtype)
     if activation is not None:
         convolved = ACT2FN[activation](convolved)
     return convolved.to(hidden_states.dtype), inputs[..., inputs.shape[-1] - before :]
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """Computes the gated delta rule (Yang et al., 2024) or Kimi's, one token after the other, for few tokens.
+
+    query, key: [texts, tokens, key_heads, size]. value: [texts, tokens, heads, value_size]. beta: [texts, tokens,
+    heads]. g: the same, or [texts, tokens, heads, size]. initial_state: [texts, heads, size, value_size]; it is
+    changed. Returns the outputs, and the state behind them.
+    """
+    heads, size = value.shape[2], key.shape[3]
+    state = initial_state
+    if state is None:
+        state = value.new_zeros(len(value), heads, size, value.shape[3], dtype=torch.float32)
+    query, key = (_normalized(each.float()).repeat_interleave(heads // each.shape[2], dim=2) for each in (query, key))
+    query = query * size**-0.5
+    decay = g.float().exp()
+    decay = decay[..., None, None] if decay.dim() == 3 else decay[..., None]
+    rates, values = beta.float()[..., None], value.float()
+    memory, outputs = state.flatten(0, 1), []
+    for token in range(value.shape[1]):
+        state.mul_(decay[:, token])
+        keys = key[:, token].flatten(0, 1)
+        known = torch.bmm(keys[:, None], memory)
+        change = (values[:, token].flatten(0, 1)[:, None] - known) * rates[:, token].flatten(0, 1)[:, None]
+        memory.baddbmm_(keys[:, :, None], change)
+        outputs.append(torch.bmm(query[:, token].flatten(0, 1)[:, None], memory).view(len(value), 1, heads, -1))
+    return torch.cat(outputs, dim=1).to(value.dtype), state
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
 
 
 def selective_scan(

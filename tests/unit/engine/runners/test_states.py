@@ -17,7 +17,7 @@ from tgi_server.engine.runners.base import StateSave
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter
 
-# One of each kind: a gated delta rule, a convolution alone, Mamba-2 beside attention in every layer, Mamba.
+# One of each kind: gated delta rule, convolution alone, Mamba-2 beside attention in every layer, Mamba, Kimi's rule.
 FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "jamba", "kimi_linear"]
 TEXTS = prompts((33, 5, 12, 70))
 
