@@ -78,6 +78,9 @@ class ServiceSettings(BaseSettings):
     # The title of the group of `--help` that begins with each of these settings.
     help_groups: ClassVar[Mapping[str, str]] = {}
 
+    # Flags of other servers, with the flag that does the same here: errors suggest it.
+    foreign_flags: ClassVar[Mapping[str, str]] = {}
+
     def describe(self) -> str:
         """Returns one line of `name=value` pairs, for settings that differ from their defaults, with secrets masked."""
         fields = type(self).model_fields
@@ -112,7 +115,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]
         flags = [flag for flag in self._option_string_actions if flag.startswith("--") and not flag.startswith("--no-")]
-        near = get_close_matches(unknown, flags, 1) if unknown.startswith("--") else []
+        same = self._settings.foreign_flags.get(unknown)
+        near = [same] if same else get_close_matches(unknown, flags, 1) if unknown.startswith("--") else []
         hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         fail(self.prog, f"{message}; {hint}")
 

@@ -49,6 +49,17 @@ def test_the_flags_that_stand_for_those_of_llama_cpp_exist():
     assert ours <= flags
 
 
+@pytest.mark.parametrize(("foreign", "ours"), LauncherSettings.foreign_flags.items())
+def test_flags_of_vllm_are_refused_with_those_that_stand_for_them(
+    foreign: str, ours: str, capsys: pytest.CaptureFixture[str]
+):
+    page = (ROOT / "docs" / "coming-from-vllm.md").read_text().splitlines()
+    assert any(foreign in line and ours in line for line in page)
+    with pytest.raises(SystemExit):
+        read_settings(LauncherSettings, "text-generation-launcher", [foreign, "2"])
+    assert f"{foreign} 2; did you mean {ours}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(page: Path):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -61,6 +61,18 @@ class LauncherSettings(ServingSettings, ModelSettings):
         "otlp_service_name": "Logs and traces",
         "env": "Other",
     }
+    # Those of vLLM, as docs/coming-from-vllm.md lists them.
+    foreign_flags: ClassVar[Mapping[str, str]] = {
+        "--tensor-parallel-size": "--num-shard",
+        "-tp": "--num-shard",
+        "--max-model-len": "--max-total-tokens",
+        "--max-num-seqs": "--max-batch-size",
+        "--max-num-batched-tokens": "--max-batch-prefill-tokens",
+        "--gpu-memory-utilization": "--cuda-memory-fraction",
+        "--no-enable-prefix-caching": "--no-prefix-caching",
+        "--lora-modules": "--lora-adapters",
+        "--chat-template": "--tokenizer-config-path",
+    }
 
     model_id: str = Field(
         str(demo_model.PATH),

@@ -245,7 +245,7 @@ class NoSuchResponse(RouterError):
     code = "response_not_found"
 
     def __init__(self, response_id: str) -> None:
-        super().__init__(f"there is no response {response_id[:100]!r} here: it was never kept, or given up for others")
+        super().__init__(f"there is no response {response_id[:100]!r} here: it was never stored, or was evicted")
 
 
 class NotSupported(RouterError):

@@ -131,8 +131,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings.target_token_gap_ms)
         limits = _limits(settings, info, capacity)
         if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
-            told = "the tokenizer has %d tokens, the model %d: prompts with those that it does not know are refused"
-            logger.warning(told, tokens, info.vocab_size)
+            warning = "the tokenizer has %d tokens, the model %d: prompts with those that it does not know are refused"
+            logger.warning(warning, tokens, info.vocab_size)
         described = _describe(settings, info, capacity)
         if taken := [each.id for each in adapters if described.is_named(each.id)]:
             raise StartupError(f"--lora-adapters: {taken[0]!r} is a name of the model itself; choose another id")
@@ -151,6 +151,11 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
             fair=settings.fairness == "key",
             admission=settings.admission == "time",
         )
+        if not template.source and not info.encoders_only:
+            logger.warning(
+                "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
+                "/generate and /v1/completions need none"
+            )
         form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
@@ -351,11 +356,6 @@ def _answer_form(
     if template.source:
         apart = "reasoning is returned separately" if thoughts else "reasoning is part of the text"
         logger.info("tools are called in the form %r; %s", calls.name, apart)
-    else:
-        logger.warning(
-            "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
-            "/generate and /v1/completions need none"
-        )
     return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens), thoughts
 
 

@@ -244,7 +244,8 @@ def test_a_server_of_a_rerank_model_alone(server: ServerFactory, tmp_path: Path)
     ids = reference.tokenizer.encode(prompt, add_special_tokens=False).ids
     (score,) = [each["score"] for each in ranks if each["index"] == 1]
     assert close(score, sigmoid(reference.of_tokens(ids)[0]))
-    assert post(url, "/generate", inputs="oak").status_code == 404
+    refused = post(url, "/generate", inputs="oak")
+    assert (refused.status_code, "without --model-id no route generates text" in refused.text) == (404, True)
     assert post(url, "/v1/embeddings", input="oak").status_code == 501
     assert post(url, "/predict", inputs="oak").status_code == 422
     assert httpx.get(f"{url}/info").json()["model_pipeline_tag"] == "text-ranking"

@@ -181,7 +181,7 @@ async def test_metrics_count_what_happens(router: Router):
 async def test_a_path_that_is_not_there(router: Router):
     response = await router.http.get("/nothing")
     assert response.status_code == 404
-    assert response.json()["error_type"] == "not_found"
+    assert response.json() == {"error": "GET /nothing: Not Found; /docs lists the routes", "error_type": "not_found"}
 
 
 async def test_a_method_that_a_path_does_not_have(router: Router):

@@ -76,6 +76,7 @@ def create_app(service: Service, rules: AccessRules) -> FastAPI:
     app.include_router(_with_head(document_routes(app)))
     app.include_router(_with_head(page_routes()))
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    app.state.generates = service.generates
     app.add_exception_handler(RouterError, _respond_with_error)
     app.add_exception_handler(HTTPException, _respond_with_http_error)
     return app
@@ -149,8 +150,11 @@ async def _respond_with_http_error(request: Request, error: Exception) -> Respon
     """Responds for a path or method that is not there."""
     assert isinstance(error, HTTPException)
     allowed = _allowed_methods(request) if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else ()
-    told = NoSuchRoute(f"{request.method} {request.url.path}: {error.detail}", error.status_code, allowed)
-    return error_response(told, request.url.path, request.headers)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        alone = "" if request.app.state.generates else "; without --model-id no route generates text"
+        message += f"; /docs lists the routes{alone}"
+    return error_response(NoSuchRoute(message, error.status_code, allowed), request.url.path, request.headers)
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -7,7 +7,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -114,7 +114,8 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in config.chat_templates.items()}
         except TemplateError as error:
-            raise StartupError(f"the model's chat template is not valid Jinja: {error}") from error
+            line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise StartupError(f"the model's chat template is not valid Jinja{line}: {error.message}") from error
         self._in_parts = {name: self._roles_in_parts(template) for name, template in self._templates.items()}
         self._arguments_as_text = {
             name for name, template in self._templates.items() if self._takes_json(template, self._in_parts[name])

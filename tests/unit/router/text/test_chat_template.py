@@ -68,8 +68,8 @@ def test_no_messages():
 
 
 def test_a_template_that_is_not_jinja_is_told_at_start_up():
-    with pytest.raises(StartupError, match="not valid Jinja"):
-        template("{% for %}")
+    with pytest.raises(StartupError, match="not valid Jinja in line 2: "):
+        template("\n{% for %}")
 
 
 @pytest.mark.parametrize(
