@@ -84,6 +84,7 @@ def names(programs: set[tuple[Any, ...]]) -> str:
         ("llama", {"quantized": "int4"}),
         ("llama", {"quantized": "fp8"}),
         ("opt", {"quantized": "int4"}),
+        ("mixtral", {"quantized": "int4"}),
         ("llama", {"vocab_size": 203}),
     ],
 )
