@@ -51,7 +51,7 @@ async def test_what_cannot_be_warmed_is_refused(router: Router, body: dict[str, 
     assert (await router.post("/v1/warm", **body)).status_code == 400
 
 
-@pytest.mark.parametrize("keep", ["warm", "key", None])
+@pytest.mark.parametrize("keep", [pytest.param("warm", marks=pytest.mark.slow), "key", None])
 async def test_a_kept_prompt_is_given_up_after_others(routers: RouterFactory, keep: str | None) -> None:
     router = await routers(shard={"num_blocks": 40})
     match keep:

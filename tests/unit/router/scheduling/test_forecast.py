@@ -79,10 +79,10 @@ def test_what_can_be_in_time_is_at_three_times_the_capacity() -> None:
     assert load.longest_late <= machine(PLACES, 16)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.9])
 def test_nobody_is_refused_below_the_capacity(share: float) -> None:
     rate = share * capacity(busy_server())
-    load = open_loop(busy_server(), rate, int(5 * rate))
+    load = open_loop(busy_server(), rate, int(3 * rate))
     assert (load.refused, load.late) == (0, 0)
 
 
