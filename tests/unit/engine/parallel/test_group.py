@@ -169,8 +169,9 @@ def test_small_tensors_of_gpus_are_summed_by_symmetric_memory_if_that_is_right(f
 def summed_by_symmetric_memory(group: ShardGroup, factor: int) -> tuple[float, int, int, str | None]:
     """The operators have the schemas of torch's own, and compute by gloo what they compute on GPUs."""
     import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric
+    import torch.distributed._symmetric_memory as symmetric_module
 
+    symmetric: Any = symmetric_module
     calls = {"one_shot": 0, "two_shot": 0}
 
     def one_shot(own: Tensor, operator: str, name: str, out: Tensor) -> Tensor:
