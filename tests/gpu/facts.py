@@ -185,7 +185,7 @@ def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
     weight = ROUNDINGS[kind.partition(" ")[0]][1](torch.randn(outputs, inputs) * 0.02)
     if kind == "fp8 in blocks":
         groups = torch.arange(inputs, device=weight.groups.device) // 128
-        weight = replace(weight, scales=weight.scales.repeat(1, inputs // 128), groups=groups)
+        weight = replace(weight, stored_scales=weight.scales.repeat(1, inputs // 128), groups=groups)
     layer.fill(weight)
     return layer.to(DEVICE).quantized()
 

@@ -111,7 +111,7 @@ def bytes_of_a_weight(kind: str, group: int) -> float:
     """Returns what the packed layout takes, with scales as precise as those of published checkpoints."""
     weight = random_weight(kind, 1024, 256, torch.arange(1024) // group)
     scales = {"codebook": weight.scales.log2().round().exp2(), "int4": weight.scales.half().float()}
-    layer = TritonLinear(replace(weight, scales=scales.get(kind, weight.scales)), None, None, torch.bfloat16)
+    layer = TritonLinear(replace(weight, stored_scales=scales.get(kind, weight.scales)), None, None, torch.bfloat16)
     parts = [part for part in (layer._codes, layer._scales, layer._zeros) if part is not None]
     return sum(part.nbytes for part in parts) / (1024 * 256)
 

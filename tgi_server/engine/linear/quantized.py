@@ -1,10 +1,13 @@
 """Linear layers with weights of 4 or 8 bits that are read as they are, by the engine's own kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.weight import BlockScales
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
@@ -23,22 +26,20 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
         self.kind = kind_of(weight)
         self._bits = 8 if weight.codebook is None else 4
         self._codebook, self._groups = weight.codebook, weight.groups
-        zeros = weight.zeros
-        if self.kind == "int4":  # integers from -8 to 7
-            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ZERO_POINT
-        self._offsets, self._zeros = None, None
-        if weight.offsets is not None:  # which take the zeros in
-            self._offsets = _by_tile(weight.offsets if zeros is None else weight.offsets - zeros * weight.scales)
-        elif zeros is not None and bool(zeros.any()):
-            largest = _ZERO_POINT if self.kind == "int4" else 127
-            small = zeros.clamp(-largest, largest).to(torch.int8)
-            if torch.equal(small.float(), zeros):
-                self._zeros = _by_tile(small)
-            else:
-                self._offsets = _by_tile(-zeros * weight.scales)
+        self._scale_factors: Tensor | None = None
+        self._offset_factors: Tensor | None = None
+        self._offsets: Tensor | None = None
+        self._zeros: Tensor | None = None
+        self._zero = 0
+        if (zero := _zero_of_blocks(weight)) is None:
+            self._pack_scales(weight)
+        else:
+            self._zero = zero - (_ZERO_POINT if self.kind == "int4" else 0)
+            self._scales, self._scale_factors = _blocks_by_tile(weight.stored_scales)
+            if weight.stored_offsets is not None:
+                self._offsets, self._offset_factors = _blocks_by_tile(weight.stored_offsets)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
         packed = torch.ops.oatmill.quantized_pack(weight.codes.view(torch.uint8), self._order, self._bits)
-        self._scales = _by_tile(narrowed(weight.scales))
         by_kind = torch.classes.oatmill.QuantizedWeights(
             self.kind,
             starts,
@@ -47,8 +48,26 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
             self._zeros,
             self._codebook if self.kind == "codebook" else None,
             None if _keeps_order(self._order, self.in_features) else self._order,
+            self._scale_factors,
+            self._offset_factors,
+            self._zero,
         )
         self._set(packed, bias, kernels, torch.ops.oatmill.quantized_kernels(self.kind), quantized=by_kind)
+
+    def _pack_scales(self, weight: QuantizedWeight) -> None:
+        zeros, scales, offsets = weight.zeros, weight.scales, weight.offsets
+        if self.kind == "int4":  # integers from -8 to 7
+            zeros = (torch.zeros_like(scales) if zeros is None else zeros) - _ZERO_POINT
+        self._scales = _by_tile(narrowed(scales))
+        if offsets is not None:  # which take the zeros in
+            self._offsets = _by_tile(offsets if zeros is None else offsets - zeros * scales)
+        elif zeros is not None and bool(zeros.any()):
+            largest = _ZERO_POINT if self.kind == "int4" else 127
+            small = zeros.clamp(-largest, largest).to(torch.int8)
+            if torch.equal(small.float(), zeros):
+                self._zeros = _by_tile(small)
+            else:
+                self._offsets = _by_tile(-zeros * scales)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         shape = self.out_features, self.in_features
@@ -60,12 +79,12 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
             numbers = codes.float() - _ZERO_POINT
         else:
             numbers = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
-        scales = self._by_input(self._scales.float())
+        scales = self._by_input(_product(self._scales, self._scale_factors))
         if self._zeros is not None:
             numbers -= self._by_input(self._zeros.float())
-        dense = numbers * scales
+        dense = (numbers - self._zero) * scales
         if self._offsets is not None:
-            dense += self._by_input(self._offsets)
+            dense += self._by_input(_product(self._offsets, self._offset_factors))
         return dense.to(self.weight.dtype), self._plain_bias()
 
     def _by_input(self, by_tile: Tensor) -> Tensor:
@@ -109,6 +128,29 @@ def narrowed(scales: Tensor) -> Tensor:
         if torch.equal(narrow.float(), scales):
             return narrow
     return scales
+
+
+def _zero_of_blocks(weight: QuantizedWeight) -> int | None:
+    """Returns the zero of all groups of a weight whose scales are in blocks as the kernels read them; or None."""
+    scales, offsets, zeros = weight.stored_scales, weight.stored_offsets, weight.zeros
+    if not isinstance(scales, BlockScales) or not (offsets is None or isinstance(offsets, BlockScales)):
+        return None
+    per_block, rest = divmod(scales.factors.shape[1], scales.blocks.shape[1])
+    if rest or per_block & (per_block - 1):
+        return None
+    zero = 0.0 if zeros is None else float(zeros.flatten()[0])
+    return int(zero) if zero == int(zero) and (zeros is None or bool((zeros == zero).all())) else None
+
+
+def _blocks_by_tile(scales: Any) -> tuple[Tensor, Tensor]:
+    return _by_tile(scales.blocks.half()), _by_tile(scales.factors)
+
+
+def _product(scales: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns scales or offsets, [tiles, groups, TILE], in float32."""
+    if factors is None:
+        return scales.float()
+    return scales.float().repeat_interleave(factors.shape[1] // scales.shape[1], 1) * factors.float()
 
 
 def _by_tile(values: Tensor) -> Tensor:

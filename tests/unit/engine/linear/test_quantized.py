@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tests.gguf_models import random_blocks
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.formats.gguf import quantized_weight
 from tgi_server.engine.checkpoint.quantized.formats.mxfp4 import CODEBOOK as MXFP4
 from tgi_server.engine.checkpoint.quantized.rounding import _FP4, _NF4
 from tgi_server.engine.checkpoint.quantized.weight import LINE, paired
@@ -195,7 +197,7 @@ def test_inputs_rounded_to_16_bits_that_are_no_numbers_stay_so() -> None:
 def test_scales_of_16_bits_stay_so(dtype, name) -> None:
     weight, x = random_weight("int4", 128, 70), torch.randn(5, 128)
     unit = 1.0 if dtype == torch.float16 else 2.0**-20  # so small that float16 has too few bits for it
-    weight = replace(weight, scales=(weight.scales * unit).to(dtype).float())
+    weight = replace(weight, stored_scales=(weight.scales * unit).to(dtype).float())
     layer = PackedQuantizedLinear(weight, None, KernelTable.of(name))
     assert layer._scales.dtype == dtype
     torch.testing.assert_close(layer(x) / unit, linear(x, weight.dense()) / unit, rtol=1e-4, atol=1e-5)
@@ -232,3 +234,16 @@ def test_weights_joined_are_the_layers_side_by_side() -> None:
     joined = PackedQuantizedLinear(QuantizedWeight.joined([first, second]))(x)
     wanted = torch.cat([linear(x, first.dense()), linear(x, second.dense())], -1)
     torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("name", ["fma", "w4a8", "w4a16", "w8a16", "bf16"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_factors_of_blocks_are_multiplied_as_they_are_read(kind, name, rows) -> None:
+    weight = quantized_weight(kind, torch.from_numpy(random_blocks(kind, 70, 512)).view(70, 2, -1))
+    require(name, kind_of(weight))
+    x = torch.randn(rows, 512).bfloat16()
+    layer, wanted = PackedQuantizedLinear(weight, None, KernelTable.of(name)), linear(x.float(), weight.dense())
+    assert layer._scale_factors is not None
+    torch.testing.assert_close(layer(x).float(), wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()))
+    assert torch.equal(layer.unpacked().weight, weight.dense())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.weight import BlockScales, QuantizedWeight, Scales
 
 # Numbers of the weight that are dense at a time: few fit a cache, many take few calls.
 _DENSE_AT_ONCE = 1 << 21
@@ -21,6 +21,17 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
+def _scale_buffers(name: str, scales: Scales | None) -> dict[str, Tensor | None]:
+    """Returns scales as buffers: those of groups or blocks, and factors where there are any."""
+    if isinstance(scales, BlockScales):
+        return {f"{name}s": scales.blocks.contiguous(), f"{name}_factors": scales.factors.contiguous()}
+    return {f"{name}s": None if scales is None else scales.contiguous(), f"{name}_factors": None}
+
+
+def _stored(scales: Tensor, factors: Tensor | None, first: int, last: int | None) -> Scales:
+    return scales if factors is None else BlockScales(scales, factors[first:last])
+
+
 class QuantizedLinear(nn.Module):
     """y = x W^T + b with W as its checkpoint has it; parts of it become dense while they are needed.
 
@@ -33,6 +44,8 @@ class QuantizedLinear(nn.Module):
     codebook: Tensor | None
     zeros: Tensor | None
     offsets: Tensor | None
+    scale_factors: Tensor | None
+    offset_factors: Tensor | None
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -55,10 +68,10 @@ class QuantizedLinear(nn.Module):
         buffers = {
             "codes": weight.codes.view(torch.uint8).contiguous(),
             "codebook": weight.codebook,
-            "scales": weight.scales.contiguous(),
             "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
             "groups": weight.groups,
-            "offsets": None if weight.offsets is None else weight.offsets.contiguous(),
+            **_scale_buffers("scale", weight.stored_scales),
+            **_scale_buffers("offset", weight.stored_offsets),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
@@ -66,8 +79,12 @@ class QuantizedLinear(nn.Module):
     def quantized(self, first: int = 0, last: int | None = None) -> QuantizedWeight:
         """Returns the weight of the outputs from `first` up to, but without, `last`."""
         codes = self.codes[first:last].view(self._dtype)
-        zeros, offsets = (None if each is None else each[first:last] for each in (self.zeros, self.offsets))
-        return QuantizedWeight(codes, self.codebook, self.scales[first:last], zeros, self.groups, offsets)
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        scales = _stored(self.scales[first:last], self.scale_factors, first, last)
+        offsets = None
+        if self.offsets is not None:
+            offsets = _stored(self.offsets[first:last], self.offset_factors, first, last)
+        return QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets)
 
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""

@@ -16,47 +16,89 @@ LINE = torch.arange(CODES, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
+class BlockScales:
+    """Scales, [outputs, groups], that are products: of one for a block of groups, and of a factor of each group.
+
+    blocks: [outputs, blocks] float32, each exact in float16. factors: [outputs, groups] int8.
+    """
+
+    blocks: Tensor
+    factors: Tensor
+
+    def expanded(self) -> Tensor:
+        """Returns the scales in float32."""
+        return self.blocks.repeat_interleave(self.factors.shape[1] // self.blocks.shape[1], 1) * self.factors.float()
+
+    def outputs(self, ranges: Sequence[range]) -> "BlockScales":
+        return BlockScales(taken(self.blocks, ranges, 0), taken(self.factors, ranges, 0))
+
+
+Scales = Tensor | BlockScales
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A weight W, [outputs, inputs], W[n, k] = (number(codes[n, k]) - zeros[n, g]) * scales[n, g] + offsets[n, g].
 
     codes: [outputs, inputs] int8 or float8_e4m3fn, which are numbers themselves; or [outputs, inputs / 2] uint8, each
     two codes of 4 bits, as `paired` makes them, which choose from the codebook.
     codebook: [16] float32, with codes of 4 bits only.
-    scales: [outputs, groups] float32. zeros: the same, or None where all are 0.
-    offsets: the same, for formats that add to the product. An offset has a scale that is not 0.
-    groups: [inputs] int64, the group g of each input k, in any order.
+    zeros: [outputs, groups] float32, or None where all are 0. groups: [inputs] int64, the group g of each input k, in
+    any order.
+    stored_scales, stored_offsets: scales and offsets, float32 or in blocks; no offsets: None. Where an offset stands
+    beside a scale of 0, the codes are 0.
     """
 
     codes: Tensor
     codebook: Tensor | None
-    scales: Tensor
+    stored_scales: Scales
     zeros: Tensor | None
     groups: Tensor
-    offsets: Tensor | None = None
+    stored_offsets: Scales | None = None
 
     @classmethod
     def of(
         cls,
         codes: Tensor,
-        scales: Tensor,
+        scales: Scales,
         zeros: Tensor | None = None,
         *,
         codebook: Tensor | None = None,
         groups: Tensor | None = None,
-        offsets: Tensor | None = None,
+        offsets: Scales | None = None,
     ) -> Self:
-        """Makes groups of equal size where none are given, and leaves out zeros and offsets that are all 0.
+        """Makes groups of equal size where none are given, and leaves out zeros that are all 0.
 
         Groups have to be given for an odd number of inputs in 4 bits.
         """
         if groups is None:
-            inputs, count = codes.shape[1] * (1 if codebook is None else 2), scales.shape[1]
+            of_groups = scales.factors if isinstance(scales, BlockScales) else scales
+            inputs, count = codes.shape[1] * (1 if codebook is None else 2), of_groups.shape[1]
             groups = torch.arange(inputs) // -(-inputs // count)
         if zeros is not None:
             zeros = zeros.float() if bool(zeros.any()) else None
-        if offsets is not None:
-            offsets = offsets.float() if bool(offsets.any()) else None
-        return cls(codes, codebook, scales.float(), zeros, groups.long(), offsets)
+        scales = scales if isinstance(scales, BlockScales) else scales.float()
+        return cls(codes, codebook, scales, zeros, groups.long(), offsets)
+
+    @property
+    def scales(self) -> Tensor:
+        """The scales, [outputs, groups] float32."""
+        return _expanded(self.stored_scales)
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """The offsets, [outputs, groups] float32, or None."""
+        return None if self.stored_offsets is None else _expanded(self.stored_offsets)
+
+    @property
+    def _none(self) -> Tensor:
+        """Zeros or offsets where all are 0."""
+        return torch.zeros(self.shape[0], self.group_count, device=self.groups.device)
+
+    @property
+    def group_count(self) -> int:
+        scales = self.stored_scales
+        return (scales.factors if isinstance(scales, BlockScales) else scales).shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,7 +120,7 @@ class QuantizedWeight:
     def group_size(self) -> int | None:
         """The inputs of a group, where groups of equal size follow each other; else None."""
         inputs = torch.arange(len(self.groups), device=self.groups.device)
-        size, rest = divmod(len(inputs), self.scales.shape[1])
+        size, rest = divmod(len(inputs), self.group_count)
         return size if size and not rest and torch.equal(self.groups, inputs // size) else None
 
     def dense(
@@ -92,28 +134,30 @@ class QuantizedWeight:
             numbers = self.codes.float()
         else:
             numbers = self.single_codes.float() if on_a_line else self.codebook[self.single_codes.long()]
+        scales, offsets = self.scales, self.offsets
         if group_size is None:
             if self.zeros is not None:
                 numbers -= self.zeros[:, self.groups]
-            numbers *= self.scales[:, self.groups]
-            if self.offsets is not None:
-                numbers += self.offsets[:, self.groups]
+            numbers *= scales[:, self.groups]
+            if offsets is not None:
+                numbers += offsets[:, self.groups]
         else:
             by_group = numbers.unflatten(1, (-1, group_size))
             if self.zeros is not None:
                 by_group -= self.zeros.unsqueeze(2)
-            by_group *= self.scales.unsqueeze(2)
-            if self.offsets is not None:
-                by_group += self.offsets.unsqueeze(2)
+            by_group *= scales.unsqueeze(2)
+            if offsets is not None:
+                by_group += offsets.unsqueeze(2)
         return numbers.to(dtype)
 
     def outputs(self, ranges: Sequence[range]) -> Self:
         """Returns the weight of some outputs."""
         if _is_all(ranges, self.shape[0]):
             return self
-        zeros, offsets = (None if each is None else taken(each, ranges, 0) for each in (self.zeros, self.offsets))
-        codes, scales = taken(self.codes, ranges, 0), taken(self.scales, ranges, 0)
-        return replace(self, codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+        zeros = None if self.zeros is None else taken(self.zeros, ranges, 0)
+        codes, scales = taken(self.codes, ranges, 0), _taken_scales(self.stored_scales, ranges)
+        offsets = None if self.stored_offsets is None else _taken_scales(self.stored_offsets, ranges)
+        return replace(self, codes=codes, stored_scales=scales, zeros=zeros, stored_offsets=offsets)
 
     def inputs(self, ranges: Sequence[range]) -> Self:
         """Returns the weight of some inputs. It has the groups of all inputs, also those that lost all of theirs."""
@@ -132,17 +176,21 @@ class QuantizedWeight:
     def compact(self) -> Self:
         """Returns the same weight without groups that have no inputs."""
         used, groups = self.groups.unique(return_inverse=True)
-        if len(used) == self.scales.shape[1]:
+        if len(used) == self.group_count:
             return self
         zeros, offsets = (None if each is None else each[:, used] for each in (self.zeros, self.offsets))
-        return replace(self, scales=self.scales[:, used], zeros=zeros, groups=groups, offsets=offsets)
+        scales = self.scales[:, used]
+        return replace(self, stored_scales=scales, zeros=zeros, groups=groups, stored_offsets=offsets)
 
     def without_offsets(self) -> Self:
         """Returns the same weight, up to the rounding of float32, with zeros in place of offsets."""
-        if self.offsets is None:
+        scales, offsets = self.scales, self.offsets
+        if offsets is None:
             return self
-        zeros = self.offsets / torch.where(self.scales == 0, torch.ones_like(self.scales), self.scales)
-        return replace(self, zeros=(0 if self.zeros is None else self.zeros) - zeros, offsets=None)
+        scales = torch.where(scales == 0, offsets.abs(), scales)
+        added = offsets / torch.where(scales == 0, torch.ones_like(scales), scales)
+        zeros = -added if self.zeros is None else self.zeros - added
+        return replace(self, stored_scales=scales, zeros=zeros, stored_offsets=None)
 
     def joins(self, other: "QuantizedWeight") -> bool:
         """Returns True if both can stand in one weight: they are of the same kind, or can be widened to 8 bits."""
@@ -174,7 +222,7 @@ class QuantizedWeight:
             None if each is None else each.repeat_interleave(repeats, 1) for each in (self.zeros, self.offsets)
         )
         groups = torch.arange(self.shape[1], device=self.groups.device) // group_size
-        return replace(self, codes=codes, codebook=None, scales=scales, zeros=zeros, groups=groups, offsets=offsets)
+        return type(self)(codes, None, scales, zeros, groups, offsets)
 
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> Self:
@@ -183,20 +231,31 @@ class QuantizedWeight:
             group_size = math.gcd(*(weight.group_size or 1 for weight in weights))
             weights = [weight._widened(group_size) for weight in weights]
         first = weights[0]
-        by_group = [weight.scales for weight in weights]
-        zeros = _joined_or_none([weight.zeros for weight in weights], by_group)
-        offsets = _joined_or_none([weight.offsets for weight in weights], by_group)
+        zeros, offsets = None, None
+        if any(weight.zeros is not None for weight in weights):
+            zeros = torch.cat([weight._none if weight.zeros is None else weight.zeros for weight in weights])
+        if any(weight.stored_offsets is not None for weight in weights):
+            parts = [weight._none if weight.stored_offsets is None else weight.stored_offsets for weight in weights]
+            offsets = _joined_scales(parts)
         codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype)
-        scales = torch.cat(by_group)
+        scales = _joined_scales([weight.stored_scales for weight in weights])
         return cls(codes, first.codebook, scales, zeros, first.groups, offsets)
 
 
-def _joined_or_none(parts: Sequence[Tensor | None], scales: Sequence[Tensor]) -> Tensor | None:
-    """Returns the parts, one below the other, with zeros of the shape of its scales for one that is None."""
-    if all(part is None for part in parts):
-        return None
-    whole = zip(parts, scales, strict=True)
-    return torch.cat([torch.zeros_like(like) if part is None else part for part, like in whole])
+def _expanded(scales: Scales) -> Tensor:
+    return scales.expanded() if isinstance(scales, BlockScales) else scales
+
+
+def _taken_scales(scales: Scales, ranges: Sequence[range]) -> Scales:
+    return scales.outputs(ranges) if isinstance(scales, BlockScales) else taken(scales, ranges, 0)
+
+
+def _joined_scales(parts: Sequence[Scales]) -> Scales:
+    """Returns the scales of several weights, one below the other; in blocks if all of them are."""
+    blocks = [part for part in parts if isinstance(part, BlockScales)]
+    if len(blocks) == len(parts) and len({each.blocks.shape[1] for each in blocks}) == 1:
+        return BlockScales(torch.cat([each.blocks for each in blocks]), torch.cat([each.factors for each in blocks]))
+    return torch.cat([_expanded(part) for part in parts])
 
 
 def paired(codes: Tensor) -> Tensor:

@@ -466,7 +466,8 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
   // each before those whose methods take it
   library.class_<QuantizedWeights>("QuantizedWeights").def(
-      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>());
+      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor,
+                  MaybeTensor, int64_t>());
   library.class_<Adapters>("Adapters")
       .def(torch::init<int64_t>())
       .def("put", &Adapters::put)

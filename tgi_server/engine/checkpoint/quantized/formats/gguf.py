@@ -5,11 +5,12 @@ values are those of llama.cpp, to the last bit in float32. Types that are not in
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.quantized.weight import CODES, LINE, QuantizedWeight, paired
+from tgi_server.engine.checkpoint.quantized.weight import CODES, LINE, BlockScales, QuantizedWeight, Scales, paired
 
 # Codes of IQ4_NL and IQ4_XS; and of MXFP4, twice as large as they are, for their scales are halved.
 _NONLINEAR = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
@@ -44,30 +45,35 @@ def _bits(stored: Tensor, places: int) -> Tensor:
 
 
 def _four_bits(
-    codes: Tensor, scales: Tensor, zero: int = 0, offsets: Tensor | None = None, codebook: Tensor = LINE
+    codes: Tensor, scales: Scales, zero: int = 0, offsets: Scales | None = None, codebook: Tensor = LINE
 ) -> QuantizedWeight:
     """Returns a weight with the same zero in all groups. codes: in pairs."""
-    codes, scales, offsets = _by_output(codes, scales, offsets)
-    zeros = torch.full_like(scales, zero) if zero else None
-    return QuantizedWeight.of(codes, scales, zeros, codebook=codebook, offsets=offsets)
+    weight = QuantizedWeight.of(codes.flatten(1), _by_output(scales), codebook=codebook)
+    return _with_offsets(replace(weight, zeros=torch.full_like(weight.scales, zero) if zero else None), offsets)
 
 
-def _eight_bits(codes: Tensor, scales: Tensor, offsets: Tensor | None = None) -> QuantizedWeight:
-    codes, scales, offsets = _by_output(codes, scales, offsets)
-    return QuantizedWeight.of(codes.view(torch.int8), scales, offsets=offsets)
+def _eight_bits(codes: Tensor, scales: Scales, offsets: Scales | None = None) -> QuantizedWeight:
+    return _with_offsets(QuantizedWeight.of(codes.flatten(1).view(torch.int8), _by_output(scales)), offsets)
 
 
-def _by_output(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns what stands in blocks as matrices, [outputs, ...].
+def _by_output(scales: Scales) -> Scales:
+    """Returns what stands in blocks as matrices, [outputs, ...]."""
+    if isinstance(scales, BlockScales):
+        return BlockScales(scales.blocks.flatten(1), scales.factors.flatten(1))
+    return scales.flatten(1)
 
-    Where an offset has a scale of 0, the codes become 0 instead, so that the offset can be written as a zero, too.
-    """
-    if offsets is not None:
-        alone = (scales == 0) & (offsets != 0)
-        scales = torch.where(alone, offsets.abs(), scales)
-        codes = codes.reshape(*scales.shape, -1).masked_fill(alone.unsqueeze(-1), 0)
-        offsets = offsets.flatten(1)
-    return codes.flatten(1), scales.flatten(1), offsets
+
+def _with_offsets(weight: QuantizedWeight, offsets: Scales | None) -> QuantizedWeight:
+    """Returns the weight with offsets. Where one stands beside a scale of 0, the codes become 0."""
+    if offsets is None:
+        return weight
+    weight = replace(weight, stored_offsets=_by_output(offsets))
+    assert weight.offsets is not None
+    alone = (weight.scales == 0) & (weight.offsets != 0)
+    if bool(alone.any()):
+        codes = weight.codes.reshape(*alone.shape, -1).masked_fill(alone.unsqueeze(-1), 0)
+        weight = replace(weight, codes=codes.flatten(1))
+    return weight
 
 
 def _q4_0(blocks: Tensor) -> QuantizedWeight:
@@ -99,7 +105,8 @@ def _q8_0(blocks: Tensor) -> QuantizedWeight:
 def _q2_k(blocks: Tensor) -> QuantizedWeight:
     packed = blocks[..., :16]
     scale, least = _floats(blocks, 80, 2).split(1, -1)
-    scales, offsets = scale * (packed & 15).float(), -(least * (packed >> 4).float())
+    scales = BlockScales(scale, (packed & 15).to(torch.int8))
+    offsets = BlockScales(-least, (packed >> 4).to(torch.int8))
     return _four_bits(_paired(_two_bits(blocks[..., 16:80])), scales, offsets=offsets)
 
 
@@ -109,8 +116,8 @@ def _q3_k(blocks: Tensor) -> QuantizedWeight:
     packed = blocks[..., 96:108]
     fours = _single_nibbles(packed[..., :8])
     twos = (packed[..., 8:].unsqueeze(-2) >> _SHIFTS.unsqueeze(1)).flatten(-2) & 3
-    factors = ((fours | (twos << 4)).to(torch.int8) - 32).float()
-    return _four_bits(_paired(low | (high << 2)), _floats(blocks, 108) * factors, 4)
+    factors = (fours | (twos << 4)).to(torch.int8) - 32
+    return _four_bits(_paired(low | (high << 2)), BlockScales(_floats(blocks, 108), factors), 4)
 
 
 def _two_bits(stored: Tensor) -> Tensor:
@@ -129,20 +136,20 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
     return _eight_bits(low | (_bits(blocks[..., 16:48], 8).flatten(-2) << 4), scales, offsets)
 
 
-def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _six_bit_scales(blocks: Tensor) -> tuple[BlockScales, BlockScales]:
     """Returns scales and offsets of Q4_K and Q5_K, whose six bits stand in three times four bytes."""
     scale, least = _floats(blocks, 0, 2).split(1, -1)
     first, second, rest = blocks[..., 4:16].split(4, -1)
     factors = torch.cat((first & 63, (rest & 15) | ((first >> 2) & 48)), -1)
     subtracted = torch.cat((second & 63, (rest >> 4) | ((second >> 2) & 48)), -1)
-    return scale * factors.float(), -(least * subtracted.float())
+    return BlockScales(scale, factors.to(torch.int8)), BlockScales(-least, subtracted.to(torch.int8))
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
     low = _single_nibbles(blocks[..., :128].unflatten(-1, (-1, 64))).flatten(-2)
     codes = (low | (_two_bits(blocks[..., 128:192]) << 4)) - 32
-    factors = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return _eight_bits(codes, _floats(blocks, 208) * factors)
+    factors = blocks[..., 192:208].contiguous().view(torch.int8)
+    return _eight_bits(codes, BlockScales(_floats(blocks, 208), factors))
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
@@ -153,9 +160,9 @@ def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
     high = (blocks[..., 2:4].unsqueeze(-1) >> _SHIFTS).flatten(-2) & 3
     fours = blocks[..., 4:8]
     low = torch.stack((fours & 15, fours >> 4), -1).flatten(-2)
-    factors = ((low | (high << 4)).to(torch.int8) - 32).float()
+    factors = (low | (high << 4)).to(torch.int8) - 32
     codes = _nibbles(blocks[..., 8:].unflatten(-1, (-1, 16)))
-    return _four_bits(codes, _floats(blocks, 0) * factors, codebook=_NONLINEAR)
+    return _four_bits(codes, BlockScales(_floats(blocks, 0), factors), codebook=_NONLINEAR)
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedWeight:

@@ -60,7 +60,7 @@ struct GroupGemm {
 
   // Returns true if sums of inputs are part of the result.
   static bool shifted(const Scales& scales) {
-    return Dot::ZERO_POINT != 0 || scales.offsets || (scales.zeros && !Dot::TAKES_ZEROS);
+    return Dot::ZERO_POINT != 0 || scales.offsets || scales.zero != 0 || (scales.zeros && !Dot::TAKES_ZEROS);
   }
 
   // scaled: where the scales of the first group stand, and those of the tile that comes next.

@@ -39,13 +39,17 @@ struct LinearKernel {
 // kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, and one of offsets and zeros or
 // none: [tiles, groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16]
 // float32, of that kind only. order: as given to quantized_pack; none where it changes nothing.
+// scale_factors, offset_factors: int8, [tiles, groups, COLUMNS]; then scales and offsets are float16, [tiles, blocks,
+// COLUMNS], for blocks of 2^n groups, and are multiplied by the factors. zero: the zero point of all groups.
 struct QuantizedWeights : torch::CustomClassHolder {
   std::string kind;
   at::Tensor starts, scales;
-  std::optional<at::Tensor> offsets, zeros, codebook, order;
+  std::optional<at::Tensor> offsets, zeros, codebook, order, scale_factors, offset_factors;
+  int64_t zero;
 
   QuantizedWeights(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
-        std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order);
+        std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order,
+        std::optional<at::Tensor> scale_factors, std::optional<at::Tensor> offset_factors, int64_t zero);
 };
 
 using QuantizedWeightsPtr = c10::intrusive_ptr<QuantizedWeights>;

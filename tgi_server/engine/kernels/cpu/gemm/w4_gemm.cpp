@@ -2,6 +2,7 @@
 
 #include "gemm/w4_gemm.h"
 
+#include <bit>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -167,9 +168,17 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
       from = ordered.data();
       inputs = codes.order->size(0);
     }
-    const Scales scales{codes.scales.scalar_type(), codes.scales.const_data_ptr(),
-                        codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
-                        codes.zeros ? codes.zeros->const_data_ptr<int8_t>() : nullptr};
+    const auto bytes = [](const std::optional<at::Tensor>& given) {
+      return given ? given->const_data_ptr<int8_t>() : nullptr;
+    };
+    Scales scales{codes.scales.scalar_type(), codes.scales.const_data_ptr(),
+                  codes.offsets ? codes.offsets->const_data_ptr() : nullptr, bytes(codes.zeros)};
+    if (codes.scale_factors) {
+      scales.factors = bytes(codes.scale_factors);
+      scales.offset_factors = bytes(codes.offset_factors);
+      scales.groups_shift = std::countr_zero(static_cast<uint64_t>(groups / codes.scales.size(1)));
+      scales.zero = codes.zero;
+    }
     std::vector<float> sums;
     if (Kernel::needs_sums(scales)) sums = group_input_sums<Kind>(from, rows, inputs, starts, groups);
     const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
@@ -255,14 +264,28 @@ std::vector<std::string> quantized_kernels(const std::string& kind) {
 }  // namespace
 
 QuantizedWeights::QuantizedWeights(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
-             std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order)
+             std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order,
+             std::optional<at::Tensor> scale_factors, std::optional<at::Tensor> offset_factors, int64_t zero)
     : kind(std::move(kind)), starts(std::move(starts)), scales(std::move(scales)), offsets(std::move(offsets)),
-      zeros(std::move(zeros)), codebook(std::move(codebook)), order(std::move(order)) {
+      zeros(std::move(zeros)), codebook(std::move(codebook)), order(std::move(order)),
+      scale_factors(std::move(scale_factors)), offset_factors(std::move(offset_factors)), zero(zero) {
   TORCH_CHECK(this->starts.scalar_type() == at::kInt && (!this->offsets || !this->zeros));
-  TORCH_CHECK(this->scales.dim() == 3 && this->scales.size(1) == this->starts.size(0) - 1 &&
-              this->scales.size(2) == COLUMNS && this->scales.is_contiguous());
+  const at::Tensor& by_group = this->scale_factors ? *this->scale_factors : this->scales;
+  TORCH_CHECK(by_group.dim() == 3 && by_group.size(1) == this->starts.size(0) - 1 && by_group.size(2) == COLUMNS &&
+              by_group.is_contiguous() && this->scales.dim() == 3 && this->scales.is_contiguous());
   for (const auto& shift : {this->offsets, this->zeros})
     TORCH_CHECK(!shift || (shift->sizes() == this->scales.sizes() && shift->is_contiguous()));
+  if (this->scale_factors) {
+    const int64_t groups = by_group.size(1), blocks = this->scales.size(1);
+    TORCH_CHECK(blocks > 0 && groups % blocks == 0 && std::has_single_bit(static_cast<uint64_t>(groups / blocks)));
+    TORCH_CHECK(by_group.scalar_type() == at::kChar && this->scales.scalar_type() == at::kHalf && !this->zeros);
+    TORCH_CHECK(!this->offsets == !this->offset_factors);
+    if (this->offsets)
+      TORCH_CHECK(this->offsets->scalar_type() == at::kHalf && this->offset_factors->scalar_type() == at::kChar &&
+                  this->offset_factors->sizes() == by_group.sizes() && this->offset_factors->is_contiguous());
+  } else {
+    TORCH_CHECK(!this->offset_factors && zero == 0 && (!this->offsets || this->offsets->scalar_type() == at::kFloat));
+  }
   by_dtype(this->scales, [](auto*) {});
 }
 

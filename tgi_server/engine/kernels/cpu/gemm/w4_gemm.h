@@ -165,15 +165,24 @@ struct Fp8Weights : OneAtATime {
 };
 
 // Scales of each group and output, and maybe offsets, or zero points that are multiplied by the scale.
-// All are [tiles, groups, COLUMNS]. dtype: of the scales, float, half or bfloat16.
+// All are [tiles, groups, COLUMNS]. dtype: of the scales, float, half or bfloat16; offsets are floats.
+// With factors, scales and offsets are half, of blocks of 2^groups_shift groups, and are multiplied by those.
 struct Scales {
   at::ScalarType dtype;
   const void* scales;
-  const float* offsets;  // or null
-  const int8_t* zeros;   // or null
+  const void* offsets;  // or null
+  const int8_t* zeros;  // or null
+  const int8_t *factors = nullptr, *offset_factors = nullptr;  // or null
+  int groups_shift = 0;
+  float zero = 0;  // with factors, the zero point of all groups
 
   // Prefetches those of a tile's group.
   void prefetch(int64_t place) const {
+    if (factors) {
+      __builtin_prefetch(factors + place, 0, 2);
+      if (offset_factors) __builtin_prefetch(offset_factors + place, 0, 2);
+      return;
+    }
     const int64_t size = dtype == at::kFloat ? sizeof(float) : sizeof(c10::Half);
     for (int64_t byte = 0; byte < COLUMNS * size; byte += 64)
       __builtin_prefetch(static_cast<const char*>(scales) + place * size + byte, 0, 2);
@@ -184,6 +193,15 @@ struct Scales {
   // ZEROS: those are part of the offsets.
   template <int ZERO_POINT, bool ZEROS, int V>
   [[gnu::always_inline]] void read(int64_t place, F32 (&scaled)[V], F32 (&shifted)[V]) const {
+    if (factors) {
+      const int64_t block = (place / COLUMNS >> groups_shift) * COLUMNS + place % COLUMNS;
+      product(factors + place, static_cast<const c10::Half*>(scales) + block, scaled);
+      if (offsets) product(offset_factors + place, static_cast<const c10::Half*>(offsets) + block, shifted);
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v)
+        shifted[v] = (offsets ? shifted[v] : F32{}) - (static_cast<float>(ZERO_POINT) + zero) * scaled[v];
+      return;
+    }
     switch (dtype) {
       case at::kHalf:
         widen(static_cast<const c10::Half*>(scales) + place, scaled);
@@ -203,7 +221,7 @@ struct Scales {
 #pragma GCC unroll 6
     for (int v = 0; v < V; ++v) {
       shifted[v] = -static_cast<float>(ZERO_POINT) * scaled[v];
-      if (offsets) shifted[v] += load_f32(offsets + place + v * WIDTH);
+      if (offsets) shifted[v] += load_f32(static_cast<const float*>(offsets) + place + v * WIDTH);
     }
   }
 
@@ -215,6 +233,12 @@ struct Scales {
   }
 
  private:
+  template <int V>
+  [[gnu::always_inline]] static void product(const int8_t* factors, const c10::Half* blocks, F32 (&to)[V]) {
+#pragma GCC unroll 6
+    for (int v = 0; v < V; ++v) to[v] = load_f32(factors + v * WIDTH) * load_f32(blocks + v * WIDTH);
+  }
+
   template <typename T, int V>
   [[gnu::always_inline]] static void widen(const T* from, F32 (&to)[V]) {
 #pragma GCC unroll 6
