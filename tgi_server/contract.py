@@ -262,3 +262,12 @@ class BlockCopy:
     source: int
     target: int
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """The state behind the first `length` tokens of a request, which a step copies into a snapshot."""
+
+    request_id: int
+    length: int
+    snapshot: int

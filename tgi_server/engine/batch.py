@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
+from tgi_server.contract import StateSave
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.runners.base import PromptChunk, Runner, StateSave
+from tgi_server.engine.runners.base import PromptChunk, Runner
 from tgi_server.engine.sampling import Sampler, is_plain
 from tgi_server.engine.sequence import RunningSequence
 

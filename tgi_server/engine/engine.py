@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters, StateSave
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
@@ -26,7 +26,7 @@ from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import fault_of_any, share_cores
 from tgi_server.engine.runners import create_runner
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, StateSave
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import (
     CpuSampler,

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from tgi_server.contract import StoppingParameters
+from tgi_server.contract import StateSave, StoppingParameters
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.base import Backend, MakeLora
 from tgi_server.engine.backends.lora import AdaptedLinear
@@ -22,15 +22,6 @@ CPU_WARM_UP_TOKENS = 32
 
 # Takes logits, [rows, vocab_size], and samples from them as requests may want it that need the most memory.
 Sample = Callable[[Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StateSave:
-    """The state behind the first `length` tokens of a sequence, which a step copies into a snapshot."""
-
-    request_id: int
-    length: int
-    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy, Grammar
-from tgi_server.router.scheduling.snapshots import StateSave
+from tgi_server.contract import BlockCopy, Grammar, StateSave
 from tgi_server.router.submission import ValidRequest
 from tgi_server.wire import (
     block_copy_to_message,

@@ -7,12 +7,12 @@ from enum import Enum
 from time import perf_counter
 from typing import Protocol
 
-from tgi_server.contract import BlockCopy
+from tgi_server.contract import BlockCopy, StateSave
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
 from tgi_server.router.scheduling.sequence import Sequence
-from tgi_server.router.scheduling.snapshots import Snapshots, StateSave
+from tgi_server.router.scheduling.snapshots import Snapshots
 
 # Prompts that are kept at once.
 _MOST_KEPT = 64

@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import StateSave
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
@@ -15,7 +16,6 @@ from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.sequence import Sequence
-from tgi_server.router.scheduling.snapshots import StateSave
 from tgi_server.router.submission import Limits
 
 logger = logging.getLogger(__name__)

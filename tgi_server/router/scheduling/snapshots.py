@@ -1,9 +1,9 @@
 """Where the shards have snapshots of states: models with layers without keys can continue a prefix only from one."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from hashlib import blake2b
 
+from tgi_server.contract import StateSave
 from tgi_server.router.scheduling.prefix_cache import Space
 
 _WIDTH = 4  # bytes of a token
@@ -12,15 +12,6 @@ _WIDTH = 4  # bytes of a token
 _DISTANCES = (0, 4, 16, 64, 256)
 # No prompt has more than this share of the snapshots.
 _SHARE_OF_ONE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StateSave:
-    """The state behind the first `length` tokens of a request, which a call copies into a snapshot."""
-
-    request_id: int
-    length: int
-    snapshot: int
 
 
 class Snapshots:

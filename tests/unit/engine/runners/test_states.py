@@ -9,11 +9,10 @@ import pytest
 from tests.tiny_models import make
 from tests.unit.engine.request_kinds import resumed
 from tests.unit.engine.requests import MAX_TOTAL_TOKENS, NEW, expected_tokens, load_engine, prompts
-from tgi_server.contract import StoppingParameters
+from tgi_server.contract import StateSave, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.runners.base import StateSave
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter
 

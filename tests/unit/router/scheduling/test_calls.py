@@ -1,8 +1,7 @@
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import recorded_request
-from tgi_server.contract import BlockCopy, Grammar, GrammarKind, SamplingParameters
+from tgi_server.contract import BlockCopy, Grammar, GrammarKind, SamplingParameters, StateSave
 from tgi_server.router.scheduling import calls
-from tgi_server.router.scheduling.snapshots import StateSave
 
 
 def test_a_request_s_message_has_all_that_does_not_change() -> None:
