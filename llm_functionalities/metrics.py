@@ -33,28 +33,31 @@ class ServiceMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.calls = Counter(
-            "llm_functionalities_calls", "Calls that ended.", ["method", "status"], registry=self.registry
+            "llm_functionalities_calls",
+            "Completed calls, by method and status.",
+            ["method", "status"],
+            registry=self.registry,
         )
         self.seconds = Histogram(
             "llm_functionalities_call_seconds",
-            "How long calls took.",
+            "Duration of calls.",
             ["method"],
             buckets=LATENCY_SECONDS,
             registry=self.registry,
         )
-        self._running = Gauge("llm_functionalities_calls_running", "Calls under way.", registry=self.registry)
+        self._running = Gauge("llm_functionalities_calls_running", "Calls in progress.", registry=self.registry)
         self.empties = Counter(
-            "llm_functionalities_empty_answers", "Empty answers.", ["reason"], registry=self.registry
+            "llm_functionalities_empty_answers", "Empty answers, by reason.", ["reason"], registry=self.registry
         )
         self.hedges = Counter(
             "llm_functionalities_hedges",
-            "Second attempts at late requests, by outcome: won, lost, failed, or no_budget for those left out.",
+            "Hedged requests, by outcome: won, lost, failed, or no_budget (not sent).",
             ["outcome"],
             registry=self.registry,
         )
         self.fallbacks = Counter(
             "llm_functionalities_fallbacks",
-            "Requests that no endpoint accepted, sent to the fallback endpoint.",
+            "Requests sent to the fallback endpoint because no other endpoint accepted them.",
             registry=self.registry,
         )
         self._up = Gauge(
@@ -64,14 +67,14 @@ class ServiceMetrics:
             registry=self.registry,
         )
         self._in_flight = Gauge(
-            "llm_functionalities_endpoint_requests", "Requests under way.", ["endpoint"], registry=self.registry
+            "llm_functionalities_endpoint_requests", "Requests in progress.", ["endpoint"], registry=self.registry
         )
         self._waiting = Gauge(
-            "llm_functionalities_prompts_waiting", "Prompts that wait for a thread.", registry=self.registry
+            "llm_functionalities_prompts_waiting", "Prompts waiting for a thread.", registry=self.registry
         )
         self.event_loop_lag = Histogram(
             "llm_functionalities_event_loop_lag_seconds",
-            "How late the event loop came to what was due.",
+            "Event-loop lag in seconds.",
             buckets=LATENCY_SECONDS,
             registry=self.registry,
         )

@@ -68,41 +68,45 @@ class Settings(ServiceSettings):
     endpoint_ca: Path | None = Field(None, description="CA certificates (PEM) that verify https:// model servers")
 
     fallback_endpoint: EndpointUrl | None = Field(
-        None, description="model server, with a smaller model perhaps, for requests that no other one accepts"
+        None, description="model server for requests that no other one accepts, for instance with a smaller model"
     )
     hedge_after_ms: Annotated[str, AfterValidator(_hedge_after)] | None = Field(
         None,
-        description="milliseconds after which a request without an answer is sent to a second model server, too, or "
-        "p95: as long as 95 % of the last requests took; the sooner answer counts. Default: never",
+        description="milliseconds after which an unanswered request is also sent to a second model server, or p95: the "
+        "95th percentile of recent latencies; the first answer is used. Default: never",
     )
     hedge_budget: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.1, description="most requests that are sent a second time, as a share of all"
+        0.1, description="maximum share of requests that are sent a second time"
     )
 
-    default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
+    default_timeout: Seconds = Field(10.0, description="time-out in seconds of calls that set none")
     max_timeout: Seconds = Field(
-        300.0, description="longest time-out of a call in seconds; a longer one is cut to this"
+        300.0, description="maximum time-out of a call in seconds; longer ones are reduced to this"
     )
     max_tokens: Annotated[int, Field(gt=0)] = Field(
-        128, description="most tokens of an answer, for a call without max_tokens"
+        128, description="maximum number of tokens of an answer, for calls without max_tokens"
     )
     prompt_echo: PromptEcho = Field(
         "object",
-        description="what an answer repeats from its prompt; object: the JSON object that the prompt leaves "
-        "unfinished; prompt: all of it; none: nothing",
+        description="part of the prompt that is put before the answer; object: the JSON object that the prompt "
+        "begins and does not finish; prompt: the whole prompt; none: nothing",
     )
-    threads: Annotated[int, Field(gt=0)] = Field(64, description="most requests to the model servers at a time")
+    threads: Annotated[int, Field(gt=0)] = Field(
+        64, description="maximum number of concurrent requests to the model servers"
+    )
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
-        None, description="most of these requests that belong to batches; default: half of threads"
+        None, description="maximum number of threads used by batches; default: half of threads"
     )
-    max_concurrent_calls: Places = Field(512, description="most calls at a time; further ones get RESOURCE_EXHAUSTED")
+    max_concurrent_calls: Places = Field(
+        512, description="maximum number of concurrent calls; others get RESOURCE_EXHAUSTED"
+    )
     max_batch_prompts: Annotated[int, Field(gt=0)] = Field(
-        256, description="most prompts in a batch, and most entries of any other list in a request"
+        256, description="maximum number of prompts in a batch, and of entries in any other list of a request"
     )
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = Field(
-        4 * 2**20, description="most bytes of a request or response message"
+        4 * 2**20, description="maximum size of a request or response message in bytes"
     )
-    max_connections: Places = Field(1024, description="most connections of callers at a time")
+    max_connections: Places = Field(1024, description="maximum number of connections from callers")
     receive_timeout: Seconds = Field(20.0, description="seconds within which a call's request must arrive")
 
     resolve_timeout: Seconds = Field(1.0, description="seconds to resolve a host name")

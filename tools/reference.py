@@ -158,11 +158,12 @@ def _bound(value: float | None) -> str:
 
 _METRICS_HEAD = """# Metrics
 
-This page is generated (`make reference`) from the code. Prometheus' text format; durations are in seconds, lengths in
-tokens. Counters of `llm-functionalities` end with `_total`; those of the router have TGI's names, which do not.
+This page is generated (`make reference`) from the code. The format is Prometheus' text format. Durations are in
+seconds, lengths in tokens. Counters of `llm-functionalities` end with `_total`; those of the router have TGI's names,
+which do not.
 
-Kubernetes' inference gateways (Gateway API Inference Extension, llm-d) choose a server by the `vllm:` metrics, which
-have the names and meaning of the extension's model server protocol: no flags of the gateway are needed.
+Kubernetes' inference gateways (Gateway API Inference Extension, llm-d) choose a server by the `vllm:` metrics. Their
+names and meanings are those of the extension's model server protocol, so the gateway needs no extra flags.
 """
 
 

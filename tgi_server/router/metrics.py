@@ -73,36 +73,44 @@ class RequestMetrics:
     """One request's life, told by the HTTP side."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._count = Counter("tgi_request_count", "Generation requests that came in.", registry=registry)
-        self._success = Counter("tgi_request_success", "Generation requests that were answered.", registry=registry)
+        self._count = Counter("tgi_request_count", "Generation requests received.", registry=registry)
+        self._success = Counter("tgi_request_success", "Generation requests that succeeded.", registry=registry)
         self._failure = Counter(
-            "tgi_request_failure", "Generation requests that failed, by type of error.", ["err"], registry=registry
+            "tgi_request_failure", "Generation requests that failed, by error type.", ["err"], registry=registry
         )
         self._by_adapter = Counter(
             "tgi_request_adapter_count",
-            "Generation requests by the adapter that they name; empty: none.",
+            "Generation requests by adapter; an empty label means no adapter.",
             ["adapter"],
             registry=registry,
         )
         self._adapters: set[str] = set()
-        self._total = _seconds(registry, "tgi_request_duration", "From the request's arrival to its last token.")
-        self._validation = _seconds(registry, "tgi_request_validation_duration", "Checking and tokenising a request.")
-        self._queue = _seconds(registry, "tgi_request_queue_duration", "Waiting for a place in a batch.")
-        self._inference = _seconds(registry, "tgi_request_inference_duration", "From leaving the queue to the end.")
+        self._total = _seconds(registry, "tgi_request_duration", "Time from a request's arrival to its last token.")
+        self._validation = _seconds(
+            registry, "tgi_request_validation_duration", "Time to validate and tokenise a request."
+        )
+        self._queue = _seconds(registry, "tgi_request_queue_duration", "Time a request waits in the queue.")
+        self._inference = _seconds(
+            registry, "tgi_request_inference_duration", "Time from leaving the queue to the last token."
+        )
         self._per_token = _seconds(
-            registry, "tgi_request_mean_time_per_token_duration", "Inference time of a request by its tokens."
+            registry,
+            "tgi_request_mean_time_per_token_duration",
+            "Inference time of a request divided by its generated tokens.",
         )
         self._first_token = _seconds(
-            registry, "tgi_request_time_to_first_token_duration", "From the request's arrival to its first token."
+            registry, "tgi_request_time_to_first_token_duration", "Time from a request's arrival to its first token."
         )
         self._gap = _seconds(
-            registry, "tgi_request_inter_token_duration", "Between a step's tokens of a request and the next step's."
+            registry, "tgi_request_inter_token_duration", "Time between two consecutive steps' tokens of a request."
         )
-        self._input_length = _tokens(registry, "tgi_request_input_length", "Tokens of the prompt.")
-        self._max_new_tokens = _tokens(registry, "tgi_request_max_new_tokens", "Tokens asked for at most.")
-        self._generated_tokens = _tokens(registry, "tgi_request_generated_tokens", "Tokens generated.")
+        self._input_length = _tokens(registry, "tgi_request_input_length", "Number of prompt tokens.")
+        self._max_new_tokens = _tokens(
+            registry, "tgi_request_max_new_tokens", "Maximum number of tokens to generate for a request."
+        )
+        self._generated_tokens = _tokens(registry, "tgi_request_generated_tokens", "Number of generated tokens.")
         self._skipped_tokens = _tokens(
-            registry, "tgi_request_skipped_tokens", "Drafted tokens that a request got from a step besides its own."
+            registry, "tgi_request_skipped_tokens", "Accepted draft tokens of a request in one step."
         )
 
     def received(self) -> None:
@@ -166,54 +174,51 @@ class BatchMetrics:
         self._queue_size = Gauge("tgi_queue_size", "Requests that wait for a place in a batch.", registry=registry)
         self._size = Gauge("tgi_batch_current_size", "Requests in the running batch.", registry=registry)
         self._max_tokens = Gauge(
-            "tgi_batch_current_max_tokens", "KV slots that the running batch holds.", registry=registry
+            "tgi_batch_current_max_tokens", "KV-cache tokens held by the running batch.", registry=registry
         )
-        self._kv_capacity = Gauge(
-            "tgi_kv_capacity_tokens", "KV slots that there are for all requests together.", registry=registry
-        )
+        self._kv_capacity = Gauge("tgi_kv_capacity_tokens", "Total size of the KV cache in tokens.", registry=registry)
         self._kv_cached = Gauge(
-            "tgi_kv_cached_tokens", "KV slots that the prefix cache keeps and nobody uses.", registry=registry
+            "tgi_kv_cached_tokens", "KV-cache tokens of cached prefixes that no request uses.", registry=registry
         )
-        self._preemptions = Counter(
-            "tgi_batch_preemption_count", "Times that a request gave up its KV slots to others.", registry=registry
-        )
+        self._preemptions = Counter("tgi_batch_preemption_count", "Number of preemptions.", registry=registry)
         self._prefix_lookups = Counter(
             "tgi_prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", registry=registry
         )
         self._prefix_hits = Counter(
             "tgi_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", registry=registry
         )
-        self._speculated = Counter(
-            "tgi_batch_speculated_tokens", "Drafted tokens that steps computed.", registry=registry
-        )
+        self._speculated = Counter("tgi_batch_speculated_tokens", "Draft tokens verified.", registry=registry)
         self._accepted = Counter(
             "tgi_batch_accepted_tokens",
-            "Drafted tokens that were right, and so became part of a text.",
+            "Draft tokens accepted.",
             registry=registry,
         )
         self._concat = Counter(
-            "tgi_batch_concat", "Times that waiting requests joined a running batch.", ["reason"], registry=registry
+            "tgi_batch_concat",
+            "Number of times waiting requests joined the running batch.",
+            ["reason"],
+            registry=registry,
         )
         self._next_size = Histogram(
-            "tgi_batch_next_size", "Requests that left the queue together.", buckets=_SIZES, registry=registry
+            "tgi_batch_next_size", "Number of requests that left the queue together.", buckets=_SIZES, registry=registry
         )
         self.inference_count = Counter(
             "tgi_batch_inference_count", "Calls to the shards.", ["method"], registry=registry
         )
         self.inference_success = Counter(
-            "tgi_batch_inference_success", "Calls that the shards answered.", ["method"], registry=registry
+            "tgi_batch_inference_success", "Calls to the shards that succeeded.", ["method"], registry=registry
         )
         self.inference_duration = _seconds(
-            registry, "tgi_batch_inference_duration", "A call to the shards, there and back.", "method"
+            registry, "tgi_batch_inference_duration", "Round-trip time of a call to the shards.", "method"
         )
         self.forward_duration = _seconds(
-            registry, "tgi_batch_forward_duration", "Running the model, as the shard says.", "method"
+            registry, "tgi_batch_forward_duration", "Time of the forward pass, as reported by the shard.", "method"
         )
         self.decode_duration = _seconds(
-            registry, "tgi_batch_decode_duration", "Choosing the next tokens, as the shard says.", "method"
+            registry, "tgi_batch_decode_duration", "Time to sample the next tokens, as reported by the shard.", "method"
         )
         self.filter_duration = _seconds(
-            registry, "tgi_batch_filter_duration", "Taking finished requests out of the batch.", "method"
+            registry, "tgi_batch_filter_duration", "Time to remove finished requests from the batch.", "method"
         )
         self._methods = {method: _MethodMetrics(self, method) for method in Method}
 
@@ -290,14 +295,12 @@ class GatewayMetrics(Collector):
         )
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests in the running batch.", value=self.running)
         usage = self.held_tokens / self.capacity_tokens if self.capacity_tokens else 0.0
-        meaning = "Share of the KV cache that running requests hold, 0 to 1."
+        meaning = "Fraction of the KV cache used by running requests, 0 to 1."
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", meaning, value=usage)
-        yield GaugeMetricFamily(
-            "vllm:gpu_cache_usage_perc", f"{meaning} The name that older gateways read.", value=usage
-        )
+        yield GaugeMetricFamily("vllm:gpu_cache_usage_perc", f"{meaning} Older gateways read this name.", value=usage)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
-            "Tokens of a KV block, and number of blocks, as labels; the value is 1.",
+            "Block size in tokens and number of blocks, as labels; the value is 1.",
             labels=["block_size", "num_gpu_blocks"],
         )
         if self.block_size:
@@ -305,8 +308,8 @@ class GatewayMetrics(Collector):
         yield config
         adapters = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Adapters that may be in memory, are there, and are waited for, as labels; the value is the time of the "
-            "last change.",
+            "Maximum number of adapters, those in memory, and those that requests wait for, as labels; the value is "
+            "the time of the last change.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         if self._adapters is not None:
@@ -324,12 +327,10 @@ class Metrics:
         self.batches = BatchMetrics(self._registry)
         self.gateway = GatewayMetrics()
         self._registry.register(self.gateway)
-        self._event_loop_lag = _seconds(
-            self._registry, "tgi_event_loop_lag_seconds", "How late the event loop came to what was due."
-        )
+        self._event_loop_lag = _seconds(self._registry, "tgi_event_loop_lag_seconds", "Event-loop lag in seconds.")
         self._fallbacks = Gauge(
             "tgi_engine_fallbacks",
-            "Parts of the model that are computed in a slower way than the device has; /info says why.",
+            "Number of parts of the model that run on a slower fallback; /info gives the reasons.",
             registry=self._registry,
         )
         self._registry.register(_Processes())

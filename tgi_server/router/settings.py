@@ -85,7 +85,7 @@ class ServingSettings(ServiceSettings):
     )
     served_model_name: CommaSeparated[str] = Field(
         default=[],
-        description="Names of the model on OpenAI's routes; responses carry the first. Default: the model's id on the "
+        description="Names of the model on OpenAI's routes; responses have the first. Default: the model's id on the "
         "hub, or the name of its folder.",
     )
     tokenizer_config_path: Path | None = Field(
@@ -106,33 +106,36 @@ class ServingSettings(ServiceSettings):
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
-    prometheus_port: Port = Field(default=9000, description="Second port that serves /metrics; 0: none.")
-    max_concurrent_requests: Count = Field(default=128, description="Most requests in flight; further ones get 429.")
+    prometheus_port: Port = Field(default=9000, description="Additional port for /metrics; 0: none.")
+    max_concurrent_requests: Count = Field(
+        default=128, description="Maximum number of requests in flight; others get 429."
+    )
     max_best_of: PositiveInt = Field(default=2, description="Largest value of best_of.")
-    max_stop_sequences: int = Field(default=4, ge=0, description="Most stop sequences of one request.")
+    max_stop_sequences: int = Field(default=4, ge=0, description="Maximum number of stop sequences of a request.")
     max_top_n_tokens: int = Field(default=5, ge=0, description="Largest value of top_n_tokens.")
     max_input_tokens: Count | None = Field(
         default=None,
         validation_alias=AliasChoices("max_input_tokens", "max_input_length"),
-        description="Most tokens of a prompt. Default: one less than max-total-tokens.",
+        description="Maximum number of tokens of a prompt. Default: one less than max-total-tokens.",
     )
     max_total_tokens: Count | None = Field(
         default=None,
-        description="Most tokens of a prompt and its answer together. Default: what model and memory allow.",
+        description="Maximum number of tokens of a prompt and its answer. Default: what model and memory allow.",
     )
     allow_long_context: bool = Field(
         default=False,
         description="Allow max-total-tokens beyond the context length of the model, where its output degrades.",
     )
-    max_batch_prefill_tokens: Count = Field(default=4096, description="Most prompt tokens computed in one step.")
+    max_batch_prefill_tokens: Count = Field(default=4096, description="Maximum number of prompt tokens in one step.")
     max_batch_total_tokens: Count | None = Field(
-        default=None, description="Most tokens of all running requests. Default: what the memory allows."
+        default=None,
+        description="Maximum size of the KV cache in tokens, for all requests. Default: what the memory allows.",
     )
     prefix_caching: bool = Field(
-        default=True, description="Reuse the KV cache of prompts that begin with the same tokens."
+        default=True, description="Reuse the KV cache of earlier prompts with the same prefix."
     )
     max_batch_size: Count | None = Field(
-        default=None, description="Most requests in one batch. Default: max-concurrent-requests."
+        default=None, description="Maximum number of requests in a batch. Default: max-concurrent-requests."
     )
     lora_adapters: AdapterSources = Field(
         default=[],
@@ -142,9 +145,11 @@ class ServingSettings(ServiceSettings):
         default=False,
         description="Let callers with an API key load and unload adapters below adapter-root while the server runs.",
     )
-    adapter_root: Path | None = Field(default=None, description="Folder below which adapters may be loaded.")
+    adapter_root: Path | None = Field(
+        default=None, description="Folder from which adapters may be loaded while the server runs."
+    )
     max_loras: Count = Field(
-        default=32, description="Most adapters in memory at once; others are loaded again when a request names them."
+        default=32, description="Maximum number of adapters in memory; others are loaded when a request names them."
     )
     max_waiting_tokens: int = Field(
         default=20, ge=0, description="Decode steps after which waiting requests join the batch in any case."
@@ -154,31 +159,32 @@ class ServingSettings(ServiceSettings):
     )
     target_token_gap_ms: PositiveFloat | None = Field(
         default=None,
-        description="Target inter-token latency in milliseconds: prompts are computed in chunks that keep it. Default: "
+        description="Target inter-token latency in milliseconds, by which the chunks of prompts are sized. Default: "
         "three times a decode step, more if few requests run and many wait.",
     )
     max_client_batch_size: PositiveInt = Field(
-        default=4, description="Most answers of one request: its prompts, multiplied by n."
+        default=4, description="Maximum number of answers to one request: its prompts times n."
     )
     max_stored_responses: int = Field(
-        default=1000, ge=0, description="Most responses of /v1/responses stored in memory; 0: none."
+        default=1000, ge=0, description="Maximum number of stored responses (/v1/responses), in memory; 0: none."
     )
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenize prompts.")
-    payload_limit: PositiveInt = Field(default=2_000_000, description="Most bytes of a request body.")
+    payload_limit: PositiveInt = Field(default=2_000_000, description="Maximum size of a request body in bytes.")
     client_timeout: PositiveInt = Field(
         default=75,
         le=_MOST_SECONDS,
-        description="Seconds a client may take to send a request, or to read its response.",
+        description="Time-out in seconds for a client to send a request, or to read its response.",
     )
     max_client_memory: PositiveInt = Field(
-        default=1024, description="Most MiB held for all clients: requests, and responses that are not read yet."
+        default=1024, description="Memory limit in MiB for the requests of all clients and their unread responses."
     )
     max_connections: PositiveInt | None = Field(
-        default=None, description="Most connections. Default: what the limit of open files allows."
+        default=None, description="Maximum number of connections. Default: what the limit of open files allows."
     )
     max_connections_per_address: PositiveInt | None = Field(
         default=None,
-        description="Most connections of one address, which may be a proxy's. Default: half of max-connections.",
+        description="Maximum number of connections from one IP address, which may be a proxy's. Default: half of "
+        "max-connections.",
     )
     allow_special_tokens: bool = Field(
         default=False,
@@ -192,11 +198,11 @@ class ServingSettings(ServiceSettings):
     api_key: str | None = Field(default=None, description="Key that requests must carry: Authorization: Bearer KEY.")
     api_key_file: Path | None = Field(
         default=None,
-        description="File with one API key per line, each with its own prefix cache. Behind a key may stand "
+        description="File with one API key per line, each with its own prefix cache. A key may be followed by "
         "weight=NUMBER (for --fairness) and max-priority=NUMBER.",
     )
     max_priority: int = Field(
-        default=0, description="Lowest number that requests may give as their priority: lower ones are served first."
+        default=0, description="Lowest priority value that requests may set; lower values are served first."
     )
     admission: Literal["time", "off"] = Field(
         default="time", description="time: requests that would surely miss their deadlines get 503 at once; off: never."
@@ -206,10 +212,12 @@ class ServingSettings(ServiceSettings):
         description="key: API keys get equal shares of the tokens, or shares by their weights, however many requests "
         "each sends.",
     )
-    cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins from which browsers may call.")
+    cors_allow_origin: CommaSeparated[str] = Field(
+        default=[], description="Origins of web pages that may call the server (CORS)."
+    )
     allowed_hosts: CommaSeparated[str] = Field(
         default=[],
-        description="Host names by which browsers may call a server without a key; *.DOMAIN: all below it; *: any.",
+        description="Host names that browsers may use for a server without an API key; *.DOMAIN: all below it; *: any.",
     )
     json_output: bool = Field(default=False, description="Write log lines as JSON objects.")
     log_level: LogLevel = Field(

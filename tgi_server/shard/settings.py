@@ -49,7 +49,7 @@ class CheckpointSettings(ServiceSettings):
 
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
     gguf_file: str | None = Field(
-        None, description="GGUF file of the model's folder or repository that is served, where there are several"
+        None, description="GGUF file to load, if the folder or repository of the model has several"
     )
     json_output: bool = Field(False, description="write log lines as JSON objects")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
@@ -71,7 +71,7 @@ class ModelSettings(CheckpointSettings):
     }
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None, description="number format to compute in; default: the checkpoint's"
+        None, description="data type of weights and activations; default: the checkpoint's"
     )
     quantize: Annotated[
         str | None,
@@ -82,17 +82,17 @@ class ModelSettings(CheckpointSettings):
         "bitsandbytes-fp4; the format of a quantized checkpoint is recognized without this flag",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
-        None, description="store keys and values in 8 bits, so that twice the tokens fit; default: as dtype"
+        None, description="store the KV cache in 8 bits, so that twice the tokens fit; default: as dtype"
     )
     linear_kernels: str | None = Field(
         None,
-        description="kernels of linear layers on a CPU, such as fma or fma,fma_dequant@32 (the second from 32 rows "
-        "on); w4a16: 4-bit weights with inputs in 16 bits, not 8; measure: the fastest in trials at load, so results "
-        "may differ between starts; default: those of a table in the repository, by kind of CPU",
+        description="kernels of linear layers on a CPU, such as fma or fma,fma_dequant@32 (the second for 32 or more "
+        "rows); w4a16: 4-bit weights with inputs in 16 bits instead of 8; measure: time the kernels at load and use "
+        "the fastest, so results may differ between starts; default: by kind of CPU, from a table in the repository",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
-        None, gt=0, description="memory for the KV cache on a CPU, such as 4GiB; default: 30 % of what is free"
+        None, gt=0, description="memory for the KV cache on a CPU, such as 4GiB; default: 30 % of the free memory"
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
@@ -100,14 +100,14 @@ class ModelSettings(CheckpointSettings):
     )
     cuda_all_reduce: Literal["nccl", "symmetric-memory"] = Field(
         "nccl",
-        description="how the GPUs of one machine sum their results; symmetric-memory: small tensors through memory "
+        description="all-reduce among the GPUs of one machine; symmetric-memory: small tensors through memory "
         "that all of them read, if that gives NCCL's sums at load; it has not run on several GPUs yet",
     )
 
     embedding_model_id: str | None = Field(
         None,
-        description="model for /v1/embeddings and /embed, beside the model that generates; alone where no model-id is "
-        "given; a local folder, or an id of the hub",
+        description="model for /v1/embeddings and /embed, in addition to model-id, or alone if model-id is not set; a "
+        "local folder, or an id of the hub",
     )
     rerank_model_id: str | None = Field(
         None, description="model for /rerank, /v1/rerank, /v2/rerank and /predict; as embedding-model-id"
@@ -116,13 +116,13 @@ class ModelSettings(CheckpointSettings):
     speculate: NonNegativeInt = Field(
         0,
         le=MOST_DRAFTED,
-        description=f"most tokens drafted per sequence and step, up to {MOST_DRAFTED}; without "
-        "speculative-model they come from "
-        "the prompt and earlier answers. Default: 0; 4 with speculative-model; with Medusa heads, one per head",
+        description=f"maximum number of draft tokens per sequence and step, up to {MOST_DRAFTED}; without "
+        "speculative-model they come from the prompt and earlier answers. Default: 0; 4 with speculative-model; with "
+        "Medusa heads, one per head",
     )
     speculative_model: str | None = Field(
         None,
-        description="model that drafts: a small model with the same tokenizer, Medusa heads, or EAGLE-3; a local "
+        description="draft model: a small model with the same tokenizer, Medusa heads, or EAGLE-3; a local "
         "folder, or an id of the hub",
     )
 
