@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["server"]]
+REQUIREMENTS = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["engine"]]
 LOWEST = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<[\d.]+)?", each).groups() for each in REQUIREMENTS)
 # Several gigabytes; tests/gpu_without runs the engine with the lowest of these.
 LARGE = ("torch", "transformers", "accelerate")

@@ -162,7 +162,7 @@ async def test_a_conversation_goes_on(routers: RouterFactory):
         assert error.value.code == "previous_response_not_found"
     await create(router)
     await create(router)
-    with pytest.raises(openai.NotFoundError, match="given up"):
+    with pytest.raises(openai.NotFoundError, match="evicted"):
         await client(router).responses.retrieve(second.id)
 
 
