@@ -32,7 +32,8 @@ def test_a_file_that_the_page_names_is_there(name: str):
     ],
 )
 def test_a_table_of_files_names_each_of_the_folder(page: str, folder: str):
-    (rows,) = re.findall(r"\| file \| what it contains \|\n\|[-|]+\|\n((?:\|.+\n)+)", (ROOT / "docs" / page).read_text())
+    text = (ROOT / "docs" / page).read_text()
+    (rows,) = re.findall(r"\| file \| what it contains \|\n\|[-|]+\|\n((?:\|.+\n)+)", text)
     named = [name.rstrip("/") for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     there = [path.name for path in (ROOT / folder).iterdir() if not path.name.startswith("__")]
     assert sorted(named) == sorted(there)
