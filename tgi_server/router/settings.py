@@ -37,7 +37,7 @@ ToolCallParser = Literal[
     "json",
 ]
 
-# Tokens or sequences, of which messages to the shards hold no larger number.
+# A number of tokens or sequences; messages to the shards have 32 bits for it.
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 # More than a week, and few enough for the system's clocks of connections.
 _MOST_SECONDS = 1_000_000

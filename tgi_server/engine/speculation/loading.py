@@ -103,8 +103,7 @@ def _draft_model(folder: Path, config: EngineConfig, model: PreTrainedModel, run
         )
     if draft_runner.states is not None:
         raise UnsupportedModel(
-            f"{folder}: {draft.config.model_type} models have states beside keys and values and cannot draft; name "
-            "another model"
+            f"{folder}: {draft.config.model_type} models have recurrent states and cannot draft; name another model"
         )
     runner.share_block_size(draft_runner)
     runner.companion_bytes = draft_runner.bytes_per_token
