@@ -50,11 +50,12 @@ def test_the_flags_that_stand_for_those_of_llama_cpp_exist():
 
 
 @pytest.mark.parametrize(("foreign", "ours"), LauncherSettings.foreign_flags.items())
-def test_flags_of_vllm_are_refused_with_those_that_stand_for_them(
+def test_flags_of_other_servers_are_refused_with_those_that_stand_for_them(
     foreign: str, ours: str, capsys: pytest.CaptureFixture[str]
 ):
-    page = (ROOT / "docs" / "coming-from-vllm.md").read_text().splitlines()
-    assert any(foreign in line and ours in line for line in page)
+    pages = [(ROOT / "docs" / f"coming-from-{name}.md").read_text() for name in ("vllm", "ollama")]
+    rows = [line for page in pages for line in page.splitlines() if re.search(rf"(?<![\w-]){foreign}(?![\w-])", line)]
+    assert any(ours in row for row in rows)
     with pytest.raises(SystemExit):
         read_settings(LauncherSettings, "text-generation-launcher", [foreign, "2"])
     assert f"{foreign} 2; did you mean {ours}?" in capsys.readouterr().err

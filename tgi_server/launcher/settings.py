@@ -61,7 +61,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         "otlp_service_name": "Logs and traces",
         "env": "Other",
     }
-    # Those of vLLM, as docs/coming-from-vllm.md lists them.
+    # Those of vLLM and llama.cpp, as docs/coming-from-vllm.md and docs/coming-from-ollama.md list them.
     foreign_flags: ClassVar[Mapping[str, str]] = {
         "--tensor-parallel-size": "--num-shard",
         "-tp": "--num-shard",
@@ -72,6 +72,14 @@ class LauncherSettings(ServingSettings, ModelSettings):
         "--no-enable-prefix-caching": "--no-prefix-caching",
         "--lora-modules": "--lora-adapters",
         "--chat-template": "--tokenizer-config-path",
+        "-m": "--model-id",
+        "--hf-file": "--gguf-file",
+        "-c": "--max-total-tokens",
+        "-md": "--speculative-model",
+        "--lora": "--lora-adapters",
+        "--chat-template-file": "--tokenizer-config-path",
+        "--alias": "--served-model-name",
+        "--host": "--hostname",
     }
 
     model_id: str = Field(
