@@ -189,7 +189,8 @@ class Scheduler:
         late = self._forecast.seconds_too_late(sequence, ahead, running, self._clock())
         if late > 0:
             raise CannotBeInTime(
-                f"the server is busy: the request would be answered {late:.1f} s after its deadline; try again later",
+                f"the server is busy: the request would be answered {late:.1f} s after its deadline "
+                f"({len(self.batch)} requests run, {len(self.waiting)} wait); allow it more time, or try again later",
                 retry_after=max(1, ceil(late)),
             )
 
