@@ -100,7 +100,10 @@ TRICKLES = {
 }
 
 
-@pytest.mark.parametrize("name", TRICKLES)
+# The first goes by default: the others wait as long.
+@pytest.mark.parametrize(
+    "name", ["a head", *(pytest.param(name, marks=pytest.mark.slow) for name in TRICKLES if name != "a head")]
+)
 async def test_bytes_that_trickle_in_put_nothing_off(routers: RouterFactory, name: str):
     router = await routers(client_timeout=1)
     answered = await trickle(router, *TRICKLES[name])
@@ -433,6 +436,7 @@ def test_hundreds_of_slow_senders_shut_nobody_out(start: Start, flags: tuple[str
             sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process cannot be set elsewhere")
 def test_a_lack_of_files_is_told_and_survived(start: Start, flags: tuple[str, list[str]]):
     url, given = flags

@@ -88,6 +88,7 @@ def test_trailers_of_a_chunked_body_are_bounded(router: Running, kind: str):
         assert httpx.get(f"{url}/health", timeout=5).status_code == 200
 
 
+@pytest.mark.slow
 def test_requests_behind_an_answer_that_nobody_reads_are_bounded(router: Running):
     url, process = router
     with growth_at_most(process, SLACK), ExitStack() as stack:

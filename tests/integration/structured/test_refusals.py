@@ -56,6 +56,7 @@ def test_what_cannot_be_compiled_is_refused(demo_server: TextGenerationServer, n
     assert "\n" not in answer["error"]
 
 
+@pytest.mark.slow
 def test_what_explodes_later_ends_alone(demo_server: TextGenerationServer) -> None:
     parameters = {"grammar": EXPLOSIVE, "max_new_tokens": 500, "ignore_eos": True}
     body = {"inputs": PROMPT, "parameters": parameters}

@@ -74,6 +74,7 @@ def bytes_that_large_tensors_leave() -> int:
     return own_bytes() - before
 
 
+@pytest.mark.slow
 def test_large_tensors_leave_no_gaps_where_memory_is_kept_apart() -> None:
     # In a process of its own: here the KV cache of an earlier test's engine may still grow.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:

@@ -80,6 +80,7 @@ def test_a_simple_schema_needs_no_trial(queue: GrammarQueue, pool: ThreadPoolExe
     assert all(isinstance(attacker.exception(), GrammarsBusy) for attacker in attackers)
 
 
+@pytest.mark.slow
 def test_trials_take_a_small_share_of_a_core(
     queue: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_shard_that_is_told_the_size_tries_nothing(queue: GrammarQueue, tried:
     assert not tried
 
 
+@pytest.mark.slow
 def test_a_lenient_schema_that_is_too_complex_is_taken_with_less(queue: GrammarQueue) -> None:
     condition = {"if": {"required": ["a"]}, "then": {"minProperties": 2}}
     members = {f"p{i}": {"type": "string", "pattern": hostile.optional_letters(2_000 + i)} for i in range(100)}

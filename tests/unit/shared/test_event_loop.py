@@ -26,6 +26,7 @@ async def test_a_standstill_is_seen_and_warned_of(caplog: pytest.LogCaptureFixtu
     assert "the event loop stood still for" in record.getMessage()
 
 
+@pytest.mark.slow
 async def test_warnings_do_not_flood(caplog: pytest.LogCaptureFixture):
     lags = await observed(0.5, 0.5, 0.5)
     assert sum(lag > 0.25 for lag in lags) >= 3

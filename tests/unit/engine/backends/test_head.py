@@ -121,6 +121,7 @@ def bytes_of_a_head(weight_rows: int, size: int) -> int:
     return peak.bytes - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_head_takes_no_more_memory_while_it_is_made_than_afterwards() -> None:
     # In a process of its own, as a shard is: among what other tests have freed the C library places memory differently.

@@ -52,6 +52,7 @@ def drafted(group: ShardGroup | None, folder: Path, draft: Path) -> tuple[list[l
     return [output.tokens for output in outputs], driver.drafted, driver.accepted
 
 
+@pytest.mark.slow
 def test_all_shards_check_the_drafts_of_the_first(ranks_of: RanksOf, tmp_path: Path) -> None:
     expected = drafted(None, make("llama", tmp_path), tmp_path)
     assert expected[0] == generate(load_engine(tmp_path), TEXTS, STOPPING, SAMPLING)

@@ -33,7 +33,7 @@ def streamed(balancer: Balancer, prompt: str, call: Call) -> str:
     return "".join(piece.text for piece in balancer.stream(prompt, PLAIN, call))
 
 
-BOTH_WAYS = pytest.mark.parametrize("ask", [whole, streamed])
+BOTH_WAYS = pytest.mark.parametrize("ask", [whole, pytest.param(streamed, marks=pytest.mark.slow)])
 
 
 class Pair:

@@ -75,7 +75,7 @@ async def test_every_call_goes_to_every_shard_in_the_order_in_which_it_was_sent(
             assert service.calls == ["prefill", "decode", "decode", "filter_batch"] * 30
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 1])
 async def test_of_shards_that_wait_for_each_other_the_frozen_one_is_named(frozen: int, tmp_path: Path) -> None:
     """A frozen process is a socket to which anybody may connect, and on which nothing is said."""
     async with connected(2, call_timeout_s=0.5) as (_, running):

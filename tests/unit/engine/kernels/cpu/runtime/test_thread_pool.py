@@ -73,6 +73,7 @@ def test_several_callers_at_once(threads) -> None:
             assert all(torch.equal(result, right) for result in results)
 
 
+@pytest.mark.slow
 def test_a_child_computes_with_threads_of_its_own() -> None:
     ended = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
