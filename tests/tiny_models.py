@@ -94,6 +94,11 @@ _MAMBA2: Settings = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 1
 _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
+# Architectures with states beside, or in place of, keys and values.
+HYBRIDS = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl"}
+HYBRIDS |= {"nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+
+
 def _rope(kind: str, **settings: Any) -> Settings:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import ARCHITECTURES, WITH_IMAGES, make, make_with_images
+from tests.tiny_models import ARCHITECTURES, HYBRIDS, WITH_IMAGES, make, make_with_images
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.ranks import Ranks
 from tests.unit.engine.requests import generate_together, load_engine, prompts
@@ -12,18 +12,6 @@ from tests.unit.engine.runners.test_parity import quick
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.parallel import ShardGroup
 
-HYBRIDS = {
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm2_vl",
-    "nemotron_h",
-}
-HYBRIDS |= {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 UNSPLIT = HYBRIDS | {"mamba", "rwkv"}
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 # Two shards get one and two KV heads, with two and four heads of queries.
