@@ -198,6 +198,6 @@ def test_machines_that_do_not_fit_are_told(machines: tuple[Machine, Machine]) ->
         "text-generation-launcher: node 0 refused this one: "
         "--num-shard is 2 there and 1 on node 0; it has to be the same"
     )
-    assert f"waiting for node 1 to join at {FIRST}:29500" in first.lines()
+    first.wait_until(lambda: f"waiting for node 1 to join at {FIRST}:29500" in first.lines())
     first.launcher.terminate()
     assert first.launcher.wait(10) == 0
