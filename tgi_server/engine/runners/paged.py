@@ -42,8 +42,8 @@ _RESERVED_TOKENS, _TOKENS_AHEAD = 1 << 17, 1 << 14
 _RESERVED_WEIGHTS = 16
 # Snapshots of states, for each sequence of the largest batch, and the share of the memory that they may take.
 _SNAPSHOTS_OF_ONE, _SNAPSHOT_SHARE = 4, 0.25
-# Seconds that the start spends on reserving memory.
-_RESERVE_SECONDS = 5.0
+# Seconds that the start spends on reserving memory; the rest is taken beside the first requests.
+_RESERVE_SECONDS = 0.5
 
 
 class PagedRunner(Runner):
