@@ -40,7 +40,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What each request asks for. seconds: within which it has to be answered. tokens: of the answer."""
+    """A load of requests. seconds: within which it has to be answered. tokens: of the answer."""
 
     seconds: float
     tokens: int
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(slots=True)
 class Load:
-    """What became of the requests at one rate. Times in seconds.
+    """The outcomes of the requests at one rate. Times in seconds.
 
     late: requests that got no answer in time, and were not refused. latest: by how much the last word on one came after
     its deadline.

@@ -1,7 +1,7 @@
 """The command line `oatmill`."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Final
 
 from shared.settings import fail, package_version
@@ -19,39 +19,7 @@ The programs behind it: text-generation-launcher, llm-functionalities. Version: 
 """
 
 
-def _serve(arguments: Sequence[str]) -> int:
-    from oatmill.serve import main
-
-    return main(arguments)
-
-
-def _chat(arguments: Sequence[str]) -> int:
-    from oatmill.chat import main
-
-    return main(arguments)
-
-
-def _demo(arguments: Sequence[str]) -> int:
-    from oatmill.demo import main
-
-    if arguments:
-        fail("oatmill demo", f"it takes no arguments, but was given {' '.join(arguments)}")
-    return main()
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from oatmill.doctor import main
-
-    return main(arguments)
-
-
-# Each command imports what it needs when it is called: `serve` should not wait for the packages of `chat`.
-COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
-    "serve": _serve,
-    "chat": _chat,
-    "demo": _demo,
-    "doctor": _doctor,
-}
+COMMANDS: Final = ("serve", "chat", "demo", "doctor")
 
 
 def main() -> None:
@@ -62,7 +30,8 @@ def main() -> None:
         case ["-V" | "--version", *_]:
             print(f"oatmill {package_version()}")
         case [command, *arguments] if command in COMMANDS:
-            sys.exit(COMMANDS[command](arguments))
+            # Only what the command needs is imported.
+            sys.exit(import_module(f"oatmill.{command}").main(arguments))
         case [command, *_]:
             fail("oatmill", f"there is no command {command!r}; there are {', '.join(COMMANDS)}")
         case _:

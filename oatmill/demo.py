@@ -5,7 +5,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from oatmill.services import (
     llm_functionalities,
     text_generation_server,
 )
+from shared.settings import fail
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
 
@@ -44,8 +45,10 @@ class DemoError(Exception):
     """Something did not work; `str()` of it says what."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Returns 0 when every call was answered as it should be, 1 otherwise."""
+    if arguments:
+        fail("oatmill demo", f"it takes no arguments, but was given {' '.join(arguments)}")
     interrupt_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)

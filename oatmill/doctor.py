@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ _PORTS: Final = {8080: "--port", 9000: "--prometheus-port", 3000: "--port", 8000
 
 
 class State(StrEnum):
-    """How well something works."""
+    """The outcome of a check."""
 
     OK = "ok"
     SLOW = "note"
@@ -82,6 +81,8 @@ def _cpu() -> Iterator[Finding]:
     cores = usable_cores()
     advice = "most of the speed on CPUs comes from cores: give the server more of them" if cores < 2 else ""
     yield Finding(State.OK if cores > 1 else State.SLOW, f"CPU: {describe_cpu()}", advice)
+    if importlib.util.find_spec("psutil") is None:  # comes with the model server
+        return
     free = available_ram()
     little = free < _LITTLE_RAM
     advice = "serve a small model, or one of 4 bits (--quantize int4)" if little else ""
@@ -133,21 +134,19 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    taken = [port for port in _PORTS if not _is_free(port)]
-    if not taken:
-        yield Finding(State.OK, f"ports: {', '.join(map(str, _PORTS))} are free")
-    for port in taken:
-        yield Finding(State.SLOW, f"port {port} is in use", f"choose another with {_PORTS[port]}")
+    from tgi_server.launcher.errors import CannotStartError
+    from tgi_server.launcher.machine import check_port
 
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    free = []
+    for port, flag in _PORTS.items():
         try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True
+            check_port("0.0.0.0", port, flag)
+            free.append(str(port))
+        except CannotStartError as error:
+            what, _, advice = str(error).partition("; ")
+            yield Finding(State.SLOW, what, advice)
+    if free:
+        yield Finding(State.OK, f"free ports: {', '.join(free)}")
 
 
 CHECKS: Final[Sequence[Callable[[], Iterator[Finding]]]] = (_versions, _cpu, _kernels, _gpu, _ports)

@@ -24,12 +24,15 @@ def run(*command: str | Path, **environment: str) -> str:
     return result.stdout
 
 
+def make_release() -> None:
+    features = set(build._cpu_features().split())
+    run(sys.executable, "-m", "tools.dist", next(name for name, needed in build.TARGETS.items() if needed <= features))
+
+
 @pytest.fixture(scope="module")
 def dist() -> Path:
     """The folder of a release whose kernels are for this kind of CPU alone."""
-    features = set(build._cpu_features().split())
-    target = next(target for target, needed in build.TARGETS.items() if needed <= features)
-    run(sys.executable, "-m", "tools.dist", target)
+    make_release()
     return ROOT / "dist"
 
 
@@ -45,8 +48,7 @@ def test_a_release_has_sums_and_a_bill_of_materials(dist: Path):
 
 def test_the_same_commit_gives_the_same_wheel(dist: Path):
     before = {file.name: file.read_bytes() for file in dist.glob("*.whl")}
-    target = next(target for target, needed in build.TARGETS.items() if needed <= set(build._cpu_features().split()))
-    run(sys.executable, "-m", "tools.dist", target)
+    make_release()
     assert {file.name: file.read_bytes() for file in dist.glob("*.whl")} == before
 
 

@@ -1,4 +1,4 @@
-"""What layers without keys remember of a text: convolutions and recurrences have states, one slot for each sequence."""
+"""States of layers without keys: convolutions and recurrences have states, one slot for each sequence."""
 
 from collections.abc import Callable
 from typing import TypeAlias

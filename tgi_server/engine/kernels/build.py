@@ -224,14 +224,21 @@ def _run(command: list[str]) -> None:
 
 def _key(target: str) -> str:
     """Returns a name that differs wherever the same library might not run, or not do the same."""
-    digest = hashlib.sha256()
-    for source in [*SOURCES, *HEADERS]:
-        digest.update(source.read_bytes())
+    digest = _hash_of_sources().copy()
     release = torch.__version__.partition("+")[0]  # builds for CPUs and for GPUs have the same interfaces
     digest.update(" ".join([release, platform.machine(), *FLAGS, target]).encode())
     if target == NATIVE:
         digest.update(_cpu_features().encode())
     return digest.hexdigest()[:20]
+
+
+@functools.cache
+def _hash_of_sources() -> "hashlib._Hash":
+    """Returns a hash that has read all sources, once for all keys of a process."""
+    digest = hashlib.sha256()
+    for source in [*SOURCES, *HEADERS]:
+        digest.update(source.read_bytes())
+    return digest
 
 
 def _cpu_features() -> str:

@@ -1,4 +1,4 @@
-"""What attention in plain torch has in common: masks, and pieces of work that take a bounded amount of memory."""
+"""Parts that all attention in plain torch shares: masks, and pieces of work that take a bounded amount of memory."""
 
 from collections.abc import Iterator
 

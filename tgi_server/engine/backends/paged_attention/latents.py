@@ -31,7 +31,7 @@ def substitute(module: nn.Module) -> type[nn.Module] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Indexed:
-    """What an index hands to attention in the place of chosen tokens. key: [1, 1, tokens, size], of this pass."""
+    """The keys of an index, [1, 1, tokens, size], of this pass, which attention gets in the place of chosen tokens."""
 
     selection: Selection
     key: Tensor
