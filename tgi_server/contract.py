@@ -271,3 +271,33 @@ class StateSave:
     request_id: int
     length: int
     snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An array in row-major order, as the image processor of a model returns it.
+
+    name: the argument of the model's `forward()` that takes it. dtype: float32, int64, int32 or bool.
+    data: its elements, little-endian.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a prompt. What the model makes of it takes the places of its tokens.
+
+    digest: SHA-256 of its pixels and of the processor's settings: equal images have equal ones.
+    start, length: its tokens in the prompt, from the first to the last, those between its rows or parts included.
+    tensors: those that the image processor returns for this image alone; `pixel_values` may be missing if all of its
+    tokens are cached.
+    """
+
+    digest: bytes
+    start: int
+    length: int
+    tensors: tuple[Tensor, ...]

@@ -9,9 +9,11 @@ from tgi_server.contract import (
     FinishReason,
     Grammar,
     GrammarKind,
+    Image,
     ReportParameters,
     SamplingParameters,
     StoppingParameters,
+    Tensor,
     ThoughtBudget,
 )
 
@@ -113,3 +115,16 @@ def block_copy_to_message(copy: BlockCopy) -> pb.BlockCopy:
 
 def block_copy_from_message(message: pb.BlockCopy) -> BlockCopy:
     return BlockCopy(message.source, message.target, message.tokens)
+
+
+def image_to_message(image: Image) -> pb.Image:
+    tensors = [
+        pb.Tensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=tensor.data)
+        for tensor in image.tensors
+    ]
+    return pb.Image(digest=image.digest, start=image.start, length=image.length, tensors=tensors)
+
+
+def image_from_message(message: pb.Image) -> Image:
+    tensors = tuple(Tensor(each.name, each.dtype, tuple(each.shape), each.data) for each in message.tensors)
+    return Image(message.digest, message.start, message.length, tensors)

@@ -79,7 +79,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity", "kv_cache_dtype", "run_is_open", "running_sequences", "states", "encoders", "encoders_only")
+    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity", "kv_cache_dtype", "run_is_open", "running_sequences", "states", "images", "no_images", "whole_images", "encoders", "encoders_only")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,9 @@ class InfoResponse(_message.Message):
     RUN_IS_OPEN_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    NO_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_IMAGES_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_ONLY_FIELD_NUMBER: _ClassVar[int]
     model_id: str
@@ -130,9 +133,12 @@ class InfoResponse(_message.Message):
     run_is_open: bool
     running_sequences: int
     states: bool
+    images: bool
+    no_images: str
+    whole_images: bool
     encoders: _containers.RepeatedCompositeFieldContainer[Encoder]
     encoders_only: bool
-    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ..., kv_cache_dtype: _Optional[str] = ..., run_is_open: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., states: _Optional[bool] = ..., encoders: _Optional[_Iterable[_Union[Encoder, _Mapping]]] = ..., encoders_only: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ..., kv_cache_dtype: _Optional[str] = ..., run_is_open: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., states: _Optional[bool] = ..., images: _Optional[bool] = ..., no_images: _Optional[str] = ..., whole_images: _Optional[bool] = ..., encoders: _Optional[_Iterable[_Union[Encoder, _Mapping]]] = ..., encoders_only: _Optional[bool] = ...) -> None: ...
 
 class Encoder(_message.Message):
     __slots__ = ("task", "model_id", "folder", "model_type", "dtype", "vocab_size", "max_tokens", "columns", "labels", "answers", "pooling")
@@ -189,6 +195,18 @@ class EncodeResponse(_message.Message):
     values: bytes
     columns: int
     def __init__(self, values: _Optional[bytes] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class EncodeImagesRequest(_message.Message):
+    __slots__ = ("images", "target_gap_ms")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_GAP_MS_FIELD_NUMBER: _ClassVar[int]
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    target_gap_ms: float
+    def __init__(self, images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., target_gap_ms: _Optional[float] = ...) -> None: ...
+
+class EncodeImagesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -372,7 +390,7 @@ class CompileResponse(_message.Message):
     def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ..., unenforced: _Optional[_Iterable[str]] = ..., leniency: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "thought_budget", "closing", "scored_token_ids", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "snapshot", "earlier_reply")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "thought_budget", "closing", "scored_token_ids", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "snapshot", "earlier_reply", "images")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +419,7 @@ class Request(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     EARLIER_REPLY_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     generated_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -422,7 +441,32 @@ class Request(_message.Message):
     trace_context: _containers.ScalarMap[str, str]
     snapshot: int
     earlier_reply: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., thought_budget: _Optional[_Union[ThoughtBudget, _Mapping]] = ..., closing: _Optional[bool] = ..., scored_token_ids: _Optional[_Iterable[int]] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., snapshot: _Optional[int] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., thought_budget: _Optional[_Union[ThoughtBudget, _Mapping]] = ..., closing: _Optional[bool] = ..., scored_token_ids: _Optional[_Iterable[int]] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., snapshot: _Optional[int] = ..., earlier_reply: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("digest", "start", "length", "tensors")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    start: int
+    length: int
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, digest: _Optional[bytes] = ..., start: _Optional[int] = ..., length: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")

@@ -74,6 +74,11 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeResponse.FromString,
                 _registered_method=True)
+        self.EncodeImages = channel.unary_unary(
+                '/generate.v1.TextGenerationService/EncodeImages',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesResponse.FromString,
+                _registered_method=True)
 
 
 class TextGenerationServiceServicer:
@@ -137,6 +142,15 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EncodeImages(self, request, context):
+        """Computes what the model makes of images, between the layers of which steps go on, so that no step has to wait for
+        it when a request has them. Sent to every shard before that request joins. What is missing then is computed in the
+        step. FAILED_PRECONDITION: the model reads no images. INVALID_ARGUMENT: the tensors are not those of an image.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +193,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.EncodeResponse.SerializeToString,
+            ),
+            'EncodeImages': grpc.unary_unary_rpc_method_handler(
+                    servicer.EncodeImages,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +416,33 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/Encode',
             shared_dot_stubs_dot_generate__pb2.EncodeRequest.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EncodeImages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/EncodeImages',
+            shared_dot_stubs_dot_generate__pb2.EncodeImagesRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.EncodeImagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,9 +10,11 @@ from tgi_server.contract import (
     FinishReason,
     Grammar,
     GrammarKind,
+    Image,
     ReportParameters,
     SamplingParameters,
     StoppingParameters,
+    Tensor,
 )
 
 
@@ -64,3 +66,9 @@ def test_an_empty_message_of_sampling_parameters_is_greedy_decoding() -> None:
 def test_a_block_copy_survives_the_wire() -> None:
     copy = BlockCopy(source=5, target=9, tokens=13)
     assert wire.block_copy_from_message(wire.block_copy_to_message(copy)) == copy
+
+
+def test_an_image_survives_the_wire() -> None:
+    tensors = Tensor("pixel_values", "float32", (1, 2), b"\0\0\0\0\0\0\x80?"), Tensor("sizes", "int64", (), b"\7" * 8)
+    image = Image(digest=b"\x12" * 32, start=5, length=9, tensors=tensors)
+    assert wire.image_from_message(wire.image_to_message(image)) == image
