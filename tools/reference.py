@@ -1,4 +1,4 @@
-"""Writes pages of docs from the code: reference/options.md, reference/flags.md, metrics.md; `--check` compares only."""
+"""Writes docs from the code: reference/options.md, reference/flags.md, metrics.md, a chart; `--check` compares only."""
 
 import sys
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.shard.settings import DownloadSettings, QuantizeSettings
+from tools.chart import chart
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -187,6 +188,7 @@ def main() -> None:
         FOLDER / "options.md": options_page(),
         FOLDER / "flags.md": flags_page(),
         FOLDER.parent / "metrics.md": metrics_page(),
+        FOLDER.parent / "images" / "speed.svg": chart(),
     }
     for page, text in pages.items():
         if "--check" not in sys.argv[1:]:

@@ -24,7 +24,10 @@ COMMANDS = [
     for program in PROGRAMS
     if line.startswith(f"{program} ")
 ]
-PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "deploy").glob("*.md")]
+PAGES = [
+    *(path for folder in ("docs", "deploy", "benchmarks") for path in (ROOT / folder).rglob("*.md")),
+    *ROOT.glob("*.md"),
+]
 
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS, ids=[program + rest for program, rest in COMMANDS])
