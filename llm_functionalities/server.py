@@ -26,6 +26,7 @@ from llm_functionalities.model.pool import FairPool
 from llm_functionalities.services.admission import Admission
 from llm_functionalities.services.context import ModelClient
 from llm_functionalities.services.numbers import LLMDecisions, LLMEmbeddings
+from llm_functionalities.services.prefix_cache import LLMPrefixCache
 from llm_functionalities.services.runner import LLMRunner
 from llm_functionalities.services.workflows.table import add_workflows
 from llm_functionalities.settings import Settings
@@ -185,6 +186,7 @@ class Server:
         llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client, settings.prompt_echo), server)
         llm_pb2_grpc.add_LLMDecisionsServicer_to_server(LLMDecisions(client), server)
         llm_pb2_grpc.add_LLMEmbeddingsServicer_to_server(LLMEmbeddings(client), server)
+        llm_pb2_grpc.add_LLMPrefixCacheServicer_to_server(LLMPrefixCache(client), server)
         add_workflows(client, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

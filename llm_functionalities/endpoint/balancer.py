@@ -152,6 +152,15 @@ class Balancer:
 
         return sorted(self._endpoints, key=rank)
 
+    def destinations(self, prompt: str) -> list[Endpoint]:
+        """Returns the endpoints that get the prompts which begin with `prompt`: one, or all available ones.
+
+        A prefix is the same for all these prompts only if it is complete.
+        """
+        choices = self.choices(prompt) or list(self._all)
+        available = [each for each in choices if each.breaker.closed and not each.is_avoided]
+        return (available or choices)[: 1 if len(prompt) >= PREFIX_CHARACTERS else None]
+
     def _attempts(self, prompt: str, problems: Mapping[Endpoint, ModelError], call: Call) -> Iterator[Endpoint]:
         """Yields the endpoints in the order to try them. problems: the errors of those that were tried.
 

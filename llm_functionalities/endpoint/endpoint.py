@@ -150,9 +150,12 @@ class Endpoint:
             if not whole:
                 raise ServerFailed("the stream ended before the answer did")
 
-    def post(self, route: str, body: str, call: Call) -> GeneratedText:
-        """Returns the response to a body of JSON, as it is. Raises ModelError, such as NotServed."""
-        with self._serving(call):
+    def post(self, route: str, body: str, call: Call, *, counted: bool = True) -> GeneratedText:
+        """Returns the response to a body of JSON, as it is. Raises ModelError, such as NotServed.
+
+        counted: the request counts as load.
+        """
+        with self._serving(call, counted=counted):
             headers = {name: value for name, value in self._headers(call).items() if value is not None}
             headers["content-type"] = "application/json"
             response = self._http.post(f"{self.name}{route}", content=body.encode(), headers=headers)
@@ -181,11 +184,11 @@ class Endpoint:
                 raise ServerFailed(f"/health responded with {status}")
 
     @contextmanager
-    def _serving(self, call: Call) -> Iterator[None]:
+    def _serving(self, call: Call, *, counted: bool = True) -> Iterator[None]:
         if not call.insists:
             self.breaker.check()
         with self._lock:
-            self._in_flight += 1
+            self._in_flight += counted
         try:
             with working_on(call), _model_errors(call):
                 yield
@@ -207,7 +210,7 @@ class Endpoint:
             raise
         finally:
             with self._lock:
-                self._in_flight -= 1
+                self._in_flight -= counted
 
 
 class _GrammarSupport:

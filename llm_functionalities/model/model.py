@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import REQUEST_ID, Call, Deadline
+from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
 from llm_functionalities.errors import DeadlineExceeded, ModelError, NoThread
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
@@ -39,12 +40,14 @@ class Question(Generic[T]):
 
     Questions are made, and answers parsed, by the worker thread that asks: both may take milliseconds. `parse` returns
     None when it can make no use of the answer. Neither raises. route: of the model server, for a prompt that is its
-    body as JSON; None: the prompt is a text to continue.
+    body as JSON; None: the prompt is a text to continue. endpoint: the one to ask, which does not
+    count as load; None: the balancer chooses.
     """
 
     prompt: str | None
     parse: Callable[[str], T | None]
     route: str | None = None
+    endpoint: Endpoint | None = None
 
     @classmethod
     def verbatim(cls, prompt: str | None) -> "Question[str]":
@@ -84,6 +87,10 @@ class Model:
         self._pool = pool
         self._empty_responses = empty_responses
         self._batch_text = threading.Lock()
+
+    def destinations(self, prompt: str) -> list[Endpoint]:
+        """Returns the endpoints that get the prompts which begin with `prompt`."""
+        return self._balancer.destinations(prompt)
 
     async def answers(
         self,
@@ -166,7 +173,10 @@ class Model:
             if question.prompt is None:
                 return Answer(None)
             if question.route is not None:
-                generated = self._balancer.post(question.route, question.prompt, call)
+                if question.endpoint is None:
+                    generated = self._balancer.post(question.route, question.prompt, call)
+                else:
+                    generated = question.endpoint.post(question.route, question.prompt, call, counted=False)
             else:
                 generated = self._balancer.generate(question.prompt, generation, call)
         except ModelError as error:

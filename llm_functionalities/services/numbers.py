@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.errors import InvalidArgument
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
@@ -84,7 +85,9 @@ def decision_body(request: llm_pb2.DecisionRequest) -> dict[str, Any]:
     return body | ({"model": request.adapter_id} if request.adapter_id else {})
 
 
-def json_question(route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], T | None]) -> Question[T]:
+def json_question(
+    route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], T | None], endpoint: Endpoint | None = None
+) -> Question[T]:
     """Returns the question that a model server's response to a body answers, unless it has another form."""
 
     def parse_text(text: str) -> T | None:
@@ -94,7 +97,7 @@ def json_question(route: str, body: dict[str, Any], parse: Callable[[dict[str, A
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             return None
 
-    return Question(json.dumps(body), parse_text, route)
+    return Question(json.dumps(body), parse_text, route, endpoint)
 
 
 async def _ask(

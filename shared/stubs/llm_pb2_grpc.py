@@ -1062,3 +1062,76 @@ class LLMEmbeddings:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LLMPrefixCacheStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Warm = channel.unary_unary(
+                '/LLMPrefixCache/Warm',
+                request_serializer=shared_dot_stubs_dot_llm__pb2.WarmRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_llm__pb2.WarmResponse.FromString,
+                _registered_method=True)
+
+
+class LLMPrefixCacheServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Warm(self, request, context):
+        """Computes a prompt where its call will go, after all other requests. A caller that cancels stops it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LLMPrefixCacheServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=shared_dot_stubs_dot_llm__pb2.WarmRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_llm__pb2.WarmResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'LLMPrefixCache', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('LLMPrefixCache', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class LLMPrefixCache:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/LLMPrefixCache/Warm',
+            shared_dot_stubs_dot_llm__pb2.WarmRequest.SerializeToString,
+            shared_dot_stubs_dot_llm__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

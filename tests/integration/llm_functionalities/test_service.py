@@ -240,6 +240,7 @@ def test_health_and_reflection() -> None:
             "LLMRunner",
             "LLMDecisions",
             "LLMEmbeddings",
+            "LLMPrefixCache",
             "LLMChitChat",
             "LLMSummaryGeneration",
             "LLMDescriptionGeneration",
