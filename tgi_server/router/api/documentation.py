@@ -82,6 +82,23 @@ def described_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {JSON: content}}}
 
 
+def endpoint(
+    errors: Responses,
+    body: type[BaseModel],
+    answer: type[ResponseModel] | str,
+    events: type[ResponseModel] | str | None = None,
+) -> dict[str, Any]:
+    """Returns the arguments for FastAPI that describe an endpoint which reads its body and writes its response itself.
+
+    events: of a stream; None: the endpoint does not stream.
+    """
+    return {
+        "response_class": Response,
+        "responses": errors | answered_by(answer, events),
+        "openapi_extra": described_body(body),
+    }
+
+
 _CHAT = [{"role": "user", "content": "How do I cook rice?"}]
 _EXAMPLES: dict[str, Any] = {
     "GenerateRequest": {"inputs": "How do I cook rice?", "parameters": {"max_new_tokens": 40}},

@@ -20,6 +20,9 @@ class Detokenizer:
     A token whose bytes end in the middle of a character yields nothing; the token that completes the character
     yields all of it, also where it has begun in the prompt. Special tokens do not belong here: they have no text of
     their own in a sequence.
+
+    `DecodeStream` of `tokenizers` does not do: it returns the prompt's part of such a character again, waits for ever
+    behind bytes that are no character, and cannot say what is left at the end.
     """
 
     __slots__ = ("_known", "_known_text", "_of_prompt", "_pending", "_tokenizer")

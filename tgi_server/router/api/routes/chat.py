@@ -8,7 +8,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.encoding import event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
@@ -35,9 +35,7 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         summary="Answer a conversation, in one piece or as server-sent events",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(ChatCompletion, ChatCompletionChunk),
-        openapi_extra=described_body(ChatRequest),
+        **endpoint(OPENAI_ERRORS, ChatRequest, ChatCompletion, ChatCompletionChunk),
     )
     async def chat_completions(request: Request) -> Response:
         return await respond_to(service, request, ChatRequest, answer_chat)

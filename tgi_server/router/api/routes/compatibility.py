@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.body import read_json
-from tgi_server.router.api.documentation import GENERATION_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import GENERATION_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
@@ -41,9 +41,7 @@ def compatibility_routes(service: Service) -> APIRouter:
     @router.post(
         "/",
         summary="Generate text, in one piece or as server-sent events",
-        response_class=Response,
-        responses=GENERATION_ERRORS | answered_by("GeneratedList", StreamResponse),
-        openapi_extra=described_body(CompatGenerateRequest),
+        **endpoint(GENERATION_ERRORS, CompatGenerateRequest, "GeneratedList", StreamResponse),
     )
     async def compat_generate(request: Request) -> Response:
         return await respond_to(service, request, CompatGenerateRequest, _generate)
@@ -51,9 +49,7 @@ def compatibility_routes(service: Service) -> APIRouter:
     @router.post(
         "/invocations",
         summary="Generate text as SageMaker asks for it",
-        response_class=Response,
-        responses=GENERATION_ERRORS | answered_by("SagemakerResponse", "SagemakerStreamResponse"),
-        openapi_extra=described_body(SagemakerRequest),
+        **endpoint(GENERATION_ERRORS, SagemakerRequest, "SagemakerResponse", "SagemakerStreamResponse"),
     )
     async def invocations(request: Request) -> Response:
         return await respond(service, request, _invoke)
@@ -61,9 +57,7 @@ def compatibility_routes(service: Service) -> APIRouter:
     @router.post(
         "/vertex",
         summary="Generate texts as Vertex AI asks for them",
-        response_class=Response,
-        responses=GENERATION_ERRORS | answered_by(VertexResponse),
-        openapi_extra=described_body(VertexRequest),
+        **endpoint(GENERATION_ERRORS, VertexRequest, VertexResponse),
     )
     async def vertex(request: Request) -> Response:
         return await respond_to(service, request, VertexRequest, _predict)

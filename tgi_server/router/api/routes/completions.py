@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.encoding import event, to_json
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
@@ -46,9 +46,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/completions",
         summary="Continue one prompt or several, in one piece or as server-sent events",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(CompletionFinal, Chunk),
-        openapi_extra=described_body(CompletionRequest),
+        **endpoint(OPENAI_ERRORS, CompletionRequest, CompletionFinal, Chunk),
     )
     async def completions(request: Request) -> Response:
         return await respond_to(service, request, CompletionRequest, complete)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
-from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat_prompt import render
 from tgi_server.router.api.routes.openai import named_adapter
@@ -71,9 +71,7 @@ def decision_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/decisions",
         summary="Probabilities of answers to questions about an input, as OpenAI has them",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(Decision),
-        openapi_extra=described_body(DecisionsRequest),
+        **endpoint(OPENAI_ERRORS, DecisionsRequest, Decision),
     )
     async def decisions(request: Request) -> Response:
         return await respond_to(service, request, DecisionsRequest, _decide)
@@ -81,9 +79,7 @@ def decision_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/systemone",
         summary="Probabilities of answers to questions about a state, as transformers has them",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(SystemOneResponse),
-        openapi_extra=described_body(SystemOneRequest),
+        **endpoint(OPENAI_ERRORS, SystemOneRequest, SystemOneResponse),
     )
     async def systemone(request: Request) -> Response:
         return await respond_to(service, request, SystemOneRequest, _answer_systemone)

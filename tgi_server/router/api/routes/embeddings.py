@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.completions import Prompt
@@ -31,9 +31,7 @@ def embedding_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/embeddings",
         summary="Embeddings of texts, as OpenAI has them",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(EmbeddingsResponse),
-        openapi_extra=described_body(EmbeddingsRequest),
+        **endpoint(OPENAI_ERRORS, EmbeddingsRequest, EmbeddingsResponse),
     )
     async def embeddings(request: Request) -> Response:
         return await respond_to(service, request, EmbeddingsRequest, _embeddings)
@@ -41,9 +39,7 @@ def embedding_routes(service: Service) -> APIRouter:
     @router.post(
         "/embed",
         summary="Embeddings of texts, as TEI has them",
-        response_class=Response,
-        responses=REQUEST_ERRORS | answered_by("Embeddings"),
-        openapi_extra=described_body(EmbedRequest),
+        **endpoint(REQUEST_ERRORS, EmbedRequest, "Embeddings"),
     )
     async def embed(request: Request) -> Response:
         return await respond_to(service, request, EmbedRequest, _embed)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, answered_by, described, described_body
+from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described, described_body, endpoint
 from tgi_server.router.api.encoding import EVENTS, event, known_logprob, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
@@ -41,9 +41,7 @@ def generate_routes(service: Service) -> APIRouter:
     @router.post(
         "/generate",
         summary="Generate text",
-        response_class=Response,
-        responses=GENERATION_ERRORS | answered_by(GenerateResponse),
-        openapi_extra=described_body(GenerateRequest),
+        **endpoint(GENERATION_ERRORS, GenerateRequest, GenerateResponse),
     )
     async def generate(request: Request) -> Response:
         return await respond_to(service, request, GenerateRequest, generate_whole)

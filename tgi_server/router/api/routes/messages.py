@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response, named_event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
@@ -54,9 +54,7 @@ def message_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/messages",
         summary="Answer a conversation, in one piece or as server-sent events, for Anthropic's clients",
-        response_class=Response,
-        responses=ANTHROPIC_ERRORS | answered_by(SentMessage, "MessageEvent"),
-        openapi_extra=described_body(MessagesRequest),
+        **endpoint(ANTHROPIC_ERRORS, MessagesRequest, SentMessage, "MessageEvent"),
     )
     async def messages(request: Request) -> Response:
         return await respond_to(service, request, MessagesRequest, _answer)
@@ -64,9 +62,7 @@ def message_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/messages/count_tokens",
         summary="The number of tokens that a conversation becomes",
-        response_class=Response,
-        responses=ANTHROPIC_ERRORS | answered_by(CountedTokens),
-        openapi_extra=described_body(CountTokensRequest),
+        **endpoint(ANTHROPIC_ERRORS, CountTokensRequest, CountedTokens),
     )
     async def count_tokens(request: Request) -> Response:
         async with reading(service, request, CountTokensRequest) as (body, size):

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.encoding import (
@@ -37,9 +37,7 @@ def ranking_routes(service: Service) -> APIRouter:
     @router.post(
         "/rerank",
         summary="Scores of texts for a query, as TEI has them",
-        response_class=Response,
-        responses=REQUEST_ERRORS | answered_by("Ranks"),
-        openapi_extra=described_body(RankRequest),
+        **endpoint(REQUEST_ERRORS, RankRequest, "Ranks"),
     )
     async def rank(request: Request) -> Response:
         return await respond_to(service, request, RankRequest, _rank)
@@ -47,9 +45,7 @@ def ranking_routes(service: Service) -> APIRouter:
     @router.post(
         "/predict",
         summary="Labels of texts or pairs, as TEI has them",
-        response_class=Response,
-        responses=REQUEST_ERRORS | answered_by("Predictions"),
-        openapi_extra=described_body(PredictRequest),
+        **endpoint(REQUEST_ERRORS, PredictRequest, "Predictions"),
     )
     async def predict(request: Request) -> Response:
         return await respond_to(service, request, PredictRequest, _predict)
@@ -64,9 +60,7 @@ def ranking_routes(service: Service) -> APIRouter:
             rerank,
             methods=["POST"],
             summary="Scores of documents for a query, as Jina and Cohere have them",
-            response_class=Response,
-            responses=OPENAI_ERRORS | answered_by(RerankResponse),
-            openapi_extra=described_body(RerankRequest),
+            **endpoint(OPENAI_ERRORS, RerankRequest, RerankResponse),
             operation_id=f"rerank_{path[1:3]}",
         )
     return router

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.access import tenant_of
 from tgi_server.router.api.body import SMALL
-from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described, endpoint
 from tgi_server.router.api.encoding import JSON, json_response, named_event, to_json
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, owner_of, respond_to
@@ -63,9 +63,7 @@ def response_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/responses",
         summary="Respond to an input, in one piece or as server-sent events",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(ResponseObject, ResponseEvent),
-        openapi_extra=described_body(ResponsesRequest),
+        **endpoint(OPENAI_ERRORS, ResponsesRequest, ResponseObject, ResponseEvent),
     )
     async def create(request: Request) -> Response:
         return await respond_to(service, request, ResponsesRequest, lambda *asked: _respond(kept, *asked))

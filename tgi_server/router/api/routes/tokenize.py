@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tokenizers import Encoding
 
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
-from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import REQUEST_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response
 from tgi_server.router.api.exchange import DirectRoute, owner_of
 from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
@@ -34,9 +34,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post(
         "/tokenize",
         summary="The tokens of a prompt",
-        response_class=Response,
-        responses=REQUEST_ERRORS | answered_by("TokenizeResponse"),
-        openapi_extra=described_body(TokenizeRequest),
+        **endpoint(REQUEST_ERRORS, TokenizeRequest, "TokenizeResponse"),
     )
     async def tokenize(request: Request) -> Response:
         async with reading(service, request, TokenizeRequest) as (asked, _):
@@ -48,9 +46,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post(
         "/chat_tokenize",
         summary="The prompt that a conversation becomes, and its tokens",
-        response_class=Response,
-        responses=REQUEST_ERRORS | answered_by(ChatTokenizeResponse),
-        openapi_extra=described_body(ChatRequest),
+        **endpoint(REQUEST_ERRORS, ChatRequest, ChatTokenizeResponse),
     )
     async def chat_tokenize(request: Request) -> Response:
         async with reading(service, request, ChatRequest) as (asked, size):
@@ -62,9 +58,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post(
         "/detokenize",
         summary="The text of tokens",
-        response_class=Response,
-        responses=REQUEST_ERRORS | answered_by(DetokenizeResponse),
-        openapi_extra=described_body(DetokenizeRequest),
+        **endpoint(REQUEST_ERRORS, DetokenizeRequest, DetokenizeResponse),
     )
     async def detokenize(request: Request) -> Response:
         async with reading(service, request, DetokenizeRequest) as (asked, _):

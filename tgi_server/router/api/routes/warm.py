@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tgi_server.contract import GenerationOptions, StoppingParameters
 from tgi_server.router.api.body import read_json
-from tgi_server.router.api.documentation import OPENAI_ERRORS, answered_by, described_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond
 from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.openai import openai_options
@@ -33,9 +33,7 @@ def warm_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/warm",
         summary="Compute a prompt, or its beginning, before it is needed",
-        response_class=Response,
-        responses=OPENAI_ERRORS | answered_by(WarmResponse),
-        openapi_extra=described_body(WarmRequest),
+        **endpoint(OPENAI_ERRORS, WarmRequest, WarmResponse),
     )
     async def warm(request: Request) -> Response:
         return await respond(service, request, _warm)
