@@ -6,13 +6,17 @@ from typing import Any
 
 
 class Web(http.server.ThreadingHTTPServer):
-    """Serves `files` (path -> bytes), with ranges; `break_after` cuts each answer off after so many bytes."""
+    """Serves `files` (path -> bytes), with ranges; `break_after` cuts each answer off after so many bytes.
+
+    redirects: from a path to a place.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
+        self.redirects: dict[str, str] = {}
         self.asked: list[tuple[str, str]] = []
         self.break_after: int | None = None
         self.status = 200
@@ -29,6 +33,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = self.headers.get("range", "")
         self.server.asked.append((self.path[1:], wanted))
+        if (place := self.server.redirects.get(self.path[1:])) is not None:
+            self.send_response(302)
+            self.send_header("location", place)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
         content = self.server.files.get(self.path[1:])
         if content is None or self.server.status != 200:
             self.send_error(404 if content is None else self.server.status)

@@ -142,6 +142,10 @@ class GenerationFailed(RouterError):
     error_type = "generation"
 
 
+class DecodingFailed(RouterError):
+    """The process that decodes images died, or has no processor for the model."""
+
+
 class GrammarFailed(RouterError):
     """The grammar could not be followed to the end of the text: it became too complex, or no token fits."""
 

@@ -1,0 +1,181 @@
+"""A process that decodes images and runs the image processor of a model's family on them.
+
+    python -m tgi_server.router.media.worker FOLDER MOST_PIXELS
+
+It reads tasks from its standard input and writes a result for each to its standard output. Broken and hostile files can
+end it; the router starts another.
+"""
+
+import os
+import struct
+import sys
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+# The formats that are decoded. Pillow knows more, with decoders that few use.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_STILL = frozenset({"JPEG", "MPO", "BMP"})
+# The longest edge of an image with the detail `low`, as OpenAI has it.
+_LOW_DETAIL = 512
+# How far the image gives way to the text streams that are computed beside it.
+_NICENESS = 10
+
+SIZE = struct.Struct("<Q")
+
+
+class ImageTask(msgspec.Struct):
+    """An image to process. size: bytes of its file, which follow. detail: low, high or auto."""
+
+    size: int
+    detail: str
+
+
+class ImageArray(msgspec.Struct):
+    """An array that follows a result, in row-major order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class ImageResult(msgspec.Struct):
+    """What became of an image.
+
+    error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: what takes its
+    place. arrays: the tensors of the image, which follow in this order.
+    """
+
+    error: str = ""
+    placeholder: str = ""
+    text: str = ""
+    arrays: list[ImageArray] = []
+
+
+class BadImage(Exception):
+    """The image cannot be used. `str()` of it is the reason."""
+
+
+def decoded(data: bytes, most_pixels: int) -> Image.Image:
+    """Returns the image in a file, upright and in RGB, as `transformers` loads it. Raises BadImage."""
+    Image.MAX_IMAGE_PIXELS = None  # the bound below is the one that holds
+    try:
+        image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+        width, height = image.size
+        if width * height > most_pixels:
+            raise BadImage(f"it has {width}x{height} pixels; at most {most_pixels} are decoded (--max-image-pixels)")
+        if image.format not in _STILL and getattr(image, "is_animated", False):
+            raise BadImage("it is animated; send one frame")
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        return image.convert("RGB")
+    except UnidentifiedImageError:
+        raise BadImage("it is no JPEG, PNG, WebP, GIF or BMP") from None
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError) as error:
+        raise BadImage(f"its file is broken: {error}") from None
+
+
+def load_processor(folder: Path) -> Any:
+    """Returns the processor of a model that reads images, without what it has for videos."""
+    # Image processors have versions that need NumPy alone; torch would take seconds and much memory.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    import transformers
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+    from transformers.models.pixtral import image_processing_pil_pixtral
+    from transformers.models.smolvlm import processing_smolvlm
+
+    # Pixtral's imports the version for torchvision, for a function that the other has, too.
+    sys.modules["transformers.models.pixtral.image_processing_pixtral"] = image_processing_pil_pixtral
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    transformers.PixtralProcessor = transformers.models.pixtral.PixtralProcessor = PixtralProcessor
+    # Video processors need torchvision, and SmolVLM's spells the number of their frames with another package.
+    processing_smolvlm.num2words = str
+    AutoVideoProcessor.from_pretrained = classmethod(lambda *_, **__: None)
+    transformers.ProcessorMixin.check_argument_for_proper_class = lambda *_: None
+    processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+    if getattr(processor, "image_token", None) is None:
+        raise ValueError(f"{type(processor).__name__} has no text that stands for an image")
+    return processor
+
+
+def processed(processor: Any, image: Image.Image, detail: str) -> tuple[str, Mapping[str, np.ndarray[Any, Any]]]:
+    """Returns the text of an image's tokens, and its tensors. Raises BadImage."""
+    if detail == "low":
+        image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
+    try:
+        made = processor(
+            text=[processor.image_token], images=[image], return_tensors="np", return_text_replacement_offsets=True
+        )
+    except Exception as error:  # processors refuse images by errors of any kind
+        raise BadImage(
+            f"the model's image processor does not take its {image.width}x{image.height} pixels: {error}"
+        ) from None
+    ((replacement,),) = made["text_replacement_offsets"]
+    names = [
+        name for name in made if not name.startswith(("input_ids", "attention_mask", "token_type", "mm_token", "text_"))
+    ]
+    return replacement["replacement"], {name: _plain(np.asarray(made[name])) for name in names}
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns an array in a dtype of `contract.Tensor`."""
+    if array.dtype.kind == "f":
+        return np.ascontiguousarray(array, dtype="<f4")
+    if array.dtype.kind in "iu":
+        return np.ascontiguousarray(array, dtype="<i8")
+    return np.ascontiguousarray(array, dtype="bool")
+
+
+def write(stream: BinaryIO, message: msgspec.Struct, *parts: Any) -> None:
+    """Writes a message, and the bytes that follow it."""
+    encoded = msgspec.msgpack.encode(message)
+    for part in (SIZE.pack(len(encoded)), encoded, *parts):
+        stream.write(part)
+    stream.flush()
+
+
+def read(stream: BinaryIO, size: int) -> bytes:
+    """Returns so many bytes. Raises EOFError if the other end is gone."""
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("the other end is gone")
+    return data
+
+
+def serve(folder: Path, most_pixels: int, tasks: BinaryIO, results: BinaryIO) -> None:
+    """Processes images until there are no more tasks. The first result says that it has begun."""
+    try:
+        processor = load_processor(folder)
+    except Exception as error:
+        write(results, ImageResult(error=f"{type(error).__name__}: {error}"))
+        return
+    write(results, ImageResult(placeholder=processor.image_token))
+    while head := tasks.read(SIZE.size):
+        task = msgspec.msgpack.decode(read(tasks, SIZE.unpack(head)[0]), type=ImageTask)
+        try:
+            text, arrays = processed(processor, decoded(read(tasks, task.size), most_pixels), task.detail)
+        except BadImage as error:
+            write(results, ImageResult(error=str(error)))
+            continue
+        listed = [ImageArray(name, str(each.dtype), each.shape, each.nbytes) for name, each in arrays.items()]
+        result = ImageResult(placeholder=processor.image_token, text=text, arrays=listed)
+        write(results, result, *(each.data.cast("B") if each.nbytes else b"" for each in arrays.values()))
+
+
+def main() -> None:
+    # What libraries print must not mix with the results.
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.nice(_NICENESS)
+    serve(Path(sys.argv[1]), int(sys.argv[2]), sys.stdin.buffer, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The processes that decode and process images: started when there are any, replaced when they die."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, TypeVar, cast
+
+import msgspec
+
+from tgi_server.contract import Tensor
+from tgi_server.router.errors import DecodingFailed
+from tgi_server.router.media.fetching import UnusableImage
+from tgi_server.router.media.worker import SIZE, ImageResult, ImageTask, read, write
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds for the libraries that a worker imports at its start, and for one image.
+_START_SECONDS = 120.0
+_IMAGE_SECONDS = 30.0
+_LONGEST_REASON = 300
+
+
+class Workers:
+    """Runs each image in one of at most `most` processes."""
+
+    def __init__(self, folder: Path, most: int, most_pixels: int, image_seconds: float = _IMAGE_SECONDS) -> None:
+        self._command = [sys.executable, "-m", "tgi_server.router.media.worker", str(folder), str(most_pixels)]
+        self._image_seconds = image_seconds
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        self._places = asyncio.Semaphore(most)
+        self._threads = ThreadPoolExecutor(most, "images")
+
+    async def process(self, data: bytes, detail: str) -> tuple[ImageResult, tuple[Tensor, ...]]:
+        """Returns what the model's image processor makes of an image, and its tensors.
+
+        Raises UnusableImage or DecodingFailed. Whoever cancels it loses a worker.
+        """
+        async with self._places:
+            worker = await self._free_worker()
+            try:
+                result, tensors = await self._run(worker, self._image_seconds, lambda: worker.process(data, detail))
+            except TimeoutError:
+                raise UnusableImage(f"it takes more than {self._image_seconds:.0f} s to decode") from None
+            self._idle.append(worker)
+        if result.error:
+            raise UnusableImage(result.error)
+        return result, tensors
+
+    def close(self) -> None:
+        for worker in list(self._all):
+            self._end(worker)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _free_worker(self) -> "_Worker":
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.running:
+                return worker
+            self._end(worker)
+        worker = await asyncio.get_running_loop().run_in_executor(self._threads, _Worker, self._command)
+        self._all.add(worker)
+        try:
+            error = await self._run(worker, _START_SECONDS, worker.started)
+        except TimeoutError:
+            error = f"it did not start within {_START_SECONDS:.0f} s"
+        if error:
+            self._end(worker)
+            logger.error("images cannot be decoded: %s", error)
+            raise DecodingFailed(f"images cannot be decoded: {error[:_LONGEST_REASON]}")
+        return worker
+
+    async def _run(self, worker: "_Worker", seconds: float, work: Callable[[], T]) -> T:
+        """Runs what waits for a worker in a thread. A worker that is late, or has died, is lost.
+
+        Raises TimeoutError or DecodingFailed.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (EOFError, OSError) as error:
+            self._end(worker)
+            if isinstance(error, TimeoutError):
+                raise
+            logger.warning("a process that decodes images died with the status %s", worker.status)
+            raise DecodingFailed("the process that decoded an image died; the next image gets another one") from None
+        except BaseException:
+            self._end(worker)
+            raise
+
+    def _end(self, worker: "_Worker") -> None:
+        self._all.discard(worker)
+        worker.end()
+
+
+class _Worker:
+    """One process. Its methods wait for it, so they are for threads."""
+
+    def __init__(self, command: list[str]) -> None:
+        # A session of its own: a terminal's interrupt stops the router, which lets running requests finish.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._tasks = cast(BinaryIO, self._process.stdin)
+        self._results = cast(BinaryIO, self._process.stdout)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def started(self) -> str:
+        """Returns why the worker cannot process images, once its libraries are imported; nothing if it can."""
+        return self._result().error
+
+    def process(self, data: bytes, detail: str) -> tuple[ImageResult, tuple[Tensor, ...]]:
+        write(self._tasks, ImageTask(len(data), detail), data)
+        result = self._result()
+        tensors = [Tensor(each.name, each.dtype, each.shape, read(self._results, each.size)) for each in result.arrays]
+        return result, tuple(tensors)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _result(self) -> ImageResult:
+        (size,) = SIZE.unpack(read(self._results, SIZE.size))
+        return msgspec.msgpack.decode(read(self._results, size), type=ImageResult)
