@@ -6,19 +6,18 @@ Observations are made on the event loop's thread; each takes about a microsecond
 import asyncio
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, repeat
 from time import perf_counter, time
 
-import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tgi_server.router.adapter_source import OTHER_ADAPTERS
+from tgi_server.router.process_metrics import ProcessMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -29,9 +28,6 @@ _SIZES = tuple(float(2**power) for power in range(12))
 
 # Label values of adapters; all further adapters are counted together.
 _ADAPTER_NAMES = 256
-
-# The end of a launcher's command line, and the module that a shard runs.
-_LAUNCHERS, _SHARD = ("tgi_server.launcher.cli", "text-generation-launcher"), "tgi_server.shard.cli"
 
 # prometheus_client names every counter `..._total`; TGI's dashboards know the names without it.
 _TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTILINE)
@@ -333,7 +329,7 @@ class Metrics:
             "Number of parts of the model that run on a slower fallback; /info gives the reasons.",
             registry=self._registry,
         )
-        self._registry.register(_Processes())
+        self._registry.register(ProcessMetrics())
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
@@ -370,44 +366,6 @@ class Metrics:
             ended = perf_counter()
             self._not_before = ended + 4 * (ended - began)
             return text
-
-
-class _Processes(Collector):
-    """CPU time, memory and open files of this process, and of the launcher and shards beside it, by `process`.
-
-    Names are those of Prometheus' own client libraries.
-    """
-
-    def collect(self) -> Iterator[Metric]:
-        cpu = CounterMetricFamily("process_cpu_seconds", "CPU time, user and system.", labels=["process"])
-        memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", labels=["process"])
-        files = GaugeMetricFamily("process_open_fds", "Open file descriptors.", labels=["process"])
-        threads = GaugeMetricFamily("process_threads", "Threads.", labels=["process"])
-        for name, process in _processes():
-            with suppress(psutil.Error), process.oneshot():  # it may have ended
-                times = process.cpu_times()
-                cpu.add_metric([name], times.user + times.system)
-                memory.add_metric([name], process.memory_info().rss)
-                files.add_metric([name], process.num_fds())
-                threads.add_metric([name], process.num_threads())
-        yield from (cpu, memory, files, threads)
-
-
-def _processes() -> Iterator[tuple[str, psutil.Process]]:
-    """Yields the names and processes of the router and, if a launcher started it, of the launcher and its shards."""
-    own = psutil.Process()
-    yield "router", own
-    with suppress(psutil.Error):
-        launcher = own.parent()
-        if launcher is None or not any(part.endswith(_LAUNCHERS) for part in launcher.cmdline()[:3]):
-            return
-        yield "launcher", launcher
-        children = [child for child in launcher.children() if _SHARD in child.cmdline()]
-        yield from ((f"shard-{rank}", child) for rank, child in enumerate(sorted(children, key=_started)))
-
-
-def _started(process: psutil.Process) -> float:
-    return process.create_time()
 
 
 def _seconds(registry: CollectorRegistry, name: str, description: str, *labels: str) -> Histogram:

@@ -26,6 +26,7 @@ from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.grammars import PinnedGrammars
+from tgi_server.router.scheduling.health import HealthCheck
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
@@ -48,8 +49,6 @@ from tgi_server.router.tracing import RequestTracer
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 10.0
-# Seconds that a health check may take.
-HEALTH_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
 _METRICS_GRACE_SECONDS = 1
@@ -189,7 +188,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,
                 tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
-                check_health=_HealthCheck(scheduler, shards),
+                check_health=HealthCheck(scheduler, shards),
                 decisions=decisions,
                 encoders=encoders,
                 generates=not info.encoders_only,
@@ -200,38 +199,6 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     finally:
         await shards.close()
         threads.close()
-
-
-class _HealthCheck:
-    """Has the shards compute something; checks that come together share one call.
-
-    Shards that compute a step get the call late, so the step's response counts, too. Shards that answer the call, but
-    owe the response to a step for as long as a check may take, have lost the step.
-    """
-
-    def __init__(self, scheduler: Scheduler, shards: ShardedClient) -> None:
-        self._scheduler = scheduler
-        self._shards = shards
-        self._running: asyncio.Task[None] | None = None
-
-    async def __call__(self) -> None:
-        """Raises Unhealthy."""
-        if self._running is None or self._running.done():
-            self._running = asyncio.ensure_future(self._check())
-        await asyncio.shield(self._running)
-
-    async def _check(self) -> None:
-        asked = asyncio.ensure_future(self._shards.health(HEALTH_SECONDS))
-        step = asyncio.ensure_future(self._scheduler.next_response())
-        try:
-            await asyncio.wait((asked, step), return_when=asyncio.FIRST_COMPLETED)
-            if asked.done() or not self._scheduler.healthy:
-                await asked
-            if asked.done() and (seconds := self._scheduler.unanswered_seconds) > HEALTH_SECONDS:
-                raise Unhealthy(f"the shards answer, but have computed no step for {seconds:.0f} s")
-        finally:
-            asked.cancel()
-            step.cancel()
 
 
 async def _connect(path: str) -> ShardedClient:

@@ -8,8 +8,8 @@ from packaging.version import Version
 
 from tests.integration.router.conftest import Router, RouterFactory, events
 from tests.timing import eventually
-from tgi_server.router import startup
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.scheduling import health
 
 TEXT = "Rinse the rice. Then boil it."
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -90,7 +90,7 @@ async def test_steps_that_are_answered_show_health_before_the_shards_find_time_f
 
 
 async def test_shards_that_answer_nothing_are_not_well(router: Router, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(startup, "HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(health, "HEALTH_SECONDS", 0.5)
     router.shard.health.clear()
     response = await router.http.get("/health")
     assert response.status_code == 503
@@ -101,7 +101,7 @@ async def test_shards_that_answer_nothing_are_not_well(router: Router, monkeypat
 
 async def test_shards_that_have_lost_a_step_are_not_well(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
     """They answer health checks, but never the step."""
-    monkeypatch.setattr(startup, "HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(health, "HEALTH_SECONDS", 0.5)
     router = await routers(shard={"step_seconds": 60})
     generating = asyncio.create_task(router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 5}))
     await eventually(lambda: len(router.shard.received) == 1)

@@ -18,7 +18,7 @@ from shared.settings import ServiceSettings, read_settings
 from tgi_server.launcher.processes.supervisor import ABORT_SECONDS, SHARD_SECONDS
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.metrics import Metrics
-from tgi_server.router.startup import HEALTH_SECONDS
+from tgi_server.router.scheduling.health import HEALTH_SECONDS
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 # The oldest and the newest Kubernetes that the manifests are for.

@@ -54,7 +54,7 @@ class _Sent:
 
 
 class Scheduler:
-    """Takes requests from the API (`request.Submitter`), and pushes their tokens into their sinks.
+    """Takes requests from the API (`submission.Submitter`), and pushes their tokens into their sinks.
 
     While nothing is left to do its task sleeps. Whatever goes wrong with one request ends that one. When a call fails,
     all requests in the batch fail with GenerationFailed; once the shards have shown that they are well, it goes on with

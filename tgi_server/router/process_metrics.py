@@ -1,0 +1,50 @@
+"""Metrics of the operating system's processes: the router, and the launcher and shards beside it."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+# The end of a launcher's command line, and the module that a shard runs.
+_LAUNCHERS, _SHARD = ("tgi_server.launcher.cli", "text-generation-launcher"), "tgi_server.shard.cli"
+
+
+class ProcessMetrics(Collector):
+    """CPU time, memory and open files of this process, and of the launcher and shards beside it, by `process`.
+
+    Names are those of Prometheus' own client libraries.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        cpu = CounterMetricFamily("process_cpu_seconds", "CPU time, user and system.", labels=["process"])
+        memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", labels=["process"])
+        files = GaugeMetricFamily("process_open_fds", "Open file descriptors.", labels=["process"])
+        threads = GaugeMetricFamily("process_threads", "Threads.", labels=["process"])
+        for name, process in _processes():
+            with suppress(psutil.Error), process.oneshot():  # it may have ended
+                times = process.cpu_times()
+                cpu.add_metric([name], times.user + times.system)
+                memory.add_metric([name], process.memory_info().rss)
+                files.add_metric([name], process.num_fds())
+                threads.add_metric([name], process.num_threads())
+        yield from (cpu, memory, files, threads)
+
+
+def _processes() -> Iterator[tuple[str, psutil.Process]]:
+    """Yields the names and processes of the router and, if a launcher started it, of the launcher and its shards."""
+    own = psutil.Process()
+    yield "router", own
+    with suppress(psutil.Error):
+        launcher = own.parent()
+        if launcher is None or not any(part.endswith(_LAUNCHERS) for part in launcher.cmdline()[:3]):
+            return
+        yield "launcher", launcher
+        children = [child for child in launcher.children() if _SHARD in child.cmdline()]
+        yield from ((f"shard-{rank}", child) for rank, child in enumerate(sorted(children, key=_started)))
+
+
+def _started(process: psutil.Process) -> float:
+    return process.create_time()
