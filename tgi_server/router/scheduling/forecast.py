@@ -31,6 +31,7 @@ class Forecast:
         self._steps = deque[float](maxlen=_RECENT)
         self._prompts = deque[tuple[int, int]](maxlen=_RECENT)  # tokens, and those of them that were computed
         self._lengths = deque[float](maxlen=_RECENT_ANSWERS)
+        self._answers = deque[int](maxlen=_RECENT_ANSWERS)  # tokens
         self._length = 0.0
         self._margin = _MARGIN
 
@@ -47,11 +48,12 @@ class Forecast:
     def ended(self, sequence: Sequence) -> None:
         """Notes the length of an answer that ended as it should, as a share of what it might have been."""
         self._margin = max(_MARGIN, _CALMER * self._margin)
+        self._answers.append(sequence.generated)
         self._lengths.append(sequence.generated / sequence.most_generated)
         self._length = sorted(self._lengths)[len(self._lengths) // _SHORT_SHARE]
 
     def missed(self) -> None:
-        """Notes that a request ran that was not in time: steps vary more than was allowed for."""
+        """Notes that a request was accepted that cannot be in time: steps vary more than was allowed for."""
         self._margin = min(_LARGEST_MARGIN, self._margin + _MORE_MARGIN)
 
     def seconds_too_late(
@@ -65,18 +67,28 @@ class Forecast:
         if not isfinite(min(request.deadline, request.first_token_by)) or not self._is_measured:
             return 0.0
         ahead = list(ahead)
-        first_s = self._seconds_to_join(ahead, running) + self._prompt_s(sequence)
         crowded = len(running) + 1 >= self._limits.max_batch_size
-        last_s = first_s if sequence.ends_early else first_s + self._answer_s(sequence, crowded=crowded)
         # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
         margin = -self._margin if ahead else _MARGIN
-        return max(
-            _late(first_s, request.first_token_by - now, margin), _late(last_s, request.deadline - now, margin), 0.0
-        )
+        return self._too_late(sequence, self._seconds_to_join(ahead, running), now, margin, crowded=crowded)
 
-    def is_hopeless(self, sequence: Sequence, now: float) -> bool:
-        """Returns True if a waiting request would surely be too late even if it joined now."""
-        return self.seconds_too_late(sequence, (), (), now) > 0
+    def is_hopeless(self, sequence: Sequence, now: float, others: int) -> bool:
+        """Returns True if a waiting request would be too late even if it joined now.
+
+        others: number of those that run or wait. If they fill the batch, they slow the request down, and one that was
+        late would have cost them time in vain, so the estimate alone decides.
+        """
+        if not self._is_measured:
+            return False
+        crowded = others >= self._limits.max_batch_size
+        return self._too_late(sequence, 0.0, now, 0.0 if crowded else _MARGIN, crowded=crowded) > 0
+
+    def _too_late(self, sequence: Sequence, waits_s: float, now: float, margin: float, *, crowded: bool) -> float:
+        """Returns by how much a request misses its deadline that joins in `waits_s`, and a margin; 0 if it does not."""
+        request = sequence.request
+        first_s = waits_s + self._prompt_s(sequence)
+        last_s = first_s if sequence.ends_early else first_s + self._answer_s(sequence, crowded=crowded)
+        return max(_late(first_s, request.first_token_by - now, margin), _late(last_s, request.deadline - now, margin))
 
     def is_pressing(self, sequence: Sequence, now: float) -> bool:
         """Returns True if a waiting request would be too late if it waited for `max_waiting_tokens` steps more."""
@@ -114,10 +126,18 @@ class Forecast:
 
     def _answer_s(self, sequence: Sequence, *, crowded: bool) -> float:
         """Returns how long its answer takes. crowded: others join meanwhile, and their prompts take time, too."""
-        step_s = self._step_s(self._limits.max_batch_size if crowded else 1)
-        if crowded:
-            step_s = max(step_s, fmean(self._steps))
+        if not crowded:
+            return self._tokens_left(sequence) * self._step_s(1)
+        places = self._limits.max_batch_size
+        step_s = max(self._step_s(places) + places * self._joining_s, fmean(self._steps))
         return self._tokens_left(sequence) * step_s
+
+    @property
+    def _joining_s(self) -> float:
+        """The time of one prompt, divided among the tokens of one answer: so much longer is a step for each place."""
+        if not self._prompts or not self._answers:
+            return 0.0
+        return fmean(fresh for _, fresh in self._prompts) * (self._times.token_s or 0.0) / fmean(self._answers)
 
     def _step_s(self, replies: int) -> float:
         return self._times.decode_s(replies) or 0.0

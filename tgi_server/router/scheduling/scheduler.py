@@ -205,8 +205,10 @@ class Scheduler:
     def _refuse_hopeless(self) -> None:
         """Ends requests that waited longer than was estimated, and would miss their deadlines if they began now."""
         while (first := self.waiting.first()) is not None and not first.started and self._admission:
-            if not self._forecast.is_hopeless(first, self._clock()):
+            others = len(self.waiting) - 1 + len(self.batch)
+            if not self._forecast.is_hopeless(first, self._clock(), others):
                 return
+            self._forecast.missed()
             self._end(first, CannotBeInTime("the server is busy: too little time is left for the request", 1))
 
     def cancel(self, request_id: int) -> None:

@@ -2,23 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
+from typing import Any
 
 import pytest
 
 from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.simulation import Simulation
 from tgi_server.router.errors import CannotBeInTime, RequestTimedOut
+from tgi_server.router.scheduling.pace import PromptPace
 
 TOKENS, PLACES, SECONDS = 20, 8, 2.0
+PROMPT = 75
 
 
 def machine(replies: int, prompt_tokens: int) -> float:
     return 0.02 + 0.001 * replies + 0.0005 * prompt_tokens
 
 
-def busy_server(*, admission: bool = True, **options: object) -> Simulation:
+def busy_server(*, admission: bool = True, **options: Any) -> Simulation:
     """A server that has been measured: it answers about 10 requests a second."""
-    simulation = Simulation(num_blocks=256, step_seconds=machine, max_batch_size=PLACES, admission=admission, **options)
+    simulation = Simulation(
+        **{"num_blocks": 256, "step_seconds": machine, "max_batch_size": PLACES, "admission": admission} | options
+    )
     for _ in range(3):
         for number in range(2 * PLACES):
             simulation.submit([1 + number % 2] * 12, TOKENS)
@@ -36,7 +42,12 @@ class Load:
     longest_late: float = 0.0
 
 
-def open_loop(simulation: Simulation, rate: float, number: int) -> Load:
+def new_prompt(index: int, tokens: int) -> list[int]:
+    """Returns a prompt that no other begins with."""
+    return [1 + bit for bit in map(int, f"{index:012b}")] + [1] * (tokens - 12)
+
+
+def open_loop(simulation: Simulation, rate: float, number: int, prompt_tokens: int = 12) -> Load:
     """Sends `rate` requests a second, whatever becomes of them."""
     began = simulation.seconds
     arrivals = [began + index / rate for index in range(number)]
@@ -45,8 +56,7 @@ def open_loop(simulation: Simulation, rate: float, number: int) -> Load:
     while index < number or open_:
         while index < number and arrivals[index] <= simulation.seconds:
             deadline = arrivals[index] + SECONDS
-            prompt = [1 + bit for bit in map(int, f"{index:012b}")]
-            open_[index] = simulation.submit(prompt, TOKENS, deadline=deadline), deadline
+            open_[index] = simulation.submit(new_prompt(index, prompt_tokens), TOKENS, deadline=deadline), deadline
             index += 1
         if not simulation.turn() and index < number:
             simulation.seconds = max(simulation.seconds, arrivals[index])
@@ -61,13 +71,31 @@ def open_loop(simulation: Simulation, rate: float, number: int) -> Load:
     return load
 
 
-def capacity(simulation: Simulation) -> float:
+def capacity(simulation: Simulation, prompt_tokens: int = 12) -> float:
     """Returns how many requests a second are answered while many wait."""
     began, number = simulation.seconds, 20 * PLACES
     for index in range(number):
-        simulation.submit([1 + bit for bit in map(int, f"{index:012b}")], TOKENS)
+        simulation.submit(new_prompt(index, prompt_tokens), TOKENS)
     simulation.run()
     return number / (simulation.seconds - began)
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_long_prompts_and_steps_that_vary_make_few_late(seed: int) -> None:
+    random = Random(seed)
+
+    def uneven(replies: int, prompt_tokens: int) -> float:
+        return (0.012 + 0.0005 * replies + 0.0004 * prompt_tokens) * random.uniform(0.7, 1.3)
+
+    def server() -> Simulation:
+        pace = PromptPace(1024, 16)
+        return busy_server(step_seconds=uneven, block_size=16, pace=pace, max_batch_prefill_tokens=1024)
+
+    rate = capacity(server(), PROMPT)
+    seconds = 6
+    load = open_loop(server(), 3 * rate, int(3 * rate * seconds), PROMPT)
+    assert load.in_time >= 0.9 * rate * seconds
+    assert load.late <= 0.05 * rate * seconds
 
 
 def test_what_can_be_in_time_is_at_three_times_the_capacity() -> None:
