@@ -26,7 +26,7 @@ from benchmarks.bench import EXTRAS, Bench
 from benchmarks.floor import Machine, ModelCost
 from benchmarks.machine import cost_of, measure_machine, read_config
 from benchmarks.report import finish, number, table, tell
-from benchmarks.synthetic import MODELS, build_model
+from benchmarks.synthetic import MODELS, build_model, round_weights
 from benchmarks.workloads import positive
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine
@@ -132,8 +132,11 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
     machine = measure_machine(device, dtype)
     with tempfile.TemporaryDirectory() as empty:
         model = build_model(shape, device, dtype) if made_here else None
+        if model is not None and arguments.quantize:
+            cost = replace(cost, weight_bytes=cost.weight_bytes - round_weights(model, arguments.quantize))
         engine = Engine(replace(config, model_path=Path(empty) if made_here else folder, device=device), model)
     where = f"{engine.info.dtype} on {engine.info.device_type}, {torch.get_num_threads()} threads"
+    where += f", linear layers: {engine.info.linear_kernels}" if arguments.quantize else ""
     print(f"{arguments.model}, prompts of {arguments.context} tokens, {where}; {machine.describe()}", flush=True)
     bench = Bench(engine, arguments.context, arguments.steps, max(arguments.batch), arguments.prefill_tokens)
     settings = {"model": arguments.model, "context": arguments.context, "where": where}

@@ -27,6 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
 from benchmarks.words import COMMON
 from benchmarks.workloads import adapter_name, positive
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 
 FOLDER = Path("runs/synthetic")
 # Weights of what is added to the residual stream.
@@ -137,6 +139,19 @@ def build_model(config: PretrainedConfig, device: torch.device, dtype: torch.dty
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
+
+
+def round_weights(model: PreTrainedModel, way: str) -> int:
+    """Rounds the weights of all linear layers but the head, as `--quantize` does. Returns the bytes that this saves."""
+    saved, round_weight = 0, ROUNDINGS[way][1]
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+            layer = QuantizedLinear(module)
+            with module.weight.device:
+                layer.fill(round_weight(module.weight.float()))
+            saved += module.weight.nbytes - layer.nbytes
+            model.set_submodule(path, layer.to(module.weight.device))
+    return saved
 
 
 def write_model(model: SyntheticModel, folder: Path) -> None:

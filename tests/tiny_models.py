@@ -78,7 +78,8 @@ _LATENT_EXPERTS: Settings = {"moe_intermediate_size": 48, "first_k_dense_replace
     "topk_group": 1,
 }
 # Of so many heads that no two tokens have the score 0, of which the reference takes now one, now the other.
-_INDEXED: Settings = {"index_topk": WINDOW, "index_n_heads": 16, "index_head_dim": 32}
+# With fewer heads some tokens of the tests have the same score, zero, and it depends on the device which is chosen.
+_INDEXED: Settings = {"index_topk": WINDOW, "index_n_heads": 20, "index_head_dim": 32}
 _OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
 _FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _T5: Settings = {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
@@ -97,6 +98,9 @@ _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 # Architectures with states beside, or in place of, keys and values.
 HYBRIDS = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl"}
 HYBRIDS |= {"nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+# Those whose attention is not in the kernels for GPUs: over latents, or in chunks.
+PLAIN_ON_GPUS = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"}
+PLAIN_ON_GPUS |= {"llama4_text", "minicpm3", "youtu"}
 
 
 def _rope(kind: str, **settings: Any) -> Settings:

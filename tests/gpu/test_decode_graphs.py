@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from tests.gpu.marks import NEEDS_GPU
-from tests.tiny_models import ARCHITECTURES, make
+from tests.tiny_models import ARCHITECTURES, HYBRIDS, PLAIN_ON_GPUS, make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine import RunningSequence
+from tgi_server.engine import Engine, RunningSequence
 
 pytestmark = NEEDS_GPU
 
 # `transformers` looks at the tokens of a GPT-2 that has a padding token: it is not captured.
 WAITS = {"gpt2"}
+STEPS = {"decoding", "computing prompts"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +29,10 @@ def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog)
     folder = make(architecture, tmp_path)
     without = generate_together(load_engine(folder, cuda_graphs=()), prompts())
     assert not _captured(caplog)
-    captured = generate_together(load_engine(folder), prompts())
-    assert {"decoding", "computing prompts"} <= _captured(caplog), caplog.messages
+    engine = load_engine(folder)
+    captured = generate_together(engine, prompts())
+    assert _captured(caplog) == _expected(architecture), caplog.messages
+    assert _uncaptured(engine) == ({"decoding"} if architecture in PLAIN_ON_GPUS else STEPS - _expected(architecture))
     assert captured == without
 
 
@@ -38,7 +41,7 @@ def test_a_model_that_waits_runs_without(architecture, tmp_path, caplog) -> None
     folder = make(architecture, tmp_path)
     engine = load_engine(folder)
     tokens = generate_together(engine, prompts())
-    assert any(fallback.startswith("decoding runs without CUDA graphs") for fallback in engine.fallbacks)
+    assert _uncaptured(engine) == {"decoding"}
     assert tokens == generate_together(load_engine(folder, cuda_graphs=()), prompts())
 
 
@@ -48,7 +51,7 @@ def test_mixtures_are_recorded_in_half_precision(architecture, dtype, tmp_path, 
     """By torch's grouped product where it is one kernel, and otherwise by the engine's own."""
     engine = load_engine(make(architecture, tmp_path), dtype=dtype)
     assert all(map(len, generate_together(engine, prompts())))
-    assert {"decoding", "computing prompts"} <= _captured(caplog), caplog.messages
+    assert _captured(caplog) == STEPS, caplog.messages
     assert engine.fallbacks == ()
 
 
@@ -88,6 +91,20 @@ def test_what_is_left_of_the_memory_is_enough_for_the_graphs(tmp_path) -> None:
     sequence = RunningSequence(1, text, StoppingParameters(3, ignore_eos=True), blocks=[1, 2, 3, 4])
     engine.step(1, [sequence], [(1, 100)]).collect()
     assert len(engine.step(1).collect().generations) == 1
+
+
+def _expected(architecture: str) -> set[str]:
+    """Returns what steps are captured of."""
+    if architecture in PLAIN_ON_GPUS:
+        return set()
+    return STEPS - {"computing prompts"} if architecture in HYBRIDS else STEPS
+
+
+def _uncaptured(engine: Engine) -> set[str]:
+    """Returns what the engine reports that steps are not captured of."""
+    return {
+        what for what, found, _ in (each.partition(" runs without CUDA graphs") for each in engine.fallbacks) if found
+    }
 
 
 def _captured(caplog: pytest.LogCaptureFixture) -> set[str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_without.fake_gpu import GROUPED_MM, FakeGpu
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import ARCHITECTURES, HYBRIDS, PLAIN_ON_GPUS
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
@@ -14,8 +14,6 @@ from tgi_server.engine.runners import prompt_graphs
 # `transformers` looks at the tokens of a GPT-2 that has a padding token.
 WAITS = {"gpt2"}
 PAGED = sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED)
-# Attention over latents, or in chunks, is not in the kernels.
-PLAIN = {name for name, (_, settings) in ARCHITECTURES.items() if "kv_lora_rank" in settings} | {"llama4_text"}
 STOPPING = StoppingParameters(60, ignore_eos=True)
 REPORT = ReportParameters(logprobs=True, top_n_tokens=3)
 
@@ -32,8 +30,12 @@ def test_steps(architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
         gpu.waits.clear()
         run(engine)
         assert gpu.waits == []
-        assert all(fallback.startswith("attention runs in plain torch") for fallback in engine.fallbacks)
-        assert len(engine.fallbacks) == (architecture in PLAIN)
+        slower = {fallback.partition(",")[0].partition(":")[0] for fallback in engine.fallbacks}
+        if not kernels or architecture in PLAIN_ON_GPUS:
+            assert slower - {"attention runs in plain torch"} == {"decoding runs without CUDA graphs"}
+            assert ("attention runs in plain torch" in slower) is kernels
+        else:
+            assert slower == ({"computing prompts runs without CUDA graphs"} if architecture in HYBRIDS else set())
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,11 @@ def test_gpus_that_are_older_than_the_kernels_take_plain_torch(monkeypatch: pyte
         engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
         run(engine)
         assert engine.info.linear_kernels == "torch"
-        attention, weights = sorted(engine.fallbacks)
+        attention, graphs, weights = sorted(engine.fallbacks)
         assert attention.startswith("attention runs in plain torch")
-        assert weights.endswith("the kernels need a GPU of compute capability 8.0; this one has 7.5")
+        assert graphs.startswith("decoding runs without CUDA graphs")
+        for fallback in (attention, weights):
+            assert fallback.endswith("the kernels need a GPU of compute capability 8.0; this one has 7.5")
         assert {name for name, *_ in gpu.programs} == {"_choose"}
 
 

@@ -66,8 +66,7 @@ class CudaBackend(ReferenceBackend):
     def _proved(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec | None) -> PagedModel:
         proved = None
         if type(model.attention) is GatherAttention:
-            missing = "the attention kernels are not for this device or model, or Triton is missing"
-            self._fall_back(f"attention runs in plain torch, which is slower: {missing}")
+            self._fall_back(f"attention runs in plain torch, which is slower: {CudaAttention.fault(probe.shape)}")
         else:
             probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
             self._prove_attention(model, probe)

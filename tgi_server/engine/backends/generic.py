@@ -69,8 +69,6 @@ class GenericModel(PagedModel):
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
         self._cache.positions = inputs.positions
         self._current.rows = inputs.adapters
-        if self.states is not None:
-            self.states.begin_pass()
         with self.threads_of_few_tokens() if len(inputs.tokens) <= self._few_tokens else nullcontext():
             output = self.source(
                 input_ids=inputs.tokens.unsqueeze(0),

@@ -144,7 +144,8 @@ def _compute_packed(
     outputs = []
     rows = metadata.decoding
     if rows:
-        slots = metadata.made("state_slots", lambda: _on_device(metadata, next(iter(inputs.values())).device))
+        slots = metadata.row_slots
+        assert slots is not None
         output, state = run(
             {name: each.narrow(dim, 0, rows).transpose(0, dim) for name, each in inputs.items()},
             states.read(part, slots),
@@ -184,7 +185,3 @@ def _advance(
     """Advances a state by the first `tokens` tokens of some inputs."""
     first = {name: each.narrow(dim, 0, tokens) for name, each in inputs.items()}
     states.write(part, place, run(first, states.read(part, place))[1])
-
-
-def _on_device(metadata: ForwardMetadata, device: torch.device) -> Tensor:
-    return torch.tensor(metadata.state_slots[: metadata.decoding], device=device)

@@ -300,6 +300,7 @@ def _pass(model: PagedModel, tables: Tensor, spans: list[tuple[int, int, int]], 
     first = [0, *accumulate(count for *_, count in spans)]
     ends = torch.tensor(first, device=device)
     lengths = [start + count for _, start, count in spans]
+    slots = [row + 1 for row, *_ in spans]
     metadata = ForwardMetadata(
         slots=torch.cat(
             [tables[row, place // size] * size + place % size for (row, *_), place in zip(spans, places, strict=True)]
@@ -312,7 +313,8 @@ def _pass(model: PagedModel, tables: Tensor, spans: list[tuple[int, int, int]], 
             ChunkSpan(begin, count, length) for begin, (*_, count), length in zip(first, spans, lengths, strict=False)
         ][decoding:],
         max_kv_length=max(lengths),
-        state_slots=[row + 1 for row, *_ in spans],
+        state_slots=slots,
+        row_slots=torch.tensor(slots[:decoding], device=device),
     )
     positions = torch.cat(places)
     tokens = probe_tokens(model.source, max(lengths))[positions]

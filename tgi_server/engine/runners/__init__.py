@@ -37,7 +37,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
     if paged is None:
         runner: Runner = _padded(model, backend, config)
     else:
-        if not paged.attention.any_lengths or paged.states is not None:
+        if not paged.attention.any_lengths:
             _warn_no_graphs(config, backend.where)
         runner = PagedRunner(paged, backend, config.group, weight_bytes)
     malloc_trim()

@@ -16,7 +16,7 @@ from tgi_server.engine.backends.devices import cache_bytes, forget_peak, taken_b
 from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.backends.states import SCRATCH_SLOT, SequenceStates
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import to_device
+from tgi_server.engine.memory import HOST, to_device
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
@@ -173,6 +173,8 @@ class PagedRunner(Runner):
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         batch = self._batch
         batch.block_tables.flush()
+        if self.states is not None:
+            self.states.begin_pass()
         decoded = None if chunks else self._decode_in_one(decoding, greedy)
         if decoded is not None:
             logits, self.argmax_ids = decoded
@@ -313,7 +315,11 @@ class PagedRunner(Runner):
         """Captures steps as CUDA graphs. most: tokens of a step with prompts; 0: none are captured."""
         capture = capture_for(self.model.attention)
         sizes = graph_batch_sizes(self.backend.config.cuda_graphs, len(self._batch))
-        if capture is None or not sizes or self.states is not None:
+        if not sizes:
+            return
+        if capture is None:
+            if self._device != HOST:
+                self._note_uncaptured("decoding", "attention in plain torch computes what the longest sequence needs")
             return
         if self.hidden_states is not None:
             capture = self.hidden_states.capturing(capture)
@@ -322,12 +328,19 @@ class PagedRunner(Runner):
         if captured.decoding and self.model.adapted:
             captured.adapted = steps.decoding(sizes, any_adapters=True)
         # The block table of the longest sequence has room for as many drafted tokens as a block has.
-        if captured.decoding and 0 < self.most_drafted <= self.block_size:
+        if captured.decoding and self.states is None and 0 < self.most_drafted <= self.block_size:
             captured.drafting = steps.drafting(sizes)
-        if captured.decoding and most and self.model.attention.any_lengths:
+        if captured.decoding and self.states is None and most and self.model.attention.any_lengths:
             captured.prompts = steps.prompts(most, self.block_size)
-        slower = [f"{what} runs without CUDA graphs: {fault}" for what, fault in self._uncapturable.items()]
-        self.fallbacks += [each for each in slower if each not in self.fallbacks]
+        for what, fault in self._uncapturable.items():
+            self._note_uncaptured(what, fault)
+        if captured.decoding and self.states is not None and most:
+            self._note_uncaptured("computing prompts", "the states of a model are computed prompt by prompt")
+
+    def _note_uncaptured(self, what: str, reason: str) -> None:
+        fallback = f"{what} runs without CUDA graphs: {reason}"
+        if fallback not in self.fallbacks:
+            self.fallbacks.append(fallback)
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:
         """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch.

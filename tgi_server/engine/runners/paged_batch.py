@@ -23,7 +23,7 @@ class PagedBatch:
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
     drafted: [rows, most] int64; the tokens drafted behind each row's next input, and then -1.
     adapters: [rows] int32; the number of each row's adapter, 0 for none.
-    state_slots: the slot of each row's states, on the host.
+    state_slots: the slot of each row's states, on the host. row_slots: [rows] int64; the same on the device.
     A row that no sequence has stands at position 0 of the scratch block.
 
     A row advances by one position a pass, and by those of drafted tokens that the host knows to be right. So the host
@@ -52,6 +52,7 @@ class PagedBatch:
         self._position_offsets = [0] * rows
         self._adapters = [0] * rows  # the same as `adapters`, on the host
         self.state_slots = [SCRATCH_SLOT] * rows
+        self.row_slots = torch.full((rows,), SCRATCH_SLOT, dtype=torch.int64, device=device)
         self._passes = 0
         self._rows = 0  # that sequences have
         self._block_size = block_size
@@ -66,7 +67,7 @@ class PagedBatch:
     ) -> None:
         """Gives the row behind the last one to a sequence whose next token stands at `position`."""
         self._set_adapter(row, adapter)
-        self.state_slots[row] = state_slot
+        self._set_slot(row, state_slot)
         self.positions[row].fill_(position)  # an assignment would copy from the host, and wait
         self._position_offsets[row] = position - self._passes
         self.block_tables.extend(row, 0, blocks)
@@ -77,7 +78,7 @@ class PagedBatch:
         self.positions[target] = self.positions[source]
         self._position_offsets[target] = self._position_offsets[source]
         self._set_adapter(target, self._adapters[source])
-        self.state_slots[target] = self.state_slots[source]
+        self._set_slot(target, self.state_slots[source])
         self.block_tables.move(source, target)
 
     def truncate(self, rows: int) -> None:
@@ -85,7 +86,7 @@ class PagedBatch:
         self.positions[rows : self._rows] = 0
         for row in range(rows, self._rows):
             self._set_adapter(row, 0)
-            self.state_slots[row] = SCRATCH_SLOT
+            self._set_slot(row, SCRATCH_SLOT)
         self.block_tables.clear(rows, self._rows)
         self._rows = rows
 
@@ -161,6 +162,7 @@ class PagedBatch:
             max_kv_length=self.longest(rows) if longest is None else longest,
             greedy=greedy,
             state_slots=self.state_slots[:rows],
+            row_slots=self.row_slots[:rows],
         )
         present = None if any_adapters else self.adapted(rows)
         adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
@@ -184,6 +186,7 @@ class PagedBatch:
             max_kv_length=max(self.longest(decoding), *(span.kv_length for span in prompts.spans)),
             greedy=greedy,
             state_slots=self.state_slots[:decoding] + [chunk.sequence.state_slot for chunk in chunks],
+            row_slots=self.row_slots[:decoding],
         )
         tokens = torch.cat([self.tokens[:decoding], prompts.tokens])
         places = torch.cat([positions, prompts.positions])
@@ -211,6 +214,11 @@ class PagedBatch:
         if self._adapters[row] != adapter:
             self._adapters[row] = adapter
             self.adapters[row].fill_(adapter)
+
+    def _set_slot(self, row: int, slot: int) -> None:
+        if self.state_slots[row] != slot:
+            self.state_slots[row] = slot
+            self.row_slots[row].fill_(slot)
 
     def _places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the slot of each row's next token, [rows] int64, and the tokens that it then has, [rows] int32."""

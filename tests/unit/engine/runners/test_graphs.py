@@ -63,6 +63,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     [
         "llama",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom_6_heads", "gemma2", "opt", "starcoder")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon_h1", "jamba", "lfm2", "qwen3_next")),
     ],
 )
 @pytest.mark.parametrize("custom_kernels", [True, False])

@@ -111,5 +111,10 @@ def test_in_16_bits_each_token_is_as_likely_as_the_likeliest_or_nearly_so(
 def lost(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Tensor:
     """Returns how far each output token's logit is below the largest, in standard deviations: [tokens]."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    return behind_likeliest(logits, torch.tensor(output))
+
+
+def behind_likeliest(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Returns how far the logit of a token of each row is below the largest, in standard deviations: [rows]."""
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return (logits.max(1).values - chosen) / logits.std(1)

@@ -87,6 +87,7 @@ class ForwardMetadata:
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
     greedy: None: every logit is needed.
     state_slots: the slot of each sequence's states, on the host; empty where the model has none.
+    row_slots: [decoding] int64; the slots of the sequences that decode, on the device.
     kept: objects that a backend made for this pass in an earlier layer; see `made`.
     """
 
@@ -100,6 +101,7 @@ class ForwardMetadata:
     greedy: GreedyOnly | None = None
     row_tokens: int = 1
     state_slots: list[int] = field(default_factory=list)
+    row_slots: Tensor | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardM
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.kernels.triton import OLDEST_DEVICE, QueryTiles, multiprocessors
+from tgi_server.engine.kernels.triton import QueryTiles, device_fault, multiprocessors
 
 MAX_HEAD_DIM = 256
 
@@ -28,9 +28,18 @@ class CudaAttention(GatherAttention):
 
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
-        new_enough = torch.cuda.get_device_capability() >= OLDEST_DEVICE
-        fits = shape.value_dim is None and shape.head_dim <= MAX_HEAD_DIM
-        return new_enough and fits and find_spec("triton") is not None
+        return cls.fault(shape) is None
+
+    @staticmethod
+    def fault(shape: KVShape) -> str | None:
+        """Returns why the kernels cannot compute a model on this device, in words; None if they can."""
+        if shape.value_dim is not None:
+            return "the attention kernels do not take latents"
+        if shape.head_dim > MAX_HEAD_DIM:
+            return f"the attention kernels take heads of at most {MAX_HEAD_DIM} elements, not {shape.head_dim}"
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        return device_fault(torch.device("cuda"))
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         from tgi_server.engine.kernels.triton.rope_and_cache import write
