@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ import httpx2
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _KEY_VARIABLES: Final = ("OATMILL_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS: Final = 5.0
+# How the message of a server begins that loads its model, and the seconds until it is asked again.
+_LOADING: Final = "Loading model"
+_POLL_SECONDS: Final = 0.5
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _HINT: Final = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
 
@@ -89,21 +93,38 @@ def _print_answer(pieces: Iterator[Message]) -> str:
 
 
 def _stream(client: httpx2.Client, body: dict[str, Any]) -> Iterator[Message]:
-    """Yields the deltas of an answer. Raises ChatError."""
+    """Yields the deltas of an answer, once the server has loaded its model. Raises ChatError."""
+    shown = ""
     try:
-        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
-            if response.status_code != 200:
-                raise ChatError(_refusal(response.status_code, response.read().decode(errors="replace")))
-            for line in response.iter_lines():
-                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ChatError(_refusal(response.status_code, data))
-                    yield from (choice["delta"] for choice in event.get("choices", ()))
+        while True:
+            with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+                status = response.status_code
+                if status == 200:
+                    yield from _deltas(response)
+                    return
+                refusal = _refusal(status, response.read().decode(errors="replace"))
+            if status != 503 or not refusal.startswith(_LOADING):
+                raise ChatError(refusal)
+            if refusal != shown:
+                print(refusal, file=sys.stderr)
+                shown = refusal
+            time.sleep(_POLL_SECONDS)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ChatError(f"no answer from {client.base_url}: {error}; is a server running? oatmill serve") from None
+        raise ChatError(
+            f"no answer from {client.base_url}: {error}; `oatmill serve` starts a server there, "
+            "`oatmill chat URL` chats with another"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ChatError(f"{client.base_url} sent something else than a chat completion; is the URL right?") from None
+
+
+def _deltas(response: httpx2.Response) -> Iterator[Message]:
+    for line in response.iter_lines():
+        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+            event = json.loads(data)
+            if "error" in event:
+                raise ChatError(_refusal(response.status_code, data))
+            yield from (choice["delta"] for choice in event.get("choices", ()))
 
 
 def _refusal(status: int, body: str) -> str:

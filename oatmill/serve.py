@@ -7,6 +7,7 @@ from typing import Final
 
 from oatmill.services import first_to_end, interrupt_on_signals, llm_functionalities, text_generation_server
 from shared.settings import fail
+from tgi_server.launcher.cli import main as launch
 
 HTTP_PORT: Final = "8080"
 _GRPC_FLAG: Final = "--grpc-port"
@@ -15,9 +16,10 @@ _GRPC_FLAG: Final = "--grpc-port"
 def main(arguments: Sequence[str]) -> int:
     """Serves until a stop signal. Returns the exit code: 0 stopped, 1 failed or ended by itself, 2 wrong usage."""
     flags, grpc_port = _launcher_flags(arguments)
-    if grpc_port is None:
-        os.execv(sys.executable, [sys.executable, "-m", "tgi_server.launcher.cli", *flags])  # noqa: S606
-    return _serve_both(flags, grpc_port)
+    if grpc_port is not None:
+        return _serve_both(flags, grpc_port)
+    launch("oatmill serve", flags)
+    return 0
 
 
 def _launcher_flags(arguments: Sequence[str]) -> tuple[list[str], int | None]:

@@ -46,7 +46,7 @@ class RunningService:
 
 
 def text_generation_server(*flags: str, output: IO[str] | None = None) -> RunningService:
-    return RunningService("model server", "tgi_server.launcher.cli", flags, output)
+    return RunningService("model server", "oatmill", ["serve", *flags], output)
 
 
 def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[str] | None = None) -> RunningService:

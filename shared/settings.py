@@ -7,6 +7,7 @@ file that `--settings-file` names, that over a variable, a variable over the def
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ class _Parser(argparse.ArgumentParser):
         return help_text(self._settings, self.prog, *help_groups(self._settings))
 
     def error(self, message: str) -> NoReturn:
+        if joined := re.fullmatch("argument -h/--help: ignored explicit argument '(.+)'", message):
+            message = f"unrecognized arguments: -h{joined[1]}"  # such as llama.cpp's -hf
         unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]
         flags = [flag for flag in self._option_string_actions if flag.startswith("--") and not flag.startswith("--no-")]
         same = self._settings.foreign_flags.get(unknown)

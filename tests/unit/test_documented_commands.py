@@ -61,7 +61,7 @@ def test_flags_of_other_servers_are_refused_with_those_that_stand_for_them(
     assert any(ours in row for row in rows)
     with pytest.raises(SystemExit):
         read_settings(LauncherSettings, "text-generation-launcher", [foreign, "2"])
-    assert f"{foreign} 2; did you mean {ours}?" in capsys.readouterr().err
+    assert re.search(rf"{foreign}( 2)?; did you mean {ours}\?", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

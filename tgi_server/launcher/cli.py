@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,12 +33,14 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def main() -> None:
+def main(program: str = PROGRAM, arguments: Sequence[str] | None = None) -> None:
     """Runs the launcher.
+
+    program: the command that was typed, which begins messages. arguments: None: those of the process.
 
     Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
-    settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
+    settings = read_settings(LauncherSettings, program, sys.argv[1:] if arguments is None else arguments)
     if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
         settings = settings.model_copy(update={"model_id": encoder})
     configure_logging(
@@ -59,7 +61,7 @@ def main() -> None:
     except ModelMissingError as error:
         sys.exit(error.status)
     except CannotStartError as error:
-        fail(PROGRAM, str(error), status=error.status)
+        fail(program, str(error), status=error.status)
     except ProcessEndedError as error:
         logger.error("%s; the server has stopped", error)
         sys.exit(error.status)

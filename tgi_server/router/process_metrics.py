@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-# The end of a launcher's command line, and the module that a shard runs.
-_LAUNCHERS, _SHARD = ("tgi_server.launcher.cli", "text-generation-launcher"), "tgi_server.shard.cli"
+# The module that a shard runs.
+_SHARD = "tgi_server.shard.cli"
 
 
 class ProcessMetrics(Collector):
@@ -39,10 +39,10 @@ def _processes() -> Iterator[tuple[str, psutil.Process]]:
     yield "router", own
     with suppress(psutil.Error):
         launcher = own.parent()
-        if launcher is None or not any(part.endswith(_LAUNCHERS) for part in launcher.cmdline()[:3]):
+        children = [child for child in launcher.children() if _SHARD in child.cmdline()] if launcher else []
+        if launcher is None or not children:
             return
         yield "launcher", launcher
-        children = [child for child in launcher.children() if _SHARD in child.cmdline()]
         yield from ((f"shard-{rank}", child) for rank, child in enumerate(sorted(children, key=_started)))
 
 
