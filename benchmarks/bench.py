@@ -49,15 +49,15 @@ class Bench:
         for name in map(adapter_name, range(ADAPTERS)):
             self._engine.adapters.put(name, self._engine.adapters.fetch(name, folder / name))
 
-    def prefill_seconds(self, batch: int, attempts: int) -> float:
+    def prefill_seconds(self, batch: int, attempts: int, clock: Callable[[], float] = time.perf_counter) -> float:
         """Computes all prompts of a batch. Returns the median of some attempts, after one that is not counted."""
         times = []
         for _ in range(attempts + 1):
             driver = self._driver(batch)
             synchronise(self._device)
-            started = time.perf_counter()
+            started = clock()
             _prefill(driver)
-            times.append(time.perf_counter() - started)
+            times.append(clock() - started)
         return statistics.median(times[1:])
 
     def decode_seconds(

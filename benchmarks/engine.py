@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,9 +53,11 @@ class Measurement:
         return [self.step, str(self.batch), str(self.tokens), *map(number, times)]
 
 
-def measure(bench: Bench, cost: ModelCost, machine: Machine, batch: int, context: int) -> list[Measurement]:
+def measure(
+    bench: Bench, cost: ModelCost, machine: Machine, batch: int, context: int, clock: Callable[[], float]
+) -> list[Measurement]:
     """Measures the prefill of `batch` prompts of `context` tokens, and the decoding step after it."""
-    prefill, decode = bench.prefill_seconds(batch, _ATTEMPTS), bench.decode_seconds(batch)
+    prefill, decode = bench.prefill_seconds(batch, _ATTEMPTS, clock), bench.decode_seconds(batch, clock=clock)
     return [
         Measurement("prefill", batch, batch * context, prefill, cost.prefill_seconds(machine, batch, context)),
         Measurement("decode", batch, batch, decode, cost.decode_seconds(machine, batch, context)),
@@ -79,8 +82,7 @@ class ExtraMeasurement:
 
 def measure_extras(bench: Bench, arguments: argparse.Namespace) -> list[ExtraMeasurement]:
     """Measures steps without and with each of the extras, one after the other in every round."""
-    clock = time.process_time if arguments.processor_time else time.perf_counter
-    measured = []
+    clock, measured = _clock(arguments), []
     for batch in arguments.batch:
         tell(f"batch {batch}")
         rounds = [
@@ -93,6 +95,10 @@ def measure_extras(bench: Bench, arguments: argparse.Namespace) -> list[ExtraMea
             for extra, having in zip(arguments.extras, others, strict=True)
         ]
     return measured
+
+
+def _clock(arguments: argparse.Namespace) -> Callable[[], float]:
+    return time.process_time if arguments.processor_time else time.perf_counter
 
 
 def _arguments() -> argparse.Namespace:
@@ -112,7 +118,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="measure --extras by processor time, for a busy machine; use it with --threads 1",
+        help="measure by processor time, for a busy machine; use it with --threads 1",
     )
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by torch.profiler")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
@@ -149,7 +155,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
     measurements: list[Measurement] = []
     for batch in arguments.batch:
         tell(f"batch {batch}")
-        measurements += measure(bench, cost, machine, batch, arguments.context)
+        measurements += measure(bench, cost, machine, batch, arguments.context, _clock(arguments))
         if arguments.profile:
             bench.profile(batch)
     measurements.sort(key=lambda measurement: measurement.step, reverse=True)

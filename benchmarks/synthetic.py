@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     OPTConfig,
@@ -120,6 +121,46 @@ _MIXTURE_1B = Qwen3MoeConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
+# Hybrids of some 100M parameters: three recurrent layers to one of attention; and a Llama of about the same bytes.
+_SHAPE_100M = {
+    "vocab_size": 16000,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_THREE_TO_ONE = {"layer_types": 3 * [*3 * ["linear_attention"], "full_attention"]}
+_DELTA_RULE = _THREE_TO_ONE | {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 96,
+    "linear_value_head_dim": 96,
+}
+_QWEN35_100M = AutoConfig.for_model("qwen3_5_text", **_SHAPE_100M | _DELTA_RULE)
+_BAMBA_100M = AutoConfig.for_model(
+    "bamba",
+    **_SHAPE_100M | {"attn_layer_indices": [3, 7, 11], "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128},
+)
+_JAMBA_100M = AutoConfig.for_model(
+    "jamba", **_SHAPE_100M | {"attn_layer_period": 4, "attn_layer_offset": 3, "num_experts": 1, "mamba_d_state": 16}
+)
+_LFM2_100M = AutoConfig.for_model(
+    "lfm2", **_SHAPE_100M | {"layer_types": 3 * [*3 * ["conv"], "full_attention"], "block_auto_adjust_ff_dim": False}
+)
+_KIMI_100M = AutoConfig.for_model(
+    "kimi_linear",
+    **_SHAPE_100M
+    | _THREE_TO_ONE
+    | {"linear_num_heads": 8, "linear_head_dim": 96, "kv_lora_rank": 128, "q_lora_rank": None}
+    | {"qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "mlp_layer_types": 12 * ["dense"]},
+)
 MODELS = {
     "opt-125m": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>")),
     "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
@@ -128,6 +169,12 @@ MODELS = {
     "llama-360m-copying": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>"), copies=True),
     "llama-1.1b": SyntheticModel(_LLAMA_1B, ("<unk>", "<s>", "</s>")),
     "mixture-1b": SyntheticModel(_MIXTURE_1B, ("<unk>", "<s>", "</s>")),
+    "llama-100m": SyntheticModel(LlamaConfig(**_SHAPE_100M), ("<unk>", "<s>", "</s>")),
+    "qwen3.5-100m": SyntheticModel(_QWEN35_100M, ("<unk>", "<s>", "</s>")),
+    "bamba-100m": SyntheticModel(_BAMBA_100M, ("<unk>", "<s>", "</s>")),
+    "jamba-100m": SyntheticModel(_JAMBA_100M, ("<unk>", "<s>", "</s>")),
+    "kimi-linear-100m": SyntheticModel(_KIMI_100M, ("<unk>", "<s>", "</s>")),
+    "lfm2-100m": SyntheticModel(_LFM2_100M, ("<unk>", "<s>", "</s>")),
     "llama-8b": SyntheticModel(_LLAMA_8B, ("<unk>", "<s>", "</s>")),
 }
 WRITTEN = ("opt-125m", "llama-360m")

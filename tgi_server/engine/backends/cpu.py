@@ -15,6 +15,7 @@ from tgi_server.engine.backends.build import Unfit, build_decoder, limit_threads
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.lora import CpuLora
+from tgi_server.engine.backends.norms import install_norm_kernels
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceBackend
 from tgi_server.engine.backends.threads import kernel_threads
@@ -86,7 +87,16 @@ class CpuBackend(ReferenceBackend):
             self._packed = True
             model.threads_of_few_tokens = self.threads_of_few_tokens
             proved = model
-        if fault := probe.fault(proved, "the CPU kernels", self._linear.rounding):
+            if load_kernels():
+                install_norm_kernels(self.source)
+                if model.states is not None:
+                    model.states.compute_in_kernels(wanted=True)
+        fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)
+        if fault and proved.states is not None and proved.states.in_kernels:
+            proved.states.compute_in_kernels(wanted=False)
+            self.fallbacks.append(f"plain torch computes the layers with states: {fault}")
+            fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)
+        if fault:
             raise UnsupportedModel(f"{self.source.config.model_type}: {fault}; start with --disable-custom-kernels")
         return proved
 

@@ -22,9 +22,12 @@ class SequenceStates:
     Slot 0 is scratch: what nobody has joined is computed there.
 
     A part comes to be when it is first written, since only its function knows the shape of a state.
+
+    in_kernels: the functions are those of `recurrent.py`.
     """
 
     def __init__(self) -> None:
+        self.in_kernels = False
         self._slots = 1
         self._first_snapshot = 1
         self._parts: dict[Part, Tensor] = {}
@@ -34,6 +37,12 @@ class SequenceStates:
     def slot_bytes(self) -> int:
         """The bytes of one slot, of those parts that have been written so far."""
         return sum(part[0].nbytes for part in self._parts.values())
+
+    def compute_in_kernels(self, *, wanted: bool) -> None:
+        """Chooses who computes from now on. Drops all states, whose shapes differ."""
+        self.in_kernels = wanted
+        self._parts.clear()
+        self._drafted.clear()
 
     def allocate(self, slots: int, snapshots: int = 0) -> None:
         """Allocates slots 0 .. slots - 1 with zeros, and snapshots behind them. Drops the earlier contents."""
@@ -68,6 +77,12 @@ class SequenceStates:
         if states is None:
             return None
         return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
+
+    def all_slots(self, part: Part, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the states of all slots, [slots, *shape], on a CPU; who calls writes into them."""
+        if part not in self._parts:
+            self._parts[part] = mapped((self._slots, *shape), dtype)
+        return self._parts[part]
 
     def write(self, part: Part, slots: Tensor | slice, states: Tensor) -> None:
         """Puts states, [slots, ...], into some slots."""

@@ -1,0 +1,79 @@
+"""Norms by the root mean square of a model of `transformers`, each in one call of the CPU's kernels.
+
+In plain torch a norm is some ten short operators, which take longer than a decoding step's products of small layers.
+Which formula a module has is tried out: models differ in where they round, add one to their weights, or apply a gate.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Rows on which a module and a kernel are compared, and by how much of their norm they may differ.
+_ROWS = 3
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# Of gated norms: the gate comes first, and it is the sigmoid.
+_GATES = ((False, False), (True, False), (False, True))
+
+_Forward = Callable[..., Tensor]
+
+
+def install_norm_kernels(model: nn.Module) -> None:
+    """Makes the norms of a model call the kernels that compute the same."""
+    for module in model.modules():
+        weights = dict(module.named_parameters(recurse=False))
+        if "RMSNorm" in type(module).__name__ and weights.keys() == {"weight"} and weights["weight"].dim() == 1:
+            kernel = _kernel_of(module, weights["weight"].detach())
+            if kernel is not None:
+                module.forward = kernel
+
+
+@torch.inference_mode()
+def _kernel_of(module: nn.Module, weight: Tensor) -> _Forward | None:
+    """Returns the kernel that computes what a module does; None if there is none."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float) or weight.dtype not in _TOLERANCE:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 1, _ROWS, weight.numel(), generator=generator)
+    inputs = [x.to(weight.dtype), gate.to(weight.dtype)] if "Gated" in type(module).__name__ else [x.to(weight.dtype)]
+    try:
+        expected = module(*inputs)
+    except TypeError:  # of other arguments
+        return None
+    own = _gated(module, weight, eps) if len(inputs) == 2 else _plain(weight, eps)
+    return next((each for each in own if _is_close(each(*inputs), expected, _TOLERANCE[weight.dtype])), None)
+
+
+def _plain(weight: Tensor, eps: float) -> Iterator[_Forward]:
+    """Returns the formulas of a norm: its weight multiplies what is rounded, or it is rounded once."""
+    norm = torch.ops.oatmill.rms_norm
+    for scale in (weight, 1 + weight.float(), weight.float()):
+        yield partial(_normalised, norm, scale, eps)
+
+
+def _normalised(norm: Any, weight: Tensor, eps: float, hidden_states: Tensor) -> Tensor:
+    return norm(hidden_states, weight, eps)
+
+
+def _gated(module: Any, weight: Tensor, eps: float) -> Iterator[_Forward]:
+    size = weight.numel()
+    group = getattr(module, "group_size", None) or size // getattr(module, "n_groups", 1)
+    for first, sigmoid in _GATES:
+        yield partial(_normalised_gated, weight.float(), eps, group, first, sigmoid)
+
+
+def _normalised_gated(
+    weight: Tensor, eps: float, group: int, first: bool, sigmoid: bool, hidden_states: Tensor, gate: Tensor
+) -> Tensor:
+    size = weight.numel()
+    x, gates = hidden_states.reshape(-1, size), gate.reshape(-1, size)
+    return torch.ops.oatmill.gated_norm(x, gates, weight, eps, group, first, sigmoid).view(hidden_states.shape)
+
+
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    return bool((actual.float() - expected.float()).norm() <= tolerance * expected.float().norm())

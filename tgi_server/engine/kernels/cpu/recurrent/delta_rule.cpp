@@ -1,0 +1,211 @@
+// The gated delta rule (Yang et al., 2024) and Kimi's, whose decay differs from channel to channel.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "recurrent/gated_norm.h"
+#include "recurrent/recurrent.h"
+#include "recurrent/runs.h"
+
+namespace oatmill {
+
+namespace {
+
+// The tokens of a tile and a head, in float32: queries, keys, and keys times the decay of the state, [TILE_TOKENS, size] each;
+// decays, [TILE_TOKENS, size] of Kimi's rule, else [TILE_TOKENS]; rates: [TILE_TOKENS].
+struct Tile {
+  std::vector<float> query, key, decayed_key, decay, outputs, scratch;
+  float rates[TILE_TOKENS];
+};
+
+// to = from, divided by its norm if wanted, and times `scale`.
+template <typename T>
+void normalise(const T* from, float* to, int64_t size, bool wanted, float scale) {
+  F32 squares{};
+  for (int64_t i = 0; i < size; i += WIDTH) {
+    const F32 x = load_some(from + i, size - i);
+    squares = fma(x, x, squares);
+  }
+  const float factor = wanted ? scale / std::sqrt(sum(squares) + 1e-6f) : scale;
+  for (int64_t i = 0; i < size; i += WIDTH) store_some(to + i, load_some(from + i, size - i) * factor, size - i);
+}
+
+// One token: state = decay * state + key * (value - key . decay * state) * rate; output = query . state. V registers of
+// columns. state: [size], `stride` numbers apart.
+template <int V, bool BY_CHANNEL>
+void advance(float* state, int64_t stride, int64_t size, const float* query, const float* key, const float* decayed_key,
+             const float* decay, float rate, const F32 (&values)[V], F32 (&outputs)[V]) {
+  F32 known[2][V] = {}, added[2][V] = {};
+  const auto read = [&](int64_t i, F32(&sums)[V]) {
+    const F32 k = F32{} + decayed_key[i];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[v] = fma(load_f32(state + i * stride + v * WIDTH), k, sums[v]);
+  };
+  int64_t i = 0;
+  for (; i + 2 <= size; i += 2) read(i, known[0]), read(i + 1, known[1]);
+  if (i < size) read(i, known[0]);
+  F32 change[V];
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) change[v] = (values[v] - (known[0][v] + known[1][v])) * rate;
+  const auto write = [&](int64_t i, F32(&sums)[V]) {
+    const F32 k = F32{} + key[i], q = F32{} + query[i], d = F32{} + decay[BY_CHANNEL ? i : 0];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      float* place = state + i * stride + v * WIDTH;
+      const F32 next = fma(k, change[v], load_f32(place) * d);
+      store(place, next);
+      sums[v] = fma(next, q, sums[v]);
+    }
+  };
+  for (i = 0; i + 2 <= size; i += 2) write(i, added[0]), write(i + 1, added[1]);
+  if (i < size) write(i, added[0]);
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) outputs[v] = added[0][v] + added[1][v];
+}
+
+// The tokens of a pass. queries, keys: of key heads, each of which `shared` heads have. columns: of a value.
+template <typename T>
+struct Inputs {
+  TokenRows<T> queries, keys, values;
+  int64_t heads, shared, size, columns;
+  bool normalised;
+};
+
+// gate(token, head, decay): writes the decay of the state, or of each channel, and returns the rate. finish(token, head,
+// row): takes an output, [columns] float32.
+template <bool BY_CHANNEL, typename T, typename Gate, typename Finish>
+void compute(const Inputs<T>& in, const std::vector<Run>& runs, at::Tensor& states, const Gate& gate, const Finish& finish) {
+  const int64_t size = in.size, columns = in.columns;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+  for_each_tile(runs, states, in.heads, [&](int64_t head, float* state, int64_t first, int64_t count) {
+    thread_local Tile tile;
+    for (auto* each : {&tile.query, &tile.key, &tile.decayed_key, &tile.decay}) each->resize(TILE_TOKENS * size);
+    tile.outputs.resize(TILE_TOKENS * columns);
+    for (int64_t t = 0; t < count; ++t) {
+      float *k = &tile.key[t * size], *decayed = &tile.decayed_key[t * size], *decay = &tile.decay[t * size];
+      normalise(in.queries.at(first + t, head / in.shared), &tile.query[t * size], size, in.normalised, scale);
+      normalise(in.keys.at(first + t, head / in.shared), k, size, in.normalised, 1.0f);
+      tile.rates[t] = gate(first + t, head, decay);
+      for (int64_t i = 0; i < size; ++i) decayed[i] = k[i] * decay[BY_CHANNEL ? i : 0];
+    }
+    by_columns(state, size, columns, count, tile.scratch, [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
+      for (int64_t t = 0; t < count; ++t) {
+        const T* from = in.values.at(first + t, head) + column;
+        float* row = &tile.outputs[t * columns + column];
+        F32 values[V], outputs[V];
+        for (int v = 0; v < V; ++v)
+          values[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
+        advance<V, BY_CHANNEL>(part, stride, size, &tile.query[t * size], &tile.key[t * size], &tile.decayed_key[t * size],
+                               &tile.decay[t * size], tile.rates[t], values, outputs);
+        for (int v = 0; v < V && v * WIDTH < of; ++v) store_some(row + v * WIDTH, outputs[v], of - v * WIDTH);
+      }
+    });
+    for (int64_t t = 0; t < count; ++t) finish(first + t, head, &tile.outputs[t * columns]);
+  });
+}
+
+template <typename T>
+void write_row(T* to, const float* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += WIDTH) store_some(to + i, load_some(row + i, size - i), size - i);
+}
+
+}  // namespace
+
+// query, key: [tokens, key_heads, size]; value: [tokens, heads, value_size]; gates: [tokens, heads] float32, logarithms of
+// decays, or [tokens, heads, size]; rates: [tokens, heads] float32. states: [slots, heads, size, value_size] float32.
+// normalised: queries and keys are divided by their norms. Returns [tokens, heads, value_size].
+at::Tensor delta_rule(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& gates,
+                      const at::Tensor& rates, at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves,
+                      bool normalised) {
+  const int64_t tokens = value.size(0), heads = value.size(1), columns = value.size(2), size = key.size(2);
+  const int64_t shared = heads / key.size(1);
+  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
+  const bool by_channel = gates.dim() == 3;
+  TORCH_CHECK(states.dim() == 4 && states.size(1) == heads && states.size(2) == size && states.size(3) == columns);
+  TORCH_CHECK(query.sizes() == key.sizes() && key.size(0) == tokens && heads == shared * key.size(1));
+  TORCH_CHECK(gates.is_contiguous() && rates.is_contiguous() && rates.numel() == tokens * heads);
+  TORCH_CHECK(gates.numel() == tokens * heads * (by_channel ? size : 1));
+  at::Tensor output = at::empty({tokens, heads, columns}, value.options());
+  by_dtype(value, [&]<typename T>(T*) {
+    const Inputs<T> in{TokenRows<T>(query), TokenRows<T>(key), TokenRows<T>(value), heads, shared, size, columns, normalised};
+    const float *logarithms = gates.const_data_ptr<float>(), *rate = rates.const_data_ptr<float>();
+    T* to = output.mutable_data_ptr<T>();
+    const auto finish = [&](int64_t token, int64_t head, const float* row) {
+      write_row(to + (token * heads + head) * columns, row, columns);
+    };
+    if (by_channel)
+      compute<true>(in, all, states, [&](int64_t token, int64_t head, float* decay) {
+        const int64_t place = token * heads + head;
+        for (int64_t i = 0; i < size; i += WIDTH)
+          store_some(decay + i, exponential(load_some(logarithms + place * size + i, size - i)), size - i);
+        return rate[place];
+      }, finish);
+    else
+      compute<false>(in, all, states, [&](int64_t token, int64_t head, float* decay) {
+        *decay = std::exp(logarithms[token * heads + head]);
+        return rate[token * heads + head];
+      }, finish);
+  });
+  return output;
+}
+
+// A layer between its projections: convolution, gates, delta rule, norm with a gate. mixed: [tokens, 2 * key_heads * size +
+// heads * value_size], query, key and value; taps: [width, as many] float32; inputs: [slots, width - 1, as many], states of
+// the convolution. decays, rates: [tokens, heads], before softplus and sigmoid; bases: [heads] float32, negative, and
+// bias: [heads] float32, of decays; rate_scale: of rates. gate: [tokens, heads, value_size]. weight: [value_size] float32,
+// of the norm. states: [slots, heads, size, value_size] float32. Returns [tokens, heads * value_size].
+at::Tensor gated_delta_net(const at::Tensor& mixed, const at::Tensor& taps, at::Tensor& inputs, const at::Tensor& decays,
+                           const at::Tensor& rates, const at::Tensor& bases, const at::Tensor& bias, double rate_scale,
+                           const at::Tensor& gate, const at::Tensor& weight, double eps, at::Tensor& states,
+                           const at::Tensor& runs, const at::Tensor& saves) {
+  const int64_t tokens = mixed.size(0), heads = states.size(1), size = states.size(2), columns = states.size(3);
+  const int64_t key_heads = (mixed.size(1) - heads * columns) / (2 * size), shared = heads / key_heads;
+  TORCH_CHECK(states.dim() == 4 && mixed.size(1) == 2 * key_heads * size + heads * columns && heads == shared * key_heads);
+  TORCH_CHECK(decays.size(1) == heads && rates.size(1) == heads && decays.size(0) == tokens && rates.size(0) == tokens);
+  TORCH_CHECK(bases.is_contiguous() && bias.is_contiguous() && bases.numel() == heads && bias.numel() == heads);
+  TORCH_CHECK(gate.dim() == 3 && gate.size(0) == tokens && gate.size(1) == heads && gate.size(2) == columns);
+  TORCH_CHECK(weight.is_contiguous() && weight.numel() == columns);
+  const at::Tensor convolved = convolve(mixed, taps, {}, inputs, runs, saves, true);
+  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
+  const auto heads_at = [&](int64_t first, int64_t count, int64_t size) {
+    return convolved.narrow(1, first, count * size).view({tokens, count, size});
+  };
+  const int64_t keys = key_heads * size;
+  at::Tensor output = at::empty({tokens, heads * columns}, mixed.options());
+  by_dtype(mixed, [&]<typename T>(T*) {
+    const Inputs<T> in{TokenRows<T>(heads_at(0, key_heads, size)), TokenRows<T>(heads_at(keys, key_heads, size)),
+                       TokenRows<T>(heads_at(2 * keys, heads, columns)), heads, shared, size, columns, true};
+    const TokenRows<T> decay_rows(decays), rate_rows(rates), gates(gate);
+    const float *base = bases.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
+    const float* scale = weight.const_data_ptr<float>();
+    T* to = output.mutable_data_ptr<T>();
+    compute<false>(in, all, states, [&](int64_t token, int64_t head, float* decay) {
+      *decay = std::exp(base[head] * softplus(static_cast<float>(decay_rows.at(token)[head]) + shift[head]));
+      const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
+      return static_cast<float>(static_cast<T>(rate)) * static_cast<float>(rate_scale);
+    }, [&](int64_t token, int64_t head, const float* row) {
+      T* place = to + (token * heads + head) * columns;
+      write_row(place, row, columns);
+      normalise_gated(place, gates.at(token, head), scale, place, columns, static_cast<float>(eps), false, false);
+    });
+  });
+  return output;
+}
+
+}  // namespace oatmill
+
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
+  library.def(
+      "delta_rule(Tensor query, Tensor key, Tensor value, Tensor gates, Tensor rates, Tensor(a!) states, Tensor runs,"
+      " Tensor saves, bool normalised) -> Tensor");
+  library.def(
+      "gated_delta_net(Tensor mixed, Tensor taps, Tensor(a!) inputs, Tensor decays, Tensor rates, Tensor bases, Tensor bias,"
+      " float rate_scale, Tensor gate, Tensor weight, float eps, Tensor(b!) states, Tensor runs, Tensor saves) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
+  library.impl("delta_rule", &oatmill::delta_rule);
+  library.impl("gated_delta_net", &oatmill::gated_delta_net);
+}
