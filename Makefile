@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: help install demo serve test check proto reference format site dist clean
+.PHONY: help install demo serve test check proto reference format screenshots site dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -62,6 +62,9 @@ proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 
 reference: $(READY)  ## Writes docs/reference from the code.
 	@$(BIN)/python -m tools.reference
+
+screenshots: $(READY)  ## Makes the pictures of the page in docs/images. Needs Chromium.
+	@$(BIN)/python -m tools.screenshots
 
 site: $(RUNS)  ## Builds the documents as a site into dist/site.
 	@$(PIP) mkdocs-material==9.8.2

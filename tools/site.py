@@ -12,7 +12,9 @@ STAGE = ROOT / "build" / "site"
 def main() -> int:
     """Returns 0, or the exit code of mkdocs, which fails for a page that is not in the menu or a broken anchor."""
     shutil.rmtree(STAGE, ignore_errors=True)
-    listed = subprocess.run(["git", "ls-files", "*.md", "*.svg"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.svg", "*.png"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.split():
         (STAGE / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, STAGE / name)

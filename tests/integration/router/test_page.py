@@ -243,6 +243,16 @@ def test_the_page_fits_narrow_and_wide_light_and_dark(browser, demo_server, widt
     context.close()
 
 
+@pytest.mark.slow
+def test_the_description_of_the_api_runs_its_examples(browser, demo_server) -> None:
+    with opened(browser, demo_server.url) as page:
+        page.goto(f"{demo_server.url}/docs")
+        page.locator(".opblock-summary-path", has_text="/v1/chat/completions").first.click(timeout=60_000)
+        page.locator(".opblock.is-open .execute").click()
+        status = page.locator(".opblock.is-open .live-responses-table tbody td.response-col_status").first
+        playwright.expect(status).to_contain_text("200", timeout=60_000)
+
+
 def test_programs_see_no_difference(demo_server) -> None:
     for accept in ("*/*", "application/json"):
         answer = httpx.get(demo_server.url, headers={"Accept": accept})

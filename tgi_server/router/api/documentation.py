@@ -205,9 +205,20 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><title>Oatmill API</title><link rel="stylesheet" href="docs/swagger-ui.css"></head>
 <body><div id="swagger-ui"></div><script src="docs/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true})</script></body>
+<script src="docs/start.js"></script></body>
 </html>
 """
+_SCRIPT = """SwaggerUIBundle({
+  url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true, tryItOutEnabled: true, validatorUrl: null,
+})
+"""
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 def document_routes(app: FastAPI) -> APIRouter:
@@ -225,7 +236,11 @@ def document_routes(app: FastAPI) -> APIRouter:
 
     @router.get("/docs")
     async def page() -> Response:
-        return HTMLResponse(_PAGE)
+        return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+    @router.get("/docs/start.js")
+    async def script() -> Response:
+        return Response(_SCRIPT, media_type="text/javascript")
 
     for name, media_type in _ASSETS.items():
         router.add_api_route(f"/docs/{name}", _asset(name, media_type), methods=["GET"])
