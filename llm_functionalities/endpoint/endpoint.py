@@ -57,11 +57,14 @@ LONGEST_MESSAGE = 300
 # Envoy's header: the milliseconds after which nobody waits for the response any more.
 _TIME_LEFT = "x-envoy-expected-rq-timeout-ms"
 
-# Oatmill's server says so once they have passed.
-_TIME_IS_UP = "the time of the request is up"
-
-# It says so of a request that cannot be answered in the time that is left.
-_BUSY = "the server is busy"
+# Oatmill's server says with these codes that the time has passed, or is too short for what it has to do.
+_ERROR_CODE = "x-error-code"
+_ERROR_OF_CODE: Mapping[str, type[ModelError]] = {
+    "deadline_exceeded": DeadlineExceeded,
+    "deadline_unreachable": NoTimeLeft,
+}
+# An event of a stream has no code: what fails within these seconds of the deadline does so because of it.
+_ABOUT_NOW_SECONDS = 0.05
 
 # Events that a stream may have besides one for each token.
 MORE_EVENTS = 16
@@ -162,7 +165,7 @@ class Endpoint:
             if response.status_code in _NO_ROUTE:
                 raise NotServed(_short(f"{response.status_code}: {response.text}"))
             if response.status_code != 200:
-                raise _of_status(response.status_code, response.text)
+                raise _of_status(response.status_code, response.text, call)
             return GeneratedText(response.text)
 
     def _headers(self, call: Call) -> dict[str, str | None]:
@@ -268,12 +271,12 @@ def _model_errors(call: Call) -> Iterator[None]:
     except ModelError:
         raise
     except HfHubHTTPError as error:
-        raise _of_status(error.response.status_code, error.server_message or str(error)) from None
+        raise _of_status(error.response.status_code, error.server_message or str(error), call) from None
     except TextGenerationError as error:
         cause = error.__cause__
         if isinstance(cause, HfHubHTTPError):
-            raise _of_status(cause.response.status_code, str(error)) from None
-        raise _of_report(error) from None
+            raise _of_status(cause.response.status_code, str(error), call) from None
+        raise _of_report(error, call) from None
     except Exception as error:
         message = _short(f"{type(error).__name__}: {error}")
         if not call.sent:
@@ -282,23 +285,22 @@ def _model_errors(call: Call) -> Iterator[None]:
         raise BadResponse(message) from None
 
 
-def _of_status(status: int, message: str) -> ModelError:
+def _of_status(status: int, message: str, call: Call) -> ModelError:
     text = _short(f"{status}: {message}")
-    if status == 503 and _BUSY in message:
-        return NoTimeLeft(text)
-    if status == 504 and _TIME_IS_UP in message:
-        return DeadlineExceeded(text)
+    code = (call.response_headers or {}).get(_ERROR_CODE, "")
+    if code in _ERROR_OF_CODE:
+        return _ERROR_OF_CODE[code](text)
     error = Rejected if _concerns_one_grammar(text) else _ERROR_OF_STATUS.get(status, ServerFailed)
     return error(text)
 
 
-def _of_report(error: TextGenerationError) -> ModelError:
+def _of_report(error: TextGenerationError, call: Call) -> ModelError:
     """Returns the error that came as an event of a stream."""
     if isinstance(error, OverloadedError):
         return EndpointOverloaded(_short(str(error)))
     if isinstance(error, ValidationError):
         return Rejected(_short(str(error)))
-    if _TIME_IS_UP in str(error):
+    if call.deadline.remaining() < _ABOUT_NOW_SECONDS:
         return DeadlineExceeded(_short(str(error)))
     kind = "" if isinstance(error, GenerationError | IncompleteGenerationError) else f"{type(error).__name__}: "
     return ServerFailed(_short(f"{kind}{error}"))

@@ -238,6 +238,10 @@ class BoundedTransport(httpx2.BaseTransport):
         if (encoding := bounded_response.headers.get("content-encoding", "identity").lower()) != "identity":
             bounded_response.close()
             raise BadResponse(f"the response is encoded as {encoding}, which was not asked for")
+        if bounded_response.has_redirect_location and request.method == "POST":
+            bounded_response.close()
+            location = bounded_response.headers["location"][:200]
+            raise BadResponse(f"{response.status}: the endpoint redirects to {location}; set its URL to the final one")
         call.response_headers = bounded_response.headers
         return bounded_response
 

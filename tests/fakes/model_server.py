@@ -48,7 +48,7 @@ class ModelServer:
         # A body to answer with, whatever is asked; with `raw_status`.
         self.raw: bytes | None = None
         self.raw_status = "200 OK"
-        # Of the responses of /generate.
+        # Of the responses of /generate, and of `raw`.
         self.headers: dict[str, str] = {}
         # The answer to each decision; None: it has none.
         self.decision: dict[str, Any] | None = None
@@ -156,7 +156,7 @@ class ModelServer:
             self.requests.append(request)
             fault = self.fault
         if self.raw is not None and request.path != "/health":
-            _send(connection, self.raw, self.raw_status)
+            _send(connection, self.raw, self.raw_status, self.headers)
             return True
         if fault is None:
             return self._speak(connection, request)

@@ -77,10 +77,11 @@ async def run(settings: RouterSettings) -> None:
     try:
         async with assembled(settings) as service:
             _collect_garbage_seldom()
-            app.current = create_app(service, access_rules(settings, listener))
+            rules = access_rules(settings, listener)
+            app.current = create_app(service, rules)
             if metrics_listener is not None:
                 scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
-                exposing = HttpServer(metrics_app(service.metrics), _METRICS_GRACE_SECONDS, patience, scrapers)
+                exposing = HttpServer(metrics_app(service.metrics, rules), _METRICS_GRACE_SECONDS, patience, scrapers)
                 servers[exposing] = metrics_listener
                 listen([metrics_listener])
                 serving.append(asyncio.create_task(exposing.serve([metrics_listener])))

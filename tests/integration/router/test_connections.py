@@ -460,6 +460,8 @@ def test_the_metrics_port_has_few_connections(start: Start, flags: tuple[str, li
     senders = slow_senders(metrics, 200)
     try:
         assert "tgi_request_count" in httpx.get(f"{metrics}/metrics", timeout=10).text
+        foreign = httpx.get(f"{metrics}/metrics", headers={"host": "page.example"}, timeout=10)
+        assert foreign.status_code == 403
         assert psutil.Process(process.popen.pid).num_fds() < before + 80
         assert httpx.get(f"{url}/health", timeout=10).status_code == 200
     finally:

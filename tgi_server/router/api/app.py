@@ -108,11 +108,13 @@ def loading_app(first_socket: Path) -> ASGIApp:
     return refuse
 
 
-def metrics_app(metrics: Metrics) -> ASGIApp:
+def metrics_app(metrics: Metrics, rules: AccessRules) -> ASGIApp:
+    """Returns the application of the port for metrics. rules: who may call the server."""
+
     async def expose(_: Request) -> Response:
         return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
 
-    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)])
+    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)], middleware=_middleware(rules))
 
 
 def _middleware(rules: AccessRules) -> list[Middleware]:

@@ -42,6 +42,8 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     A client of /generate_stream that says that it reads events gets an event; all others get JSON.
     """
     extra: dict[str, str] = {}
+    if error.code is not None:
+        extra["x-error-code"] = error.code
     if isinstance(error, Overloaded):
         extra["retry-after"] = _RETRY_SECONDS
     if isinstance(error, CannotBeInTime):

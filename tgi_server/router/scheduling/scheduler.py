@@ -16,6 +16,7 @@ from tgi_server.router.errors import (
     GenerationFailed,
     InvalidRequest,
     NoSuchAdapter,
+    RequestTimedOut,
     RouterError,
 )
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
@@ -166,7 +167,7 @@ class Scheduler:
             sequence = Sequence(request, self._speculates, adapter, self._clock())
             self.batch.memory.check_length(sequence)
             self._check_time(sequence)
-        except (InvalidRequest, NoSuchAdapter, CannotBeInTime) as error:
+        except (InvalidRequest, NoSuchAdapter, CannotBeInTime, RequestTimedOut) as error:
             tell_end(request, error)
         else:
             self._order.enter(sequence, (*self.waiting, *self.batch))
@@ -178,7 +179,9 @@ class Scheduler:
             self._metrics.gateway.waiting = len(self.waiting)
 
     def _check_time(self, sequence: Sequence) -> None:
-        """Raises CannotBeInTime for a request that would surely miss its deadline."""
+        """Raises RequestTimedOut if its deadline has passed, CannotBeInTime if it would surely miss it."""
+        if sequence.deadline <= self._clock():
+            raise RequestTimedOut("the time of the request is up; it passed before it could be queued")
         if not self._admission:
             return
         running = list(self.batch)

@@ -65,20 +65,36 @@ def test_a_request_says_how_much_time_is_left(endpoint: Endpoint, server: ModelS
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "kind", "error"),
+    ("status", "code", "kind", "error"),
     [
-        ("504 Gateway Timeout", "the time of the request is up; it waited", "timeout", DeadlineExceeded),
-        ("503 Service Unavailable", "the server is busy: too little time is left", "overloaded", NoTimeLeft),
+        ("504 Gateway Timeout", "deadline_exceeded", "timeout", DeadlineExceeded),
+        ("503 Service Unavailable", "deadline_unreachable", "overloaded", NoTimeLeft),
     ],
 )
 def test_a_server_that_keeps_to_the_deadline_has_not_failed(
-    endpoint: Endpoint, server: ModelServer, status: str, message: str, kind: str, error: type[ModelError]
+    endpoint: Endpoint, server: ModelServer, status: str, code: str, kind: str, error: type[ModelError]
 ) -> None:
-    server.raw, server.raw_status = json.dumps({"error": message, "error_type": kind}).encode(), status
-    for _ in range(8):
+    server.raw, server.raw_status = json.dumps({"error": "in any words", "error_type": kind}).encode(), status
+    server.headers = {"X-Error-Code": code}
+    for ask in [generate, pieces, lambda endpoint: endpoint.post("/v1/decisions", "{}", Call(Deadline.after(5)))] * 3:
         with pytest.raises(error):
-            generate(endpoint)
+            ask(endpoint)
     assert endpoint.breaker.closed
+
+
+def test_a_stream_that_fails_at_its_deadline_is_late(endpoint: Endpoint, server: ModelServer) -> None:
+    event = {"error": "in any words", "error_type": "timeout"}
+    server.raw = f"data:{json.dumps(event)}\n\n".encode()
+    for seconds, error in ((60.0, ServerFailed), (0.049, DeadlineExceeded)):
+        with pytest.raises(error):
+            list(endpoint.stream("hello", PLAIN, Call(Deadline.after(seconds))))
+
+
+def test_a_redirect_is_named(endpoint: Endpoint, server: ModelServer) -> None:
+    server.raw, server.raw_status, server.headers = b"", "308 Permanent Redirect", {"location": "https://elsewhere/"}
+    for ask in (generate, pieces):
+        with pytest.raises(BadResponse, match=r"308.* https://elsewhere/"):
+            ask(endpoint)
 
 
 @pytest.mark.parametrize(

@@ -266,8 +266,9 @@ def responding_once(response: bytes) -> Iterator[str]:
 
 
 def test_a_redirect_is_not_followed(http: httpx2.Client) -> None:
-    with responding_once(b"HTTP/1.1 302 Found\r\nlocation: http://example.com/\r\ncontent-length: 0\r\n\r\n") as url:
-        assert post(http, url).status_code == 302
+    response = b"HTTP/1.1 302 Found\r\nlocation: http://example.com/\r\ncontent-length: 0\r\n\r\n"
+    with responding_once(response) as url, pytest.raises(BadResponse, match=r"302.* http://example.com/"):
+        post(http, url)
 
 
 def test_a_compressed_response_is_refused(http: httpx2.Client, server: ModelServer) -> None:

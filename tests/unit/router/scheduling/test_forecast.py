@@ -127,6 +127,15 @@ def test_a_request_that_takes_too_long_by_itself_is_refused_at_once() -> None:
     simulation.run()
 
 
+@pytest.mark.parametrize("admission", [True, False])
+def test_a_request_whose_preparation_took_all_its_time_is_timed_out(admission: bool) -> None:
+    simulation = busy_server(admission=admission)
+    sink = simulation.submit([1, 2], TOKENS, deadline=simulation.seconds - 0.1)
+    assert isinstance(sink.error, RequestTimedOut)
+    assert "before it could be queued" in str(sink.error)
+    assert not simulation.turn()
+
+
 def test_no_request_is_refused_before_anything_is_measured_nor_without_admission() -> None:
     assert refusal(Simulation(64, step_seconds=machine), 200, 0.01) == ""
     assert refusal(busy_server(admission=False), 400, 2.0) == ""
