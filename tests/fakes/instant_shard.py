@@ -51,6 +51,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
     health: health checks get no answer while it is cleared.
     grammar_error: why no grammar can be used, when it is not empty.
+    encoded: the images that were computed. image_error: why none can be, when it is not empty.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         max_position_embeddings: int = 0,
         grammars: bool = True,
         fallbacks: Sequence[str] = (),
+        images: bool = False,
+        whole_images: bool = False,
     ) -> None:
         self.tokens = tokens
         self.step_seconds = step_seconds
@@ -75,6 +78,10 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self.health.set()
         self.grammar_error = ""
         self.received: deque[pb.Request] = deque(maxlen=1_000)
+        self.encoded: list[pb.Image] = []
+        self.image_error = ""
+        self._images = images
+        self._whole_images = whole_images
         self._url = url
         self._end = end
         self._max_total_tokens = max_total_tokens
@@ -97,6 +104,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             paged=True,
             block_size=_BLOCK_SIZE,
             grammars=self._grammars,
+            images=self._images,
+            whole_images=self._whole_images,
         )
 
     async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
@@ -120,6 +129,12 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         if request.folder.endswith("broken"):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "tensor x has the shape [2]")
         return pb.LoadAdapterResponse(rank=8, bytes=100)
+
+    async def EncodeImages(self, request: pb.EncodeImagesRequest, context: Any) -> pb.EncodeImagesResponse:
+        if self.image_error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.image_error)
+        self.encoded += request.images
+        return pb.EncodeImagesResponse()
 
     async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
         await self._perhaps_fail(context)
@@ -183,10 +198,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         row.generated += 1
         generation.token_ids[0] = token
         generation.drafted = token in self.drafted
-        if request.top_n_tokens:
-            top = generation.top_tokens.add()
-            top.ids.extend(range(request.top_n_tokens))
-            top.logprobs.extend([_LOGPROB] * request.top_n_tokens)
+        if reported := request.scored_token_ids or range(request.top_n_tokens):
+            generation.top_tokens.add(ids=reported, logprobs=[_LOGPROB] * len(reported))
         if token == self._end and not request.ignore_eos:
             generation.finish_reason = pb.FINISH_REASON_EOS_TOKEN
         elif row.generated >= request.max_new_tokens:

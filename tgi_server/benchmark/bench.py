@@ -212,7 +212,7 @@ class ShardBench:
         yield step
 
     def _send_prefill(self, chunks: Sequence[PromptPart]) -> PendingResponse:
-        joining = [(request, None) for request, _, _ in chunks if request is not None]
+        joining = [(request, None, ()) for request, _, _ in chunks if request is not None]
         parts = [(request_id, tokens) for _, request_id, tokens in chunks]
         return self._shards.send(calls.prefill_call(_BATCH, joining, parts, (), decode=False))
 

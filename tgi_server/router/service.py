@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from tgi_server.router.errors import Overloaded
+from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
@@ -111,7 +112,8 @@ class TextParts:
     """The parts that make tokens of conversations, and text of tokens.
 
     special_tokens: those that only the chat template may write; None: messages may, too. answer_form: the form in which
-    the model thinks and calls tools.
+    the model thinks and calls tools. images: reads those of requests; None: the model reads none, because of
+    `no_images`.
     """
 
     tokenizer: TextTokenizer
@@ -119,6 +121,8 @@ class TextParts:
     template: ChatTemplate
     special_tokens: SpecialTokens | None
     answer_form: AnswerForm
+    images: ImageReader | None = None
+    no_images: str = "this model reads text only"
 
 
 @dataclass(frozen=True, slots=True)

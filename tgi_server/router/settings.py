@@ -169,7 +169,18 @@ class ServingSettings(ServiceSettings):
         default=1000, ge=0, description="Maximum number of stored responses (/v1/responses), in memory; 0: none."
     )
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenize prompts.")
-    payload_limit: PositiveInt = Field(default=2_000_000, description="Maximum size of a request body in bytes.")
+    payload_limit: PositiveInt | None = Field(
+        default=None,
+        description="Maximum size of a request body in bytes. Default: 2000000; for models that read images 32000000.",
+    )
+    allowed_media_domains: CommaSeparated[str] = Field(
+        default=[],
+        description="Hosts from which images of requests are fetched: HOST, *.DOMAIN for all below it, or HOST:PORT, "
+        "which may be at a private address. Default: none; images come in the request.",
+    )
+    max_image_pixels: PositiveInt = Field(
+        default=64_000_000, description="Maximum number of pixels of an image in a request."
+    )
     client_timeout: PositiveInt = Field(
         default=75,
         le=_MOST_SECONDS,
@@ -238,6 +249,14 @@ class ServingSettings(ServiceSettings):
     def _as_headers_have_it(cls, key: str | None) -> str | None:
         """Returns the key without white space around it, such as the line's end of a mounted secret: none is sent."""
         return key if key is None else key.strip()
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _are_hosts(cls, entries: list[str]) -> list[str]:
+        for entry in entries:
+            if any(character in entry for character in "/@?# ") or not entry.strip("*."):
+                raise ValueError(f"{entry!r} is no host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
+        return entries
 
     @field_validator("api_key_file")
     @classmethod

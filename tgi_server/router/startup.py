@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import ipaddress
+import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +22,7 @@ from tgi_server.router.api.app import ReplaceableApp, create_app, loading_app, m
 from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
+from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling import calls
@@ -29,6 +31,7 @@ from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.health import HealthCheck
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
+from tgi_server.router.scheduling.sequence import MOST_WHOLE
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.settings import RouterSettings
@@ -51,6 +54,8 @@ logger = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
+# Bytes of a body, for models that read text only, and for those that read images.
+_PAYLOAD_LIMIT, _IMAGES_PAYLOAD_LIMIT = 2_000_000, 32_000_000
 _METRICS_GRACE_SECONDS = 1
 _METRICS_CONNECTIONS = 32
 
@@ -150,12 +155,14 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
             prefix_caching=settings.prefix_caching,
             fair=settings.fairness == "key",
             admission=settings.admission == "time",
+            target_gap_ms=settings.target_token_gap_ms or 0.0,
         )
         if not template.source and not info.encoders_only:
             logger.warning(
                 "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
                 "/generate and /v1/completions need none"
             )
+        images, no_images = _image_reader(settings, info, limits, threads.tokenizer)
         form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
@@ -165,14 +172,14 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 model=described,
                 limits=limits,
                 policy=RequestPolicy(
-                    settings.payload_limit,
+                    settings.payload_limit or (_IMAGES_PAYLOAD_LIMIT if images is not None else _PAYLOAD_LIMIT),
                     settings.validation_workers,
                     settings.max_stored_responses,
                     settings.strict_fields,
                     settings.adapter_root if settings.allow_adapter_updates else None,
                     settings.max_priority,
                 ),
-                text=TextParts(threads.tokenizer, threads, template, guard, form),
+                text=TextParts(threads.tokenizer, threads, template, guard, form, images, no_images),
                 options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
                 preparer=Preparer(
                     limits,
@@ -183,6 +190,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     adapters,
                     info.eos_token_ids,
                     thoughts,
+                    images,
                 ),
                 adapters=adapters,
                 submitter=scheduler,
@@ -197,9 +205,32 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         finally:
             watch.cancel()
             await scheduler.stop()
+            if images is not None:
+                await images.close()
     finally:
         await shards.close()
         threads.close()
+
+
+def _image_reader(
+    settings: RouterSettings, info: pb.InfoResponse, limits: Limits, tokenizer: TextTokenizer
+) -> tuple[ImageReader | None, str]:
+    """Returns what reads images for the model; None if it reads none, and the reason."""
+    if not info.images:
+        if settings.allowed_media_domains:
+            logger.warning("--allowed-media-domains does nothing: the model reads no images")
+        return None, info.no_images or "this model reads text only"
+    config = json.loads((settings.tokenizer_name / "config.json").read_text(encoding="utf-8"))
+    token_id = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
+    token = None if token_id is None else tokenizer.added_tokens.get(token_id)
+    if token_id is None or token is None:
+        return None, f"the model's tokenizer has no token for images (`image_token_id` is {token_id})"
+    # Servers of texts alone do without these libraries.
+    from tgi_server.router.media.fetching import Fetcher
+    from tgi_server.router.media.workers import Workers
+
+    workers = Workers(settings.tokenizer_name, settings.validation_workers, settings.max_image_pixels)
+    return ImageReader(Fetcher(settings.allowed_media_domains), workers, token_id, token, limits.max_input_tokens), ""
 
 
 async def _connect(path: str) -> ShardedClient:
@@ -237,7 +268,7 @@ async def _warm_up(
         await shards.send(calls.clear_call(), _CLEAR_SECONDS).response()
         capacity = await shards.warmup(
             pb.WarmupRequest(
-                max_prefill_tokens=settings.max_batch_prefill_tokens,
+                max_prefill_tokens=settings.max_batch_prefill_tokens + (MOST_WHOLE if info.whole_images else 0),
                 max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
                 max_total_tokens=settings.max_total_tokens,
                 max_batch_total_tokens=settings.max_batch_total_tokens,

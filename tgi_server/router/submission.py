@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol, Self
 
 from shared.stubs.generate_pb2 import Generation
-from tgi_server.contract import FinishReason, GenerationOptions
+from tgi_server.contract import FinishReason, GenerationOptions, Image
 from tgi_server.router.errors import RouterError
 
 
@@ -57,7 +57,7 @@ class ValidRequest:
     cache_namespace: requests of different ones share nothing in the prefix cache.
     deadline: the time after which nobody waits for the answer. first_token_by: the same for its first token. Both are
     `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of its share. keep:
-    its prompt stays in the prefix cache.
+    its prompt stays in the prefix cache. images: of the prompt, in the order of their tokens.
     """
 
     id: int
@@ -71,6 +71,7 @@ class ValidRequest:
     tenant: str = ""
     weight: float = 1.0
     keep: KeptPrefix | None = None
+    images: tuple[Image, ...] = ()
 
 
 class Submitter(Protocol):

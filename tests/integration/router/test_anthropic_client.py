@@ -131,7 +131,14 @@ async def test_tokens_are_counted_as_they_are_computed(router: Router, client: a
         ({"max_tokens": 0}, "`max_tokens` is 0; it must be at least 1"),
         ({"stop_sequences": [""]}, "`stop_sequences` must not have an empty stop sequence"),
         ({"tool_choice": {"type": "any"}}, "there are no `tools`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "`image`"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://a/b"}}]}
+                ]
+            },
+            "images are not supported",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "`document`"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools.0.type`"),
         ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "`mcp_servers` is not supported here"),

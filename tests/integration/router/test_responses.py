@@ -240,7 +240,7 @@ async def test_a_stream_may_repeat_a_long_request(router: Router):
         ({"tools": [{"type": "web_search"}]}, "function"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "images"),
         ({"input": []}, "messages"),
         ({"temperature": -1}, "temperature"),
         ({"tool_choice": "required"}, "tools"),

@@ -30,7 +30,6 @@ DEFAULTS = {
     "api_key": None,
     "disable_grammar_support": False,
     "max_client_batch_size": 4,
-    "payload_limit": 2_000_000,
     "graceful_termination_timeout": 90,
 }
 

@@ -109,6 +109,10 @@ class Exchange:
         self.reserve(1)
         return body
 
+    def hold(self, size: int) -> None:
+        """Counts bytes that are held for the request beside its body. Raises Overloaded, or PayloadTooLarge."""
+        lease_of(self.request.scope).hold(size)
+
     def reserve(self, places: int) -> None:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""
         self.service.capacity.take(places, self._owner)
@@ -213,6 +217,7 @@ class Exchange:
                 tenant=self.tenant,
                 weight=1.0 if self._key is None else self._key.weight,
                 keep=keep,
+                images=checked.images,
             )
         )
         return stream

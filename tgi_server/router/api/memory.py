@@ -133,6 +133,11 @@ class Lease:
         self._account.admit(self.network, size)
         self.size += size
 
+    def hold(self, size: int) -> None:
+        """Counts what is held for the request beside its body. Raises Overloaded, or PayloadTooLarge."""
+        self._account.admit(self.network, size)
+        self.size += size
+
     def break_off(self) -> None:
         self._break_off()
 

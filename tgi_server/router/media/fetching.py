@@ -13,6 +13,8 @@ from urllib.parse import unquote_to_bytes, urljoin
 import httpcore2
 import httpx2
 
+from tgi_server.router.media.messages import UnusableImage
+
 # Bytes of one image, as it is sent.
 MOST_BYTES = 20 * 2**20
 # Seconds for one image, all redirects and look-ups of names included.
@@ -25,10 +27,6 @@ _LOOK_UPS = 4
 # Addresses of IPv4 in these networks stand in the last four bytes (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _FLAG = "--allowed-media-domains"
-
-
-class UnusableImage(Exception):
-    """An image cannot be had, or read. `str()` of it is the reason, which follows the name of the image."""
 
 
 class Fetcher:
@@ -153,15 +151,6 @@ def data_of(url: str) -> bytes:
     if len(data) > MOST_BYTES:
         raise UnusableImage(_too_large(len(data)))
     return data
-
-
-def checked_domains(entries: Iterable[str]) -> list[str]:
-    """Returns the entries of --allowed-media-domains. Raises ValueError for one that is none."""
-    checked = list(entries)
-    for entry in checked:
-        if not entry or any(character in entry for character in "/@?# ") or entry.strip("*.") == "":
-            raise ValueError(f"{entry!r} is no host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
-    return checked
 
 
 async def _body(response: Any) -> bytes:

@@ -5,12 +5,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tgi_server.contract import Image, Tensor
 from tgi_server.router.errors import ContextOverflow, DecodingFailed, InvalidRequest
-from tgi_server.router.media.fetching import Fetcher, UnusableImage
-from tgi_server.router.media.workers import Workers
+from tgi_server.router.media.messages import UnusableImage
+
+if TYPE_CHECKING:  # a server of texts alone needs neither
+    from tgi_server.router.media.fetching import Fetcher
+    from tgi_server.router.media.workers import Workers
 
 # Bytes of the processed images that are remembered.
 _MOST_REMEMBERED = 512 * 2**20
@@ -55,7 +58,7 @@ class ImageReader:
     token_id: the token in whose places the model sees an image, and its text. most_tokens: of a prompt.
     """
 
-    def __init__(self, fetcher: Fetcher, workers: Workers, token_id: int, token: str, most_tokens: int) -> None:
+    def __init__(self, fetcher: "Fetcher", workers: "Workers", token_id: int, token: str, most_tokens: int) -> None:
         self._fetcher = fetcher
         self._workers = workers
         self._token_id = token_id

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from tgi_server.router.media.messages import SIZE, ImageArray, ImageResult, ImageTask, UnusableImage, read, write
+
 # The formats that are decoded. Pillow knows more, with decoders that few use.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"JPEG", "MPO", "BMP"})
@@ -26,59 +28,26 @@ _LOW_DETAIL = 512
 # How far the image gives way to the text streams that are computed beside it.
 _NICENESS = 10
 
-SIZE = struct.Struct("<Q")
-
-
-class ImageTask(msgspec.Struct):
-    """An image to process. size: bytes of its file, which follow. detail: low, high or auto."""
-
-    size: int
-    detail: str
-
-
-class ImageArray(msgspec.Struct):
-    """An array that follows a result, in row-major order."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-
-
-class ImageResult(msgspec.Struct):
-    """What became of an image.
-
-    error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: what takes its
-    place. arrays: the tensors of the image, which follow in this order.
-    """
-
-    error: str = ""
-    placeholder: str = ""
-    text: str = ""
-    arrays: list[ImageArray] = []
-
-
-class BadImage(Exception):
-    """The image cannot be used. `str()` of it is the reason."""
-
 
 def decoded(data: bytes, most_pixels: int) -> Image.Image:
-    """Returns the image in a file, upright and in RGB, as `transformers` loads it. Raises BadImage."""
+    """Returns the image in a file, upright and in RGB, as `transformers` loads it. Raises UnusableImage."""
     Image.MAX_IMAGE_PIXELS = None  # the bound below is the one that holds
     try:
         image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
         width, height = image.size
         if width * height > most_pixels:
-            raise BadImage(f"it has {width}x{height} pixels; at most {most_pixels} are decoded (--max-image-pixels)")
+            raise UnusableImage(
+                f"it has {width}x{height} pixels; at most {most_pixels} are decoded (--max-image-pixels)"
+            )
         if image.format not in _STILL and getattr(image, "is_animated", False):
-            raise BadImage("it is animated; send one frame")
+            raise UnusableImage("it is animated; send one frame")
         image.load()
         image = ImageOps.exif_transpose(image)
         return image.convert("RGB")
     except UnidentifiedImageError:
-        raise BadImage("it is no JPEG, PNG, WebP, GIF or BMP") from None
+        raise UnusableImage("it is no JPEG, PNG, WebP, GIF or BMP") from None
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError) as error:
-        raise BadImage(f"its file is broken: {error}") from None
+        raise UnusableImage(f"its file is broken: {error}") from None
 
 
 def load_processor(folder: Path) -> Any:
@@ -106,7 +75,7 @@ def load_processor(folder: Path) -> Any:
 
 
 def processed(processor: Any, image: Image.Image, detail: str) -> tuple[str, Mapping[str, np.ndarray[Any, Any]]]:
-    """Returns the text of an image's tokens, and its tensors. Raises BadImage."""
+    """Returns the text of an image's tokens, and its tensors. Raises UnusableImage."""
     if detail == "low":
         image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
     try:
@@ -114,7 +83,7 @@ def processed(processor: Any, image: Image.Image, detail: str) -> tuple[str, Map
             text=[processor.image_token], images=[image], return_tensors="np", return_text_replacement_offsets=True
         )
     except Exception as error:  # processors refuse images by errors of any kind
-        raise BadImage(
+        raise UnusableImage(
             f"the model's image processor does not take its {image.width}x{image.height} pixels: {error}"
         ) from None
     ((replacement,),) = made["text_replacement_offsets"]
@@ -133,22 +102,6 @@ def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(array, dtype="bool")
 
 
-def write(stream: BinaryIO, message: msgspec.Struct, *parts: Any) -> None:
-    """Writes a message, and the bytes that follow it."""
-    encoded = msgspec.msgpack.encode(message)
-    for part in (SIZE.pack(len(encoded)), encoded, *parts):
-        stream.write(part)
-    stream.flush()
-
-
-def read(stream: BinaryIO, size: int) -> bytes:
-    """Returns so many bytes. Raises EOFError if the other end is gone."""
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError("the other end is gone")
-    return data
-
-
 def serve(folder: Path, most_pixels: int, tasks: BinaryIO, results: BinaryIO) -> None:
     """Processes images until there are no more tasks. The first result says that it has begun."""
     try:
@@ -161,7 +114,7 @@ def serve(folder: Path, most_pixels: int, tasks: BinaryIO, results: BinaryIO) ->
         task = msgspec.msgpack.decode(read(tasks, SIZE.unpack(head)[0]), type=ImageTask)
         try:
             text, arrays = processed(processor, decoded(read(tasks, task.size), most_pixels), task.detail)
-        except BadImage as error:
+        except UnusableImage as error:
             write(results, ImageResult(error=str(error)))
             continue
         listed = [ImageArray(name, str(each.dtype), each.shape, each.nbytes) for name, each in arrays.items()]

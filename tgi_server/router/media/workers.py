@@ -13,8 +13,7 @@ import msgspec
 
 from tgi_server.contract import Tensor
 from tgi_server.router.errors import DecodingFailed
-from tgi_server.router.media.fetching import UnusableImage
-from tgi_server.router.media.worker import SIZE, ImageResult, ImageTask, read, write
+from tgi_server.router.media.messages import SIZE, ImageResult, ImageTask, UnusableImage, read, write
 
 logger = logging.getLogger(__name__)
 

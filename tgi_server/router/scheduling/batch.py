@@ -65,8 +65,10 @@ class Batch:
     are known. filter_due: the shards hold sequences that have left.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, *, whole_images: bool = False) -> None:
+        """whole_images: no step may compute a part of an image."""
         self.memory = memory
+        self._whole_images = whole_images
         self.id = 0
         self.reset()
 
@@ -131,9 +133,11 @@ class Batch:
     def compute(self, sequence: Sequence, budget: int) -> int:
         """Has the next step compute known tokens of the sequence. Returns how many: `budget`, or what is left.
 
-        Models without KV blocks compute all at once, whatever the budget.
+        Models without KV blocks compute all at once, whatever the budget; some models, all of an image.
         """
         tokens = min(sequence.remaining, budget) if self.memory.chunks else sequence.remaining
+        if self._whole_images and sequence.request.images:
+            tokens = sequence.whole_chunk(tokens)
         sequence.compute(tokens, self.step)
         if sequence.remaining == 0:
             del self._prefilling[sequence.id]

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy, Grammar, StateSave
+from tgi_server.contract import BlockCopy, Grammar, Image, StateSave
 from tgi_server.router.submission import ValidRequest
 from tgi_server.wire import (
     block_copy_to_message,
     grammar_to_message,
+    image_to_message,
     members,
     sampling_to_message,
     thought_budget_to_message,
@@ -15,7 +16,7 @@ from tgi_server.wire import (
 
 
 def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
-    """Returns everything about a request that does not change while it is scheduled, but for its grammar.
+    """Returns everything about a request that does not change while it is scheduled, but for its grammar and images.
 
     adapter_key: the name that the shards know its adapter by; empty: it has none.
     Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
@@ -61,7 +62,7 @@ def complete_request(
 
 def prefill_call(
     batch_id: int,
-    joining: Iterable[tuple[pb.Request, Grammar | None]],
+    joining: Iterable[tuple[pb.Request, Grammar | None, Iterable[Image]]],
     chunks: Iterable[tuple[int, int]],
     grants: Iterable[tuple[int, int]],
     saves: Iterable[StateSave] = (),
@@ -69,7 +70,7 @@ def prefill_call(
     decode: bool,
     closing: Iterable[int] = (),
 ) -> pb.Call:
-    """joining: messages and grammars, which may be long: there is a copy for each request only while it is sent.
+    """joining: messages, and grammars and images, which may be long: there is a copy of these only while it is sent.
 
     chunks: request ids and tokens to compute. grants: request ids and blocks. saves: states to copy into snapshots.
     closing: requests whose grammars are to end their texts.
@@ -78,7 +79,7 @@ def prefill_call(
     call = pb.Call(
         prefill=pb.PrefillRequest(
             batch_id=batch_id,
-            requests=[message for message, _ in messages],
+            requests=[message for message, _, _ in messages],
             chunks=[pb.Chunk(request_id=request_id, tokens=tokens) for request_id, tokens in chunks],
             grants=_grants(grants),
             saves=_saves(saves),
@@ -86,9 +87,10 @@ def prefill_call(
             closing=closing,
         )
     )
-    for request, (_, grammar) in zip(call.prefill.requests, messages, strict=True):
+    for request, (_, grammar, images) in zip(call.prefill.requests, messages, strict=True):
         if grammar is not None:
             request.grammar.CopyFrom(grammar_to_message(grammar))
+        request.images.extend(map(image_to_message, images))
     return call
 
 

@@ -4,16 +4,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import takewhile
 from time import perf_counter
 from typing import Protocol
 
-from tgi_server.contract import BlockCopy, StateSave
+from tgi_server.contract import BlockCopy, Image, StateSave
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.snapshots import Snapshots
 
+# In the prefix cache, numbers from here on are parts of images.
+_FIRST_IMAGE_KEY = 2**31
 # Prompts that are kept at once.
 _MOST_KEPT = 64
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
@@ -71,6 +74,9 @@ class Memory(Protocol):
 
     def keep(self, sequence: Sequence) -> None:
         """Has the prompt of a sequence that has ended be given up after others, as its request says."""
+
+    def unseen(self, sequence: Sequence) -> list[Image]:
+        """Returns the images of the sequence that are not wholly cached."""
 
     def release(self, sequence: Sequence) -> None:
         """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
@@ -180,12 +186,12 @@ class PagedMemory:
 
     def _save(self, sequence: Sequence, length: int) -> None:
         if self._snapshots is not None:
-            self._snapshots.save(sequence.id, _space(sequence), _beginning(sequence, length))
+            self._snapshots.save(sequence.id, _space(sequence), sequence.beginning(length))
 
     def _forget(self, sequence: Sequence) -> None:
         """Forgets the snapshot of the sequence's reply, if it has one."""
         if self._snapshots is not None and sequence.saved:
-            self._snapshots.drop(_space(sequence), _beginning(sequence, sequence.saved))
+            self._snapshots.drop(_space(sequence), sequence.beginning(sequence.saved))
         sequence.saved = 0
 
     def keep(self, sequence: Sequence) -> None:
@@ -196,7 +202,7 @@ class PagedMemory:
         self._kept.pop(name, None)
         if len(self._kept) >= _MOST_KEPT:
             del self._kept[next(iter(self._kept))]
-        prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
+        prompt = sequence.beginning(sequence.prompt_tokens)
         self._kept[name] = self._clock() + keep.seconds, _space(sequence), prompt
 
     def release(self, sequence: Sequence) -> None:
@@ -231,13 +237,24 @@ class PagedMemory:
         """
         if sequence.reports_prompt:
             return Match(), 0
-        match = self._cache.match(_space(sequence), _beginning(sequence, sequence.known - 1))
+        match = self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1))
         if self._snapshots is None:
-            return match, 0
-        length, snapshot = self._snapshots.find(_space(sequence), _beginning(sequence, match.tokens))
+            # A part of an image would be another's with the same first keys.
+            whole = sequence.outside_images(match.tokens)
+            return (match if whole == match.tokens else self._cut(match, whole)), 0
+        length, snapshot = self._snapshots.find(_space(sequence), sequence.beginning(match.tokens))
         lengths = self._snapshots.lengths(sequence.known, match.tokens)
         sequence.save_lengths = [each for each in lengths if each > length]
         return Match(length, match.pending, match.blocks[: length // self.block_size]), snapshot
+
+    def _cut(self, match: Match, tokens: int) -> Match:
+        return Match(tokens, match.pending, match.blocks[: self._blocks_of(tokens)])
+
+    def unseen(self, sequence: Sequence) -> list[Image]:
+        if sequence.reports_prompt or not self._prefix_caching:
+            return list(sequence.request.images)
+        cached = self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1)).tokens
+        return [image for image in sequence.request.images if image.start + image.length > cached]
 
     def _reserve(self, sequence: Sequence, match: Match, snapshot: int, limit: int) -> bool:
         """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
@@ -261,10 +278,11 @@ class PagedMemory:
         """Returns what was written for an earlier request with the same prompt, where the shards draft from it."""
         if not sequence.speculates:
             return ()
-        prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
-        return array(
+        prompt = sequence.beginning(sequence.prompt_tokens)
+        following = array(
             "I", self._cache.continuation(_space(sequence), prompt, sequence.request.options.stopping.max_new_tokens)
         )
+        return takewhile(lambda token: token < _FIRST_IMAGE_KEY, following)
 
     def _take(self, blocks: int) -> list[int]:
         short = blocks - self._pool.free
@@ -286,7 +304,7 @@ class PagedMemory:
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
         if tokens and self._prefix_caching:
-            self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+            self._cache.insert(_space(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
 
 
 class PaddedMemory:
@@ -336,6 +354,9 @@ class PaddedMemory:
     def keep(self, sequence: Sequence) -> None:
         """Does nothing: no tokens are kept for other sequences."""
 
+    def unseen(self, sequence: Sequence) -> list[Image]:
+        return list(sequence.request.images)
+
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]
 
@@ -349,10 +370,6 @@ class PaddedMemory:
 def _check_fits(needed: int, tokens: int) -> None:
     if needed > tokens:
         raise InvalidRequest(f"the request needs {needed:,} tokens of KV cache; the cache has {tokens:,}")
-
-
-def _beginning(sequence: Sequence, tokens: int) -> bytes:
-    return sequence.tokens[:tokens].tobytes()
 
 
 def _space(sequence: Sequence) -> Space:

@@ -25,11 +25,12 @@ from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.deadlines import DeadlineAlarm
 from tgi_server.router.scheduling.forecast import Forecast
+from tgi_server.router.scheduling.image_encoding import ImageEncoding
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
-from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
+from tgi_server.router.scheduling.sequence import MOST_WHOLE, SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
 from tgi_server.router.submission import Limits, ValidRequest
 
@@ -75,6 +76,7 @@ class Scheduler:
         prefix_caching: bool = True,
         fair: bool = False,
         admission: bool = True,
+        target_gap_ms: float = 0.0,
         clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
         recovery_timeout_s: float = 5.0,
@@ -86,6 +88,7 @@ class Scheduler:
         prefix_caching: what one request has computed is kept for others.
         fair: tenants get equal shares of the tokens, by their weights.
         admission: requests that would surely miss their deadlines are refused.
+        target_gap_ms: between two tokens of a reply while images are computed; 0: the shards' default.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
@@ -113,8 +116,11 @@ class Scheduler:
                 clock=clock,
             )
             if info.paged
-            else PaddedMemory(limits.max_batch_total_tokens)
+            else PaddedMemory(limits.max_batch_total_tokens),
+            whole_images=info.whole_images,
         )
+        self._longest_image = min(limits.max_batch_prefill_tokens, MOST_WHOLE) if info.whole_images else None
+        self._encoding = ImageEncoding(shards, self._queue, self._end, target_gap_ms)
         self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
         self._order = Order(fair=fair)
         self._admission = admission
@@ -166,17 +172,36 @@ class Scheduler:
             adapter = self._adapters.find(request.options.adapter_id) if request.options.adapter_id else None
             sequence = Sequence(request, self._speculates, adapter, self._clock())
             self.batch.memory.check_length(sequence)
+            self._check_images(request)
             self._check_time(sequence)
         except (InvalidRequest, NoSuchAdapter, CannotBeInTime, RequestTimedOut) as error:
             tell_end(request, error)
         else:
-            self._order.enter(sequence, (*self.waiting, *self.batch))
-            self.waiting.add(sequence)
             self._alarm.add(sequence.deadline)
-            self._work.set()
-            # The task may be waiting for shards that hang, and would tell only after that.
-            self._metrics.batches.queue_size(len(self.waiting))
-            self._metrics.gateway.waiting = len(self.waiting)
+            if unseen := self.batch.memory.unseen(sequence) if request.images else []:
+                self._encoding.begin(sequence, unseen)
+            else:
+                self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        if self._unhealthy is not None:
+            tell_end(sequence.request, self._unhealthy)
+            return
+        self._order.enter(sequence, (*self.waiting, *self.batch))
+        self.waiting.add(sequence)
+        self._work.set()
+        # The task may be waiting for shards that hang, and would tell only after that.
+        self._metrics.batches.queue_size(len(self.waiting))
+        self._metrics.gateway.waiting = len(self.waiting)
+
+    def _check_images(self, request: ValidRequest) -> None:
+        """Raises InvalidRequest for an image that is too large for a step, if none may be cut."""
+        longest = max((image.length for image in request.images), default=0)
+        if self._longest_image is not None and longest > self._longest_image:
+            raise InvalidRequest(
+                f"an image has {longest} tokens, which this model computes in one step; an image may have "
+                f"{self._longest_image}"
+            )
 
     def _check_time(self, sequence: Sequence) -> None:
         """Raises RequestTimedOut if its deadline has passed, CannotBeInTime if it would surely miss it."""
@@ -216,7 +241,7 @@ class Scheduler:
 
     def cancel(self, request_id: int) -> None:
         """Forgets the request; its sink hears nothing more. Unknown ids are ignored."""
-        sequence = self.waiting.get(request_id) or self.batch.get(request_id)
+        sequence = self.waiting.get(request_id) or self.batch.get(request_id) or self._encoding.get(request_id)
         if sequence is not None:
             self._end(sequence, None)
             self._show_state()
@@ -226,12 +251,12 @@ class Scheduler:
         now = self._clock()
         if not self._alarm.is_due(now):
             return
-        for sequence in [*self.waiting, *self.batch]:
+        for sequence in [*self._encoding, *self.waiting, *self.batch]:
             if sequence.deadline <= now:
                 if sequence.started and not sequence.ends_early:
                     self._forecast.missed()
                 self._end(sequence, sequence.time_up())
-        self._alarm.reset(each.deadline for each in (*self.waiting, *self.batch))
+        self._alarm.reset(each.deadline for each in (*self._encoding, *self.waiting, *self.batch))
         self._show_state()
 
     def start(self) -> None:
@@ -248,6 +273,7 @@ class Scheduler:
                 await self._task
         self._alarm.stop()
         self._adapters.close()
+        self._encoding.close()
         self._unhealthy = GenerationFailed("the server is shutting down")
         self.fail_running(self._unhealthy)
         self._fail_waiting(self._unhealthy)
@@ -357,6 +383,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
         """Ends a request, the one way there is, whether it waits or runs. outcome: None if nobody waits for it."""
+        self._encoding.leave(sequence)
         self.waiting.leave(sequence)
         self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)
         if isinstance(outcome, FinishReason):
@@ -442,6 +469,6 @@ class Scheduler:
         self._show_state()
 
     def _fail_waiting(self, error: RouterError) -> None:
-        for sequence in list(self.waiting):
+        for sequence in [*self._encoding, *self.waiting]:
             self._end(sequence, error)
         self._show_state()

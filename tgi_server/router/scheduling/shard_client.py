@@ -10,7 +10,9 @@ import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
+from tgi_server.contract import Image
 from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unhealthy
+from tgi_server.wire import image_to_message
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -288,6 +290,25 @@ class ShardedClient:
             lambda shard: shard.stub.Encode(request, timeout=timeout_s), self._shards[:1]
         )
         return responses[0]
+
+    async def encode_images(
+        self, images: Iterable[Image], target_gap_ms: float = 0.0, timeout_s: float = 300.0
+    ) -> None:
+        """Has every shard compute what the model makes of images; steps go on meanwhile.
+
+        Raises InvalidRequest for images that are none of the model's, and Unhealthy.
+        """
+        request = pb.EncodeImagesRequest(images=map(image_to_message, images), target_gap_ms=target_gap_ms)
+
+        async def encode(shard: ShardClient) -> None:
+            try:
+                await shard.stub.EncodeImages(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+                    raise InvalidRequest(error.details() or "the model cannot take the image") from error
+                raise
+
+        await self._ask_each(encode)
 
     async def load_adapter(
         self, adapter_id: str, folder: str, *, check_only: bool = False, timeout_s: float = 300.0

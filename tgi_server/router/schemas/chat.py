@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
 
+from tgi_server.router.media.images import Detail
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     SEVERAL,
@@ -24,7 +25,12 @@ from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 
 class Url(RequestModel):
-    url: str
+    """The place of an image."""
+
+    url: str = Field(description="A data URL, or one of a host of --allowed-media-domains.")
+    detail: Detail = Field(
+        default="auto", description="low: the image is scaled down to 512 pixels; the others: to what the model takes."
+    )
 
 
 class TextChunk(RequestModel):
@@ -33,7 +39,7 @@ class TextChunk(RequestModel):
 
 
 class ImageChunk(RequestModel):
-    """Known, and refused: the models served here read text only."""
+    """An image, for models that read images."""
 
     type: Literal["image_url"]
     image_url: Url

@@ -15,7 +15,7 @@ MOST_OPTIONS = 255
 
 
 def _part(part: Any) -> Any:
-    """Returns a part of a content as text. Raises for an image."""
+    """Returns a part of a content in the form that /v1/responses has for it."""
     if not isinstance(part, dict):
         return part
     match part.get("type"):
@@ -23,8 +23,6 @@ def _part(part: Any) -> Any:
             return {"type": "input_text", "text": _json(part.get("data"))}
         case "refusal":
             return {"type": "refusal", "text": part.get("refusal")}
-        case "input_image":
-            raise PydanticCustomError("image", "has an image, and this model reads text only")
     return part
 
 

@@ -41,6 +41,7 @@ class Info(ResponseModel, kw_only=True):
     validation_workers: int
     max_client_batch_size: int
     speculate: int
+    reads_images: bool
     router: str
     version: str
     sha: str | None = None

@@ -28,15 +28,30 @@ class TextBlock(RequestModel):
     text: str
 
 
+class Base64Image(RequestModel):
+    """The bytes of an image."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlImage(RequestModel):
+    """The URL of an image, which is a data URL, or one of a host of --allowed-media-domains."""
+
+    type: Literal["url"]
+    url: str
+
+
 class ImageBlock(RequestModel):
-    """Known, and refused: the models served here read text only."""
+    """An image, for models that read images."""
 
     type: Literal["image"]
-    source: Any = None
+    source: Annotated[Base64Image | UrlImage, Field(discriminator="type")]
 
 
 class DocumentBlock(RequestModel):
-    """Known, and refused, as images are."""
+    """Known, and refused."""
 
     type: Literal["document"]
     source: Any = None

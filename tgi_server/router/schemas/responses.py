@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field, RootModel
 
+from tgi_server.router.media.images import Detail
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     Items,
@@ -25,7 +26,7 @@ from tgi_server.router.schemas.openai import TextParameters
 
 
 class TextPart(RequestModel):
-    """A piece of text. Images and files are refused: the models served here read text only."""
+    """A piece of text. Files are refused."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str = ""
@@ -40,10 +41,34 @@ Content = Annotated[
 ]
 
 
+class InputImage(RefusingModel):
+    """An image, for models that read images."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": ()}
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="A data URL, or one of a host of --allowed-media-domains.")
+    detail: Detail = Field(
+        default="auto", description="low: the image is scaled down to 512 pixels; the others: to what the model takes."
+    )
+
+
+InputPart = Annotated[TextPart | InputImage, Field(discriminator="type")]
+
+# Texts and images.
+MixedContent = Annotated[
+    Items[InputPart],
+    BeforeValidator(
+        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
+        json_schema_input_type=str | Items[InputPart],
+    ),
+]
+
+
 class InputMessage(RequestModel):
     type: Literal["message"] = "message"
     role: str
-    content: Content
+    content: MixedContent
 
 
 class FunctionCall(RequestModel):
@@ -58,7 +83,7 @@ class FunctionCall(RequestModel):
 class FunctionCallOutput(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: MixedContent
 
 
 class ReasoningItem(RequestModel):

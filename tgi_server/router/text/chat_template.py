@@ -163,7 +163,9 @@ class ChatTemplate:
         prefix = options.prefix(messages[-1])
         if prefix is not None:
             text = prefix.rstrip() + _OPEN_END
-            begun = text if isinstance(messages[-1]["content"], str) else as_parts(text)
+            content = messages[-1]["content"]
+            images = [] if isinstance(content, str) else [part for part in content if part["type"] == "image"]
+            begun = text if isinstance(content, str) else images + as_parts(text)
             messages = [*messages[:-1], {**messages[-1], "content": begun}]
         template = self._templates[self._name(tools=bool(tools))]
         try:
@@ -180,6 +182,16 @@ class ChatTemplate:
         except Exception as error:  # a template may trip over anything that a client sends
             raise InvalidTemplate(f"the chat template cannot show these messages: {error}") from error
         return prompt if prefix is None else _leave_open(prompt)
+
+    def image_text(self, placeholder: str) -> str:
+        """Returns what the template writes for an image, with its placeholder."""
+        if not self._templates:
+            return placeholder
+        template, text = self._templates[self._name(tools=False)], as_parts(_SOUGHT)
+        one, none = (self._try(template, [{"role": "user", "content": each}]) for each in (as_parts(None) + text, text))
+        start = next((place for place, pair in enumerate(zip(one, none, strict=False)) if pair[0] != pair[1]), 0)
+        shown = one[start : start + len(one) - len(none)].strip()
+        return shown if shown.count(placeholder) == 1 else placeholder
 
     def _roles_in_parts(self, template: Template) -> frozenset[str]:
         """Returns the roles whose content the template reads only as a list of parts."""
@@ -247,12 +259,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 def content_text(content: ShownContent) -> str:
     """Returns the text of content as a template gets it."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def as_parts(*texts: str) -> list[dict[str, Any]]:
-    """Returns content as a list, which is never empty: some templates look at its first part."""
-    return [{"type": "text", "text": text} for text in texts or ("",)]
+def as_parts(*texts: str | None) -> list[dict[str, Any]]:
+    """Returns content as a list, which is never empty: some templates look at its first part. None: an image."""
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts or ("",)]
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

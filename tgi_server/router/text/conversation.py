@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from shared.logging import one_line
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.media.images import ImageSource
 from tgi_server.router.text.chat_template import RESERVED, ChatTemplate, RenderOptions, as_parts
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tools import ToolSpec
@@ -31,10 +32,10 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of a conversation, in no interface's words. texts: the parts of its content."""
+    """A message of a conversation, in no interface's words. parts: of its content, texts and images."""
 
     role: str
-    texts: tuple[str, ...] = ()
+    parts: tuple[str | ImageSource, ...] = ()
     reasoning: str | None = None
     calls: tuple[PastCall, ...] = ()
     name: str | None = None
@@ -42,7 +43,11 @@ class Turn:
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def images(self) -> list[ImageSource]:
+        return [part for part in self.parts if isinstance(part, ImageSource)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class Conversation:
     def said(self) -> str:
         """The text of all turns."""
         return "\n".join(turn.text for turn in self.turns)
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images of all turns, in their order."""
+        return [image for turn in self.turns for image in turn.images]
 
 
 def template_variables(
@@ -130,8 +140,9 @@ def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool)
     developer: the template's role for OpenAI's `developer`.
     """
     role = developer if turn.role == _DEVELOPER else turn.role
-    in_parts = template.reads_parts(role, tools=tools)
-    shown: dict[str, Any] = {"role": role, "content": as_parts(*turn.texts) if in_parts else turn.text}
+    in_parts = bool(turn.images) or template.reads_parts(role, tools=tools)
+    parts = (part if isinstance(part, str) else None for part in turn.parts)
+    shown: dict[str, Any] = {"role": role, "content": as_parts(*parts) if in_parts else turn.text}
     if turn.reasoning is not None:
         shown["reasoning_content"] = turn.reasoning
         if not (turn.calls and shown["content"]):  # which gpt-oss refuses

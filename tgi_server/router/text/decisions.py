@@ -187,7 +187,8 @@ def with_question(turns: Sequence[Turn], text: str) -> list[Turn]:
     """Returns the conversation with the question as its end: in the user's last message, if that is the last one."""
     if turns and turns[-1].role == "user":
         last = turns[-1]
-        return [*turns[:-1], Turn("user", (f"{last.text}\n\n{text}",), name=last.name)]
+        parts = (*last.parts, f"\n\n{text}") if last.images else (f"{last.text}\n\n{text}",)
+        return [*turns[:-1], Turn("user", parts, name=last.name)]
     return [*turns, Turn("user", (text,))]
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
-from tgi_server.contract import GenerationOptions, Grammar, GrammarKind
+from tgi_server.contract import GenerationOptions, Grammar, GrammarKind, Image
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
+from tgi_server.router.media.images import ImageReader
 from tgi_server.router.options import Dialect, with_seeds
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits
@@ -21,12 +22,13 @@ class PreparedRequest:
     """A prompt as tokens, and options that keep every rule.
 
     input_ids: the prompt, cut to `truncate`. unenforced: constraints of the grammar that are left to the model, each as
-    a line.
+    a line. images: of the prompt.
     """
 
     input_ids: list[int]
     options: GenerationOptions
     unenforced: tuple[str, ...] = ()
+    images: tuple[Image, ...] = ()
 
     @property
     def seed(self) -> int | None:
@@ -52,6 +54,7 @@ class Preparer:
     compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
     a line; raises InvalidRequest for one that cannot be used.
     adapters: that requests may name. end_tokens: that end a text. thoughts: what stands around the model's thoughts.
+    images: finds the places of images; None: the model reads none.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Preparer:
         adapters: Adapters,
         end_tokens: Collection[int] = (),
         thoughts: ReasoningTags | None = None,
+        images: ImageReader | None = None,
     ) -> None:
+        self._images = images
         self._limits = limits
         self._threads = threads
         self._vocab_size = vocab_size
@@ -96,6 +101,8 @@ class Preparer:
         if not prompt.text and not prompt.token_ids:
             raise InvalidRequest(f"`{dialect.prompt}` must not be empty")
         truncate = options.truncate
+        if truncate and prompt.images:
+            raise InvalidRequest("`truncate` cannot be used with images: a part of one has no meaning")
 
         def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
@@ -129,7 +136,8 @@ class Preparer:
             self._tokenizer_read = True
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
-        return PreparedRequest(input_ids, prepared, unenforced)
+        images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
+        return PreparedRequest(input_ids, prepared, unenforced, images)
 
     def _check_adapter(self, adapter_id: str, dialect: Dialect) -> None:
         try:

@@ -13,12 +13,13 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.media.images import ProcessedImage
 from tgi_server.router.text.truncation import last_ids
 
 logger = logging.getLogger(__name__)
@@ -63,17 +64,45 @@ class Literal:
         """Returns True if all special tokens in a text are the template's."""
         return self.tokens.in_text(text) == self.token_ids
 
+    def filled(self, placeholder: str, texts: Sequence[str]) -> "Literal":
+        """Returns the prompt with the texts in the places of a placeholder. See RenderedPrompt.with_images."""
+        tokens, left, token_ids = self.tokens, iter(texts), []
+        for token_id in self.token_ids:
+            token_ids += tokens.in_text(next(left, "")) if token_id == tokens.spelled(placeholder) else [token_id]
+        hidden = None
+        if self.hidden is not None:
+            hidden = _filled(self.hidden, tokens.hide(placeholder), list(map(tokens.hide, texts)))
+        return replace(self, hidden=hidden, token_ids=token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """A conversation as text. literal: None where nothing in it could be taken for a special token.
 
-    token_ids: of a prompt that came as tokens.
+    token_ids: of a prompt that came as tokens. images: whose tokens are in the text.
     """
 
     text: str
     literal: Literal | None = None
     token_ids: Sequence[int] | None = None
+    images: tuple[ProcessedImage, ...] = ()
+
+    def with_images(self, images: Sequence[ProcessedImage]) -> "RenderedPrompt":
+        """Returns the prompt with the tokens of images where the template has put placeholders.
+
+        Raises InvalidRequest if there are not as many of these.
+        """
+        if not images:
+            return self
+        placeholder, texts = images[0].placeholder, [image.text for image in images]
+        text = _filled(self.text, placeholder, texts)
+        literal = None if self.literal is None else self.literal.filled(placeholder, texts)
+        if text is None and (literal is None or literal.hidden is None):
+            raise InvalidRequest(
+                f"the prompt has {self.text.count(placeholder)} places for images ({placeholder}), and the request has "
+                f"{len(images)}: the chat template shows none in some of the messages, or a message spells a place"
+            )
+        return replace(self, text=self.text if text is None else text, literal=literal, images=tuple(images))
 
     def checked(self, encoding: Encoding) -> tuple[str, Encoding]:
         """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.
@@ -155,7 +184,11 @@ class SpecialTokens:
             sparing = render(*_mapped(conversation, self._sparingly_masked))
             masked = sparing if self.in_text(sparing) == token_ids else masked
         usable = self._literal is not None and not any(_has(_PRIVATE, each, _LONGEST_PRIVATE) for each in texts)
-        return RenderedPrompt(text, Literal(self, self._hide(masked) if usable else None, token_ids, spelled))
+        return RenderedPrompt(text, Literal(self, self.hide(masked) if usable else None, token_ids, spelled))
+
+    def spelled(self, text: str) -> int | None:
+        """Returns the special token of this spelling; None if there is none."""
+        return self._spelled.get(text)
 
     def encode(self, hidden: str) -> tuple[str, Encoding]:
         """Returns a prompt with private spellings as it is read, and its tokens."""
@@ -168,7 +201,8 @@ class SpecialTokens:
         assert self._pattern is not None
         return [self._spelled[found[0]] for found in _matches(self._pattern, text, self._longest)]
 
-    def _hide(self, masked: str) -> str:
+    def hide(self, masked: str) -> str:
+        """Returns a text with masks as it was, and with private spellings for the special tokens in it."""
         assert self._pattern is not None
         hidden = _replaced(self._pattern, masked, self._longest, lambda found: self._hidden[found[0]])
         if "\\udb" in hidden:  # the template writes JSON of ASCII only
@@ -225,6 +259,14 @@ def _replaced(pattern: re.Pattern[str], text: str, longest: int, change: Callabl
         parts += (text[start : match.start()], change(match))
         start = match.end()
     return "".join((*parts, text[start:])) if parts else text
+
+
+def _filled(text: str, placeholder: str, texts: Sequence[str]) -> str | None:
+    """Returns the text with `texts` in the places of a placeholder; None if there are not as many of these."""
+    between = text.split(placeholder)
+    if len(between) != len(texts) + 1:
+        return None
+    return "".join(part for pair in zip(between, [*texts, ""], strict=True) for part in pair)
 
 
 def _translated(text: str, table: Mapping[int, str]) -> str:

@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from tests.image_processors import as_file, photograph
-from tgi_server.router.media.worker import BadImage, decoded
+from tgi_server.router.media.messages import UnusableImage
+from tgi_server.router.media.worker import decoded
 
 PIXELS = 10_000
 
@@ -44,7 +45,7 @@ def animation(kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_an_animation_is_refused(kind):
-    with pytest.raises(BadImage, match="animated"):
+    with pytest.raises(UnusableImage, match="animated"):
         decoded(animation(kind), PIXELS)
 
 
@@ -73,7 +74,7 @@ def bomb() -> bytes:
     ],
 )
 def test_what_cannot_be_used(data, reason):
-    with pytest.raises(BadImage, match=reason):
+    with pytest.raises(UnusableImage, match=reason):
         decoded(data, PIXELS)
 
 
@@ -83,5 +84,5 @@ def test_broken_files_are_refused():
         broken = whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]
         try:
             assert decoded(broken, PIXELS).mode == "RGB"
-        except BadImage as error:
+        except UnusableImage as error:
             assert str(error)  # noqa: PT017  # most of the changes are seen in the image alone

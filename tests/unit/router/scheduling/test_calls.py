@@ -20,7 +20,7 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
     assert (message.id, list(message.input_ids), message.max_new_tokens, message.top_n_tokens) == (7, [1, 2], 5, 3)
     assert not message.ignore_eos
     assert (message.sampling.seed, dict(message.sampling.logit_bias)) == (11, {4: -2.0})
-    sent = calls.prefill_call(3, [(message, request.options.grammar)], [], [], decode=False).prefill.requests[0]
+    sent = calls.prefill_call(3, [(message, request.options.grammar, ())], [], [], decode=False).prefill.requests[0]
     assert (sent.grammar.type, sent.grammar.value) == (pb.Grammar.LARK, "start: /a/")
     assert not message.HasField("grammar")
     assert (message.adapter_id, dict(message.trace_context)) == ("chef#3", {"traceparent": "00-1"})
@@ -43,7 +43,7 @@ def test_a_message_is_completed_anew_each_time_the_request_joins() -> None:
 
 def test_calls() -> None:
     joining = calls.request_message(recorded_request(7, [1, 2])[0])
-    prefill = calls.prefill_call(3, [(joining, None)], [(7, 2)], [(6, 9)], decode=True).prefill
+    prefill = calls.prefill_call(3, [(joining, None, ())], [(7, 2)], [(6, 9)], decode=True).prefill
     assert (prefill.batch_id, prefill.requests[0].id, prefill.decode) == (3, 7, True)
     assert [(chunk.request_id, chunk.tokens) for chunk in prefill.chunks] == [(7, 2)]
     assert [(grant.request_id, list(grant.block_ids)) for grant in prefill.grants] == [(6, [9])]

@@ -319,10 +319,15 @@ def test_each_template_of_a_model_is_looked_at():
     assert not both.reads_parts("user", tools=True)
 
 
-def test_images_are_refused():
-    image = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
-    with pytest.raises(InvalidRequest, match="images"):
-        render({"role": "user", "content": image})
+def test_images_stand_where_they_are_in_a_message():
+    image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    content = [{"type": "text", "text": "this"}, image, {"type": "text", "text": "and that"}, image]
+    source = (
+        "{% for p in messages[0].content %}{% if p.type == 'image' %}<img>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    )
+    assert render({"role": "user", "content": content}, source=source) == "this<img>and that<img>"
+    template = ChatTemplate(TokenizerConfig(chat_templates={"default": f"user: {source} end"}))
+    assert template.image_text("<img>") == "<img>"
 
 
 def test_names_and_tool_results_are_kept():

@@ -46,7 +46,7 @@ def chat_routes(service: Service) -> APIRouter:
 async def answer_chat(exchange: Exchange, request: ChatRequest) -> Response:
     """Responds with the next message of a conversation."""
     service = exchange.service
-    prompt = await prompt_for_chat(service, exchange.size, lambda: plan_chat(service, request))
+    prompt = await prompt_for_chat(exchange, lambda: plan_chat(service, request))
     exchange.reserve(prompt.checked.options.n - 1)
     return _stream(exchange, request, prompt) if request.stream else await _whole(exchange, prompt)
 

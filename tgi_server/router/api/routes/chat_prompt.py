@@ -1,11 +1,13 @@
 """A chat that is to be answered, whichever interface it came by: its plan, and the prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tgi_server.contract import GenerationOptions
+from tgi_server.router.api.exchange import Exchange
 from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import (
     AllowedTools,
@@ -13,6 +15,7 @@ from tgi_server.router.schemas.chat import (
     ImageChunk,
     Message,
     NamedTool,
+    RefusalChunk,
     TextChunk,
     ToolChoice,
 )
@@ -72,8 +75,9 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
     return ChatPlan(Dialect.CHAT, conversation_of(request, use), use, options, request.include_reasoning)
 
 
-async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPlan]) -> ChatPrompt:
-    """Returns the prompt, and the grammar of the answer. size: bytes of the request. Raises InvalidRequest."""
+async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> ChatPrompt:
+    """Returns the prompt, and the grammar of the answer. Raises InvalidRequest."""
+    service, size = exchange.service, exchange.size
     form = service.text.answer_form
 
     def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], Reader] | None]:
@@ -89,6 +93,7 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
         return made, prompt, replace(made.options, grammar=form.grammar(made.use, answer, thinking=thinking)), readers
 
     made, prompt, options, readers = await service.text.threads.run(size, prepare)
+    prompt = await with_images(service, prompt, made.conversation.images, exchange.hold)
     checked = await service.preparer.prepare(
         prompt, options, made.dialect, add_special_tokens=False, spans_of=made.conversation.said, size=size
     )
@@ -96,9 +101,25 @@ async def prompt_for_chat(service: Service, size: int, plan: Callable[[], ChatPl
 
 
 def render(service: Service, conversation: Conversation) -> RenderedPrompt:
-    """Returns the prompt. Raises InvalidRequest."""
+    """Returns the prompt, with placeholders for images. Raises InvalidRequest, also if the model reads none."""
+    check_images(service, conversation.images)
     tool_prompt = service.text.answer_form.tool_prompt
     return render_conversation(service.text.template, conversation, service.text.special_tokens, tool_prompt)
+
+
+def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
+    """Raises InvalidRequest if there are images, and the model reads none."""
+    if sources and service.text.images is None:
+        raise InvalidRequest(f"images are not supported: {service.text.no_images}", param=sources[0].place)
+
+
+async def with_images(
+    service: Service, prompt: RenderedPrompt, sources: Sequence[ImageSource], hold: Callable[[int], None]
+) -> RenderedPrompt:
+    """Returns the prompt with the tokens of its images. hold: counts the bytes of these. Raises InvalidRequest."""
+    if service.text.images is None or not sources:
+        return prompt
+    return prompt.with_images(await service.text.images.read(sources, hold))
 
 
 def tools_of(request: ChatRequest) -> ToolUse:
@@ -111,7 +132,7 @@ def tools_of(request: ChatRequest) -> ToolUse:
 def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
     """Returns the conversation. use: the tools that are shown. Raises InvalidRequest."""
     return Conversation(
-        list(map(_turn, request.messages)),
+        [_turn(message, f"messages[{index}]") for index, message in enumerate(request.messages)],
         use.tools,
         template_variables(request.chat_template_kwargs, effort=request.reasoning_effort, documents=request.documents),
         request.tool_prompt,
@@ -120,26 +141,35 @@ def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
     )
 
 
-def _turn(message: Message) -> Turn:
+def _turn(message: Message, place: str) -> Turn:
     calls = (
         PastCall(call.id, call.function.name, call.function.arguments, call.type) for call in message.tool_calls or ()
     )
     return Turn(
-        message.role, _texts(message), message.reasoning_content, tuple(calls), message.name, message.tool_call_id
+        message.role,
+        _parts(message, place),
+        message.reasoning_content,
+        tuple(calls),
+        message.name,
+        message.tool_call_id,
     )
 
 
-def _texts(message: Message) -> tuple[str, ...]:
-    """Returns the texts of a message's parts. Raises InvalidRequest for images."""
+def _parts(message: Message, place: str) -> tuple[str | ImageSource, ...]:
+    """Returns the texts and images of a message. place: where it stands in the request."""
     content = message.content.root if message.content is not None else ""
     if isinstance(content, str):
         return (content,)
-    texts: list[str] = []
-    for chunk in content:
-        if isinstance(chunk.root, ImageChunk):
-            raise InvalidRequest("images are not supported: this model reads text only", param="messages")
-        texts.append(chunk.root.text if isinstance(chunk.root, TextChunk) else chunk.root.refusal)
-    return tuple(texts)
+    parts: list[str | ImageSource] = []
+    for index, chunk in enumerate(content):
+        match chunk.root:
+            case ImageChunk(image_url=image):
+                parts.append(ImageSource(image.url, f"{place}.content[{index}]", image.detail))
+            case TextChunk(text=text):
+                parts.append(text)
+            case RefusalChunk(refusal=refusal):
+                parts.append(refusal)
+    return tuple(parts)
 
 
 def _choice(request: ChatRequest) -> Choice | None:

@@ -14,7 +14,7 @@ from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respo
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
-from tgi_server.router.api.routes.generate import generate_whole, stream_generation, tgi_options
+from tgi_server.router.api.routes.generate import generate_whole, prompt_of, stream_generation, tgi_options
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatRequest
@@ -32,7 +32,6 @@ from tgi_server.router.schemas.generate import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.preparation import PreparedRequest
-from tgi_server.router.text.special_tokens import RenderedPrompt
 
 
 def compatibility_routes(service: Service) -> APIRouter:
@@ -124,8 +123,8 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
                 raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
             return planned
 
-        prompt = await prompt_for_chat(service, exchange.size, plan)
+        prompt = await prompt_for_chat(exchange, plan)
         return prompt.text, prompt.checked
     options = tgi_options(service, instance.parameters or GenerateParameters())
-    prompt_text = RenderedPrompt(instance.inputs)
-    return instance.inputs, await service.preparer.prepare(prompt_text, options, Dialect.TGI, size=exchange.size)
+    rendered = await prompt_of(exchange, instance.inputs)
+    return instance.inputs, await service.preparer.prepare(rendered, options, Dialect.TGI, size=exchange.size)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.routes.chat_prompt import render
+from tgi_server.router.api.routes.chat_prompt import render, with_images
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.api.routes.response_request import input_turns
 from tgi_server.router.errors import InvalidRequest
@@ -201,14 +201,15 @@ async def _ask(
     """Returns a prompt of a question. Raises InvalidRequest."""
     service = exchange.service
 
-    def prepare() -> tuple[Labels, RenderedPrompt]:
+    def prepare() -> tuple[Labels, RenderedPrompt, Conversation]:
         own = service.decisions.labels.get(question.kind, ())
         labels = labels_of(question, order, settings.scoring, service.text.tokenizer, own)
         text = prompt_of(question, order, labels, settings.scoring)
         conversation = Conversation(with_question(turns, text), variables=thinking_switches(on=False))
-        return labels, render(service, conversation)
+        return labels, render(service, conversation), conversation
 
-    labels, prompt = await service.text.threads.run(exchange.size, prepare)
+    labels, prompt, conversation = await service.text.threads.run(exchange.size, prepare)
+    prompt = await with_images(service, prompt, conversation.images, exchange.hold)
     deepest = max(map(len, labels.tokens))
     stopping = replace(settings.options.stopping, max_new_tokens=deepest)
     options = replace(settings.options, stopping=stopping)

@@ -1,5 +1,6 @@
 """/generate and /generate_stream."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS
 from tgi_server.router.api.encoding import EVENTS, event, known_logprob, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect, check_streaming
 from tgi_server.router.schemas.generate import (
     BestOfSequence,
@@ -33,6 +35,9 @@ from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
+
+_IMAGE_BEGINS = "![]("
+_IMAGE = re.compile(r"!\[\]\(((?:data:|https?://)[^)\s]*)\)", re.IGNORECASE)
 
 
 def generate_routes(service: Service) -> APIRouter:
@@ -66,15 +71,31 @@ def tgi_options(service: Service, parameters: GenerateParameters, cache_salt: st
     return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
 
 
+async def prompt_of(exchange: Exchange, inputs: str) -> RenderedPrompt:
+    """Returns a prompt in which Markdown images, as TGI has them, are the tokens of images. Raises InvalidRequest.
+
+    For a model that reads no images they are text.
+    """
+    text = exchange.service.text
+    if text.images is None or _IMAGE_BEGINS not in inputs:
+        return RenderedPrompt(inputs)
+    parts = await text.threads.run(len(inputs), lambda: _IMAGE.split(inputs))
+    sources = [ImageSource(url, f"image {number} of inputs") for number, url in enumerate(parts[1::2], 1)]
+    images = await text.images.read(sources, exchange.hold)
+    for number, image in enumerate(images):
+        shown = text.template.image_text(image.placeholder)
+        parts[2 * number + 1] = shown.replace(image.placeholder, image.text)
+    return RenderedPrompt("".join(parts), images=images)
+
+
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """Responds in one piece. in_list: with a list of one, as `/` does."""
     options = tgi_options(exchange.service, request.parameters, request.cache_salt)
     details = request.parameters.details or options.report.prefill_logprobs
     best_of = options.best_of or 1
     options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
-    checked = await exchange.service.preparer.prepare(
-        RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size
-    )
+    prompt = await prompt_of(exchange, request.inputs)
+    checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
     if best_of > 1:
         exchange.reserve(best_of - 1)
     requests = checked.times(best_of)
@@ -166,12 +187,12 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Res
     options = tgi_options(exchange.service, parameters, request.cache_salt)
     check_streaming(options)
     options = replace(options, report=replace(options.report, logprobs=True))
-    prepare = exchange.service.preparer.prepare
-    checked = await prepare(RenderedPrompt(request.inputs), options, Dialect.TGI, size=exchange.size)
+    prompt = await prompt_of(exchange, request.inputs)
+    checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
     outbox = Outbox()
-    prompt = request.inputs if parameters.return_full_text else ""
+    repeated = request.inputs if parameters.return_full_text else ""
     events = _TokenEvents(
-        outbox, exchange.service.text.tokenizer, seed=checked.seed, details=parameters.details, prompt=prompt
+        outbox, exchange.service.text.tokenizer, seed=checked.seed, details=parameters.details, prompt=repeated
     )
     exchange.generate(checked, events, exchange.stream_end(outbox))
     return exchange.stream(outbox, characters=len(request.inputs))

@@ -110,6 +110,7 @@ def _info(service: Service) -> Info:
         validation_workers=service.policy.validation_workers,
         max_client_batch_size=limits.max_client_batch_size,
         speculate=service.model.speculate,
+        reads_images=service.text.images is not None,
         router="text-generation-router",
         version=_comparable(service.model.version),
         quantization=service.model.quantization,

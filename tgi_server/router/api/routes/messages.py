@@ -13,9 +13,10 @@ from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response, named_event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
+from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
-from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render
+from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render, with_images
 from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
 from tgi_server.router.api.routes.tokenize import reading, tokens_of
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
@@ -39,6 +40,8 @@ from tgi_server.router.schemas.messages import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
+from tgi_server.router.text.conversation import Conversation
+from tgi_server.router.text.special_tokens import RenderedPrompt
 
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
@@ -66,7 +69,13 @@ def message_routes(service: Service) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         async with reading(service, request, CountTokensRequest) as (body, size):
-            prompt = await service.text.threads.run(size, lambda: render(service, conversation_of(body)))
+
+            def prepare() -> tuple[Conversation, RenderedPrompt]:
+                conversation = conversation_of(body)
+                return conversation, render(service, conversation)
+
+            conversation, prompt = await service.text.threads.run(size, prepare)
+            prompt = await with_images(service, prompt, conversation.images, lease_of(request.scope).hold)
             _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             return json_response(CountedTokens(input_tokens=len(tokens)))
 
@@ -75,7 +84,7 @@ def message_routes(service: Service) -> APIRouter:
 
 async def _answer(exchange: Exchange, request: MessagesRequest) -> Response:
     service = exchange.service
-    prompt = await prompt_for_chat(service, exchange.size, lambda: plan_message(service, request))
+    prompt = await prompt_for_chat(exchange, lambda: plan_message(service, request))
     return _stream(exchange, prompt) if request.stream else await _whole(exchange, prompt)
 
 

@@ -1,14 +1,15 @@
 """A request of Anthropic's interface as the chat that is to be answered."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from tgi_server.router.api.routes.chat_prompt import ChatPlan
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.messages import (
+    DocumentBlock,
+    ImageBlock,
     InputTurn,
     MessagesParameters,
     MessagesRequest,
@@ -17,6 +18,7 @@ from tgi_server.router.schemas.messages import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    UrlImage,
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import (
@@ -54,8 +56,8 @@ def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> 
     effort = request.output_config.effort if request.output_config is not None else None
     chosen = thinking_switches(on=_thinks(request)) | (request.chat_template_kwargs or {})
     turns = [Turn("system", tuple(block.text for block in request.system))] if request.system else []
-    for message in request.messages:
-        turns += _turns(message)
+    for index, message in enumerate(request.messages):
+        turns += _turns(message, f"messages[{index}]")
     return Conversation(turns, (use or tools_of(request)).tools, template_variables(chosen, effort=effort))
 
 
@@ -98,32 +100,40 @@ def _choice(request: MessagesParameters) -> Choice | None:
             return Choice(required=True, only=[selected.name], parallel=parallel)
 
 
-def _turns(message: InputTurn) -> list[Turn]:
-    """Returns a message as turns: each result of a tool is a turn of its own. Raises InvalidRequest for images."""
+def _turns(message: InputTurn, place: str) -> list[Turn]:
+    """Returns a message as turns: each result of a tool is a turn of its own. place: where it stands in the request.
+
+    Raises InvalidRequest for documents.
+    """
     turns: list[Turn] = []
-    texts: list[str] = []
+    parts: list[str | ImageSource] = []
     calls: list[PastCall] = []
     thoughts: list[str] = []
-    for block in message.content:
+    for index, block in enumerate(message.content):
+        own = f"{place}.content[{index}]"
         match block.root:
             case ToolResultBlock(tool_use_id=call_id, content=content):
-                turns.append(Turn("tool", _texts([part.root for part in content]), tool_call_id=call_id))
+                results = (_part(each.root, f"{own}.content[{number}]") for number, each in enumerate(content))
+                turns.append(Turn("tool", tuple(results), tool_call_id=call_id))
             case ToolUseBlock(id=call_id, name=name, input=arguments):
                 calls.append(PastCall(call_id, name, arguments))
             case ThinkingBlock(thinking=thinking):
                 thoughts.append(thinking)
             case RedactedThinkingBlock():
                 pass
-            case other:
-                texts += _texts([other])
-    if texts or calls or thoughts or not turns:
-        turns.append(Turn(message.role, tuple(texts), "".join(thoughts) or None, tuple(calls)))
+            case TextBlock() | ImageBlock() | DocumentBlock() as other:
+                parts.append(_part(other, own))
+    if parts or calls or thoughts or not turns:
+        turns.append(Turn(message.role, tuple(parts), "".join(thoughts) or None, tuple(calls)))
     return turns
 
 
-def _texts(blocks: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the texts of blocks. Raises InvalidRequest for images and documents."""
-    for block in blocks:
-        if not isinstance(block, TextBlock):
-            raise InvalidRequest(f"blocks of the type `{block.type}` are not supported: this model reads text only")
-    return tuple(block.text for block in blocks)
+def _part(block: TextBlock | ImageBlock | DocumentBlock, place: str) -> str | ImageSource:
+    """Returns a block as a part of a turn. Raises InvalidRequest for a document."""
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, DocumentBlock):
+        raise InvalidRequest(f"blocks of the type `{block.type}` are not supported: this model reads no documents")
+    source = block.source
+    url = source.url if isinstance(source, UrlImage) else f"data:{source.media_type};base64,{source.data}"
+    return ImageSource(url, place)

@@ -11,6 +11,7 @@ from tgi_server.router.api.routes.chat_prompt import ChatPlan
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.responses import (
     AllowedFunctions,
@@ -18,6 +19,7 @@ from tgi_server.router.schemas.responses import (
     FunctionCall,
     FunctionCallOutput,
     FunctionTool,
+    InputImage,
     InputMessage,
     ReasoningItem,
     ResponsesRequest,
@@ -48,16 +50,16 @@ def input_turns(items: str | Sequence[InputMessage | FunctionCall | FunctionCall
             calls.clear()
         turns.append(turn)
 
-    for item in items:
+    for index, item in enumerate(items):
         match item:
             case InputMessage(role=role, content=content):
-                begin(Turn(role, (_text(content),)))
+                begin(Turn(role, _parts(content, f"input[{index}].content")))
             case FunctionCall(call_id=call_id, name=name, arguments=arguments):
                 if not turns or turns[-1].role != "assistant":
                     begin(Turn("assistant"))
                 calls.append(PastCall(call_id, name, arguments))
             case FunctionCallOutput(call_id=call_id, output=output):
-                begin(Turn("tool", (_text(output),), tool_call_id=call_id))
+                begin(Turn("tool", _parts(output, f"input[{index}].output"), tool_call_id=call_id))
             case ReasoningItem(content=content, summary=summary):
                 thoughts = _text(content or summary or ())
                 continue
@@ -74,7 +76,7 @@ def output_turns(output: Sequence[ResponseItem]) -> list[Turn]:
     turn = Turn("assistant")
     for item in output:
         if item.kind == "message":
-            turn = replace(turn, texts=(item.text,))
+            turn = replace(turn, parts=(item.text,))
         elif item.kind == "reasoning":
             turn = replace(turn, reasoning=item.text)
         else:
@@ -137,6 +139,19 @@ def _form(request: ResponsesRequest) -> Grammar | None:
     if form.json_schema is None:
         raise InvalidRequest("`text.format` of the type `json_schema` needs a `schema`", param="text.format.schema")
     return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,))
+
+
+def _parts(content: Sequence[TextPart | InputImage], place: str) -> tuple[str | ImageSource, ...]:
+    """Returns the images of a content, and its texts, joined where no image stands between them. place: of the list."""
+    parts: list[str | ImageSource] = []
+    for index, part in enumerate(content):
+        if isinstance(part, InputImage):
+            parts.append(ImageSource(part.image_url, f"{place}[{index}]", part.detail))
+        elif parts and isinstance(last := parts[-1], str):
+            parts[-1] = last + part.text
+        else:
+            parts.append(part.text)
+    return tuple(parts) or ("",)
 
 
 def _text(content: Sequence[TextPart]) -> str:

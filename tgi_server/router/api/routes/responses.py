@@ -132,7 +132,7 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         return conversation, plan, _Response(request, plan.options.adapter_id or service.model.names[0])
 
     conversation, plan, response = await service.text.threads.handle_text(exchange.size, prepare, at_once=SMALL)
-    prompt = await prompt_for_chat(service, exchange.size, lambda: plan)
+    prompt = await prompt_for_chat(exchange, lambda: plan)
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
     items = ResponseItems(emit)

@@ -15,7 +15,8 @@ from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response
 from tgi_server.router.api.exchange import DirectRoute, owner_of
-from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
+from tgi_server.router.api.memory import lease_of
+from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of, with_images
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, SimpleToken, TokenizeRequest
@@ -52,6 +53,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         async with reading(service, request, ChatRequest) as (asked, size):
             conversation = conversation_of(asked, tools_of(asked))
             prompt = await service.text.threads.run(size, lambda: render(service, conversation))
+            prompt = await with_images(service, prompt, conversation.images, lease_of(request.scope).hold)
             text, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             return json_response(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
 

@@ -44,7 +44,7 @@ def warm_routes(service: Service) -> APIRouter:
 async def _warm(exchange: Exchange) -> Response:
     request = await exchange.read_by(lambda body: _read(exchange, body))
     if isinstance(request, WarmChatRequest):
-        chat = await prompt_for_chat(exchange.service, exchange.size, lambda: plan_chat(exchange.service, request))
+        chat = await prompt_for_chat(exchange, lambda: plan_chat(exchange.service, request))
         characters, checked = len(chat.text), chat.checked
     else:
         characters, checked = await _completion(exchange, request)

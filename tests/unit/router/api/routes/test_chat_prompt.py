@@ -1,11 +1,13 @@
 """A chat request is planned by its rules, and its prompt is made with its tools or for a text."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.fakes.router_service import RouterService
 from tgi_server.contract import GrammarKind
+from tgi_server.router.api.exchange import Exchange
 from tgi_server.router.api.routes.chat_prompt import (
     ChatPrompt,
     conversation_of,
@@ -26,7 +28,8 @@ def request(**fields: Any) -> ChatRequest:
 
 
 async def prompt_for(router: RouterService, asked: ChatRequest) -> ChatPrompt:
-    return await prompt_for_chat(router.service, 10, lambda: plan_chat(router.service, asked))
+    exchange = cast(Exchange, SimpleNamespace(service=router.service, size=10, hold=lambda size: None))
+    return await prompt_for_chat(exchange, lambda: plan_chat(router.service, asked))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""What the router and the processes that decode images say to each other, over pipes.
+
+A message is preceded by its size in eight bytes, and followed by the bytes that it announces.
+"""
+
+import struct
+from typing import Any, BinaryIO
+
+import msgspec
+
+SIZE = struct.Struct("<Q")
+
+
+class ImageTask(msgspec.Struct):
+    """An image to process. size: bytes of its file, which follow. detail: low, high or auto."""
+
+    size: int
+    detail: str
+
+
+class ImageArray(msgspec.Struct):
+    """An array that follows a result, in row-major order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class ImageResult(msgspec.Struct):
+    """What became of an image.
+
+    error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: what takes its
+    place. arrays: the tensors of the image, which follow in this order.
+    """
+
+    error: str = ""
+    placeholder: str = ""
+    text: str = ""
+    arrays: list[ImageArray] = []
+
+
+class UnusableImage(Exception):
+    """An image cannot be had, or read. `str()` of it is the reason, which follows the name of the image."""
+
+
+def write(stream: BinaryIO, message: msgspec.Struct, *parts: Any) -> None:
+    """Writes a message, and the bytes that follow it."""
+    encoded = msgspec.msgpack.encode(message)
+    for part in (SIZE.pack(len(encoded)), encoded, *parts):
+        stream.write(part)
+    stream.flush()
+
+
+def read(stream: BinaryIO, size: int) -> bytes:
+    """Returns so many bytes. Raises EOFError if the other end is gone."""
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("the other end is gone")
+    return data

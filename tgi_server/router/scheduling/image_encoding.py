@@ -1,0 +1,93 @@
+"""What the model makes of images, computed between steps, before the requests that have them are queued."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from tgi_server.contract import Image
+from tgi_server.router.errors import InvalidRequest, RouterError
+from tgi_server.router.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class ImageShards(Protocol):
+    """The part of the client of the shards that computes images."""
+
+    async def encode_images(self, images: Iterable[Image], target_gap_ms: float) -> None:
+        """Raises InvalidRequest, or RouterError if the shards are not there."""
+
+
+class ImageEncoding:
+    """Has the shards compute the images of requests, each image once, however many requests have it."""
+
+    def __init__(
+        self,
+        shards: ImageShards,
+        ready: Callable[[Sequence], None],
+        failed: Callable[[Sequence, RouterError], None],
+        target_gap_ms: float,
+    ) -> None:
+        """ready: called with each sequence whose images are computed. failed: with one whose images cannot be.
+
+        target_gap_ms: between two tokens of a reply that runs meanwhile; 0: the shards' default.
+        """
+        self._shards = shards
+        self._target_gap_ms = target_gap_ms
+        self._ready = ready
+        self._failed = failed
+        self._images: dict[bytes, asyncio.Task[None]] = {}
+        self._sequences: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter([sequence for sequence, _ in self._sequences.values()])
+
+    def get(self, request_id: int) -> Sequence | None:
+        found = self._sequences.get(request_id)
+        return None if found is None else found[0]
+
+    def begin(self, sequence: Sequence, images: Iterable[Image]) -> None:
+        """Has the images computed; then the sequence is ready."""
+        waiting = asyncio.get_running_loop().create_task(self._wait(sequence, list(map(self._task, images))))
+        self._sequences[sequence.id] = sequence, waiting
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forgets a sequence, if it is there. An image that is being computed may be of use to others."""
+        found = self._sequences.pop(sequence.id, None)
+        if found is not None:
+            found[1].cancel()
+
+    def close(self) -> None:
+        for task in self._images.values():
+            task.cancel()
+
+    def _task(self, image: Image) -> asyncio.Task[None]:
+        task = self._images.get(image.digest)
+        if task is None:
+            task = self._images[image.digest] = asyncio.get_running_loop().create_task(self._encode(image))
+        return task
+
+    async def _encode(self, image: Image) -> None:
+        try:
+            await self._shards.encode_images([image], self._target_gap_ms)
+        finally:
+            del self._images[image.digest]
+
+    async def _wait(self, sequence: Sequence, tasks: Iterable[asyncio.Task[None]]) -> None:
+        fault: RouterError | None = None
+        for task in tasks:
+            await asyncio.wait([task])
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            if isinstance(error, InvalidRequest):
+                fault = fault or error
+            elif error is not None:  # the step computes the image, or shows that the shards are not there
+                logger.warning("an image was not computed before its request: %s", error)
+        del self._sequences[sequence.id]
+        if fault is None:
+            self._ready(sequence)
+        else:
+            self._failed(sequence, fault)
