@@ -1,5 +1,6 @@
 """The programs of examples/, as they are, against a server of the demo model with small models beside it."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from oatmill.services import is_listening, llm_functionalities
 from tests.conftest import FreePort
 from tests.servers import TextGenerationServer
+from tests.timing import until
 from tests.tiny_encoders import make_embedder, make_ranker
 from tgi_server import demo_model
 
@@ -18,7 +21,10 @@ SHOWN = {
     "recipes.py": ("cooking", "ingredients="),
     "retrieval.py": ("passage: ", "answer: "),
     "agent.py": ("calls: in_stock(", "answer:"),
+    "grpc_service.py": ("answer: ", "stream: ", "(eos_token)"),
+    "grpc_service.mjs": ("answer: ", "stream: ", "(eos_token)"),
 }
+PACKAGES = ("@grpc/grpc-js", "@grpc/proto-loader")
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +41,41 @@ def url(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         server.stop()
 
 
+@pytest.fixture(scope="module")
+def front(url: str, free_port: FreePort) -> Iterator[str]:
+    """The address of a gRPC service in front of the server."""
+    port = free_port()
+    service = llm_functionalities(port, url)
+    until(lambda: is_listening(port), 60)
+    yield f"127.0.0.1:{port}"
+    service.stop()
+
+
+def command_of(name: str, folder: Path) -> list[str | Path]:
+    """Returns the command of an example, whose packages are installed in `folder` if Python has none of them."""
+    if name.endswith(".py"):
+        return [sys.executable, EXAMPLES / name]
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("Node.js is not installed")
+    if subprocess.run([npm, "install", "--prefix", folder, *PACKAGES], capture_output=True, timeout=200).returncode:
+        pytest.skip("there is no package index of Node.js here")
+    (folder / "examples").mkdir()
+    (folder / "proto").symlink_to(EXAMPLES.parent / "proto")
+    return [node, shutil.copy(EXAMPLES / name, folder / "examples")]
+
+
 def test_each_example_is_tried() -> None:
-    assert SHOWN.keys() == {file.name for file in EXAMPLES.glob("*.py")}
-    assert all(len(file.read_text().splitlines()) < 80 for file in EXAMPLES.glob("*.py"))
+    programs = [file for file in EXAMPLES.iterdir() if file.suffix in (".py", ".mjs")]
+    assert SHOWN.keys() == {file.name for file in programs}
+    assert all(len(file.read_text().splitlines()) < 80 for file in programs)
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_an_example_does_what_it_says(url: str, name: str) -> None:
+@pytest.mark.timeout(400)
+def test_an_example_does_what_it_says(url: str, front: str, name: str, tmp_path: Path) -> None:
     said = "How long do I boil an egg?\nWhich tool do I need to hang a picture?\n"
-    command = [sys.executable, EXAMPLES / name, url]
+    command = [*command_of(name, tmp_path), front if name.startswith("grpc") else url]
     result = subprocess.run(command, input=said, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr
     assert all(text in result.stdout for text in SHOWN[name]), result.stdout
