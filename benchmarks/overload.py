@@ -2,6 +2,7 @@
 
     python -m benchmarks.overload                        the router, before a shard whose steps take a fixed time
     python -m benchmarks.overload --start FOLDER         Oatmill with a model
+    python -m benchmarks.overload --url URL              a server that runs, with its own order
 
 The capacity is what a closed loop of many users gets. Then requests come at multiples of it, whatever becomes of those
 before them: once with their deadlines, and once without, to a server that takes them first come, first served.
@@ -142,7 +143,10 @@ async def open_loop(url: str, job: Job, load: Load, numbers: Iterator[int], *, d
 
 @asynccontextmanager
 async def _server(arguments: argparse.Namespace, admission: str) -> AsyncIterator[str]:
-    """Runs the server. Yields its URL."""
+    """Runs the server, unless one runs. Yields its URL."""
+    if arguments.url is not None:
+        yield arguments.url
+        return
     flags = f"--max-concurrent-requests={_MOST_REQUESTS} --max-batch-size={arguments.batch} --admission={admission}"
     flags += f" --max-connections-per-address={_MOST_REQUESTS} {arguments.server_flags}"
     if arguments.start is not None:
@@ -175,7 +179,8 @@ async def _run(arguments: argparse.Namespace) -> list[tuple[float, Load]]:
     job = Job(arguments.deadline, arguments.tokens, arguments.words)
     results: list[tuple[float, Load]] = []
     numbers = count(1)
-    for order, admission in (("by time", "time"), ("first come", "off")):
+    orders = (("by time", "time"), ("first come", "off")) if arguments.url is None else (("its own", "time"),)
+    for order, admission in orders:
         async with _server(arguments, admission) as url:
             most = await capacity(url, job, 3 * arguments.batch, arguments.seconds, numbers)
             tell(f"{order}: the capacity is {most:.1f} requests/s")
@@ -189,7 +194,9 @@ async def _run(arguments: argparse.Namespace) -> list[tuple[float, Load]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
+    server.add_argument("--url", help="of a server that runs; --batch is to be its number of requests in one batch")
     parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for the server")
     parser.add_argument("--load", type=float, nargs="+", default=[0.5, 1, 2, 3], help="multiples of the capacity")
     parser.add_argument("--deadline", type=float, default=2.0, help="seconds for a request (default: %(default)s)")

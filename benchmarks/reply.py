@@ -14,11 +14,15 @@ class BadReply(Exception):
 
 @dataclass(slots=True)
 class Reply:
-    """prompt_tokens: None when the server does not tell. token_times: when a stream's tokens came, in seconds."""
+    """prompt_tokens, and those of them that were cached: None when the server does not tell.
+
+    token_times: when a stream's tokens came, in seconds.
+    """
 
     text: str
     new_tokens: int
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     token_times: list[float] = field(default_factory=list)
 
 
@@ -79,6 +83,7 @@ def _events(response: TimedResponse) -> Iterator[tuple[float, dict[str, Any]]]:
 def _count_usage(reply: Reply, event: dict[str, Any]) -> None:
     if usage := event.get("usage"):
         reply.new_tokens, reply.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
+        reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     elif details := event.get("details"):
         reply.new_tokens, reply.prompt_tokens = details["generated_tokens"], details.get("input_length")
 
