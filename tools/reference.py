@@ -1,4 +1,4 @@
-"""Writes docs from the code: reference/options.md, reference/flags.md, metrics.md, a chart; `--check` compares only."""
+"""Writes docs from the code: compatibility.md, metrics.md, pages of reference/, a chart; `--check` compares only."""
 
 import sys
 from collections.abc import Iterator
@@ -157,6 +157,77 @@ def _bound(value: float | None) -> str:
     return str(value)
 
 
+_PROGRAMS_REPLACED = (
+    (
+        "Text Generation Inference 3.3, `text-generation`, `huggingface_hub`",
+        "flags, variables, ports, routes, metrics, SageMaker's and Vertex AI's routes",
+        "[coming from TGI](coming-from-tgi.md#where-responses-differ)",
+    ),
+    (
+        "OpenAI's API: `openai`, LangChain",
+        "`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/embeddings`, `/v1/models`",
+        "[fields](reference/options.md)",
+    ),
+    (
+        "Anthropic's API: `anthropic`",
+        "`/v1/messages`, `/v1/messages/count_tokens`",
+        "[fields](reference/options.md#v1messages)",
+    ),
+    (
+        "vLLM",
+        "its additional fields below `/v1/`, loading of adapters, the metrics that inference gateways read",
+        "[coming from vLLM](coming-from-vllm.md)",
+    ),
+    ("llama.cpp, Ollama", "GGUF files; not their own routes", "[coming from them](coming-from-ollama.md)"),
+    (
+        "Text Embeddings Inference, Jina, Cohere",
+        "`/embed`, `/rerank`, `/predict`, `/v1/rerank`, `/v2/rerank`",
+        "[embeddings and ranking](embeddings.md)",
+    ),
+)
+_COMPATIBILITY_HEAD = """# Compatibility
+
+This page is generated (`make reference`).
+
+| program, or its clients | what works unchanged | where it differs |
+|---|---|---|
+{programs}
+
+## Generation options
+
+By the names of the first interface that has them; `max_new_tokens` is `max_tokens` in others, for example.
+[All names, bounds and defaults](reference/options.md).
+
+| interfaces | options |
+|---|---|
+"""
+
+
+def compatibility_page() -> str:
+    """Returns the page on which a user of another server sees what works."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    found = {dialect: {row.option: row for row in rows(dialect)} for dialect in Dialect}
+    for option in dict.fromkeys(option for dialect in Dialect for option in found[dialect]):
+        having = [dialect for dialect in Dialect if option in found[dialect]]
+        names = tuple(dialect.value for dialect in having)
+        groups.setdefault(names, []).append(f"`{found[having[0]][option].names[0]}`")
+    lines = [
+        f"| {'all' if len(names) == len(Dialect) else ', '.join(names)} | {', '.join(options)} |"
+        for names, options in sorted(groups.items(), key=lambda group: -len(group[0]))
+    ]
+    programs = "\n".join(f"| {' | '.join(row)} |" for row in _PROGRAMS_REPLACED)
+    parts = [_COMPATIBILITY_HEAD.format(programs=programs) + "\n".join(lines)]
+    parts.append(
+        "A field that is unknown is ignored, and the header `x-ignored-fields` names it. A known field that would "
+        "change the\nanswer and is not supported is refused by name; [each interface](reference/options.md) has a list "
+        "of these."
+    )
+    refused = help_groups(LauncherSettings)[1]
+    flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in refused)
+    parts.append(f"Flags of TGI that are refused, with the reason: {flags}.")
+    return "\n\n".join(parts) + "\n"
+
+
 _METRICS_HEAD = """# Metrics
 
 This page is generated (`make reference`) from the code. The format is Prometheus' text format. Durations are in
@@ -187,6 +258,7 @@ def main() -> None:
     pages = {
         FOLDER / "options.md": options_page(),
         FOLDER / "flags.md": flags_page(),
+        FOLDER.parent / "compatibility.md": compatibility_page(),
         FOLDER.parent / "metrics.md": metrics_page(),
         FOLDER.parent / "images" / "speed.svg": chart(),
     }
