@@ -201,13 +201,15 @@ def round_weights(model: PreTrainedModel, way: str) -> int:
     return saved
 
 
-def write_model(model: SyntheticModel, folder: Path) -> None:
-    """Writes config, weights (bfloat16, standard deviation 0.02, the same ones every time) and tokenizer."""
+def write_model(model: SyntheticModel, folder: Path, device: torch.device | str = "cpu") -> None:
+    """Writes config, weights (bfloat16, standard deviation 0.02, the same ones every time) and tokenizer.
+
+    device: makes the random numbers; another kind of device, other numbers.
+    """
     config = deepcopy(model.config)
     config.tie_word_embeddings &= not model.copies
     disable_progress_bar()
-    torch.manual_seed(0)
-    weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    weights = build_model(config, torch.device(device), torch.bfloat16)
     weights.generation_config.do_sample = False
     tokenizer = build_tokenizer(config.vocab_size, list(model.special_tokens))
     if model.copies:
@@ -276,6 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WRITTEN), help=", ".join(MODELS))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="makes the weights (default: %(default)s)")
     parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters to write for each model, for W7")
     parser.add_argument("--rank", type=positive, default=16, help="of an adapter (default: %(default)s)")
     arguments = parser.parse_args()
@@ -284,7 +287,7 @@ def main() -> None:
     for name in arguments.models:
         folder = arguments.folder / name
         print(f"writing {folder}", flush=True)
-        write_model(MODELS[name], folder)
+        write_model(MODELS[name], folder, arguments.device)
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"wrote {folder}: {size / 1e6:.0f} MB")
         if arguments.adapters:

@@ -98,9 +98,13 @@ _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 # Architectures with states beside, or in place of, keys and values.
 HYBRIDS = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl"}
 HYBRIDS |= {"nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-# Those whose attention is not in the kernels for GPUs: over latents, or in chunks.
-PLAIN_ON_GPUS = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"}
-PLAIN_ON_GPUS |= {"llama4_text", "minicpm3", "youtu"}
+# Those with multi-head latent attention, and with an index of the tokens attended to.
+LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"}
+INDEXED = {"deepseek_v32", "glm_moe_dsa"}
+# Those whose attention is not in the kernels for GPUs: with an index, or in chunks.
+PLAIN_ON_GPUS = INDEXED | {"llama4_text"}
+# Those whose prompts are computed one by one on GPUs.
+ONE_BY_ONE = HYBRIDS | LATENTS
 
 
 def _rope(kind: str, **settings: Any) -> Settings:

@@ -1,6 +1,7 @@
 """Measures the kernels on a GPU at the sizes of real models: are they right, and how far from the card's limits?
 
     python -m tests.gpu.facts          prints a JSON line for each fact as it comes, and appends it to $OUT/facts.jsonl
+    python -m tests.gpu.facts flash    only the parts with this in their names
     python -m tests.gpu.facts --dry    tiny sizes in Triton's interpreter, without times: does this program itself run?
 
 A run is timed as a replayed CUDA graph, so launches are left out, and each kernel is shown to be recordable. A part
@@ -25,7 +26,10 @@ if DRY:
 import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
+from benchmarks.synthetic import build_model  # noqa: E402
+from tgi_server.engine import Engine, EngineConfig  # noqa: E402
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape  # noqa: E402
 from tgi_server.engine.backends.attention.cuda import CudaAttention  # noqa: E402
 from tgi_server.engine.backends.attention.flash import FlashAttention, fault_of  # noqa: E402
@@ -64,6 +68,12 @@ def part(job: Callable[..., None], *arguments: Any) -> None:
         tell(job.__name__, error=f"{type(error).__name__}: {str(error)[:600]}")
     if not DRY:
         torch.cuda.empty_cache()
+
+
+def chosen(job: Callable[..., None]) -> bool:
+    """Returns True if the command line names the part, or none."""
+    names = [each for each in sys.argv[1:] if each != "--dry"]
+    return not names or any(name in job.__name__ for name in names)
 
 
 def seconds(run: Callable[[], object], times: int = 20) -> float:
@@ -122,8 +132,8 @@ def prefill() -> None:
         attention(f"prompt 8B, {length} of {context}", 32, 8, [context // SHORTER], length // SHORTER)
 
 
-def prefill_by_the_library() -> None:
-    """Prompts by flash-attn-4, beside those above; and if it is right behind the ends of windows."""
+def flash_attention() -> None:
+    """Prompts by flash-attn-4, beside those above; if it is right behind the ends of windows; and a model with it."""
     shape = KVShape((8,), HEAD_DIM)
     if DRY or not FlashAttention.supports(shape, DTYPE):
         tell("flash-attn-4 is not installed, or not for this card")
@@ -131,6 +141,12 @@ def prefill_by_the_library() -> None:
     tell("flash-attn-4", fault=fault_of(FlashAttention(shape, DEVICE, DTYPE), {128, 4096}))
     for length, context in ((1024, 1024), (4096, 4096), (4096, 32768)):
         attention(f"prompt 8B by flash-attn-4, {length} of {context}", 32, 8, [context], length, FlashAttention)
+    sizes = {"vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2)
+    engine = Engine(EngineConfig(Path("/nowhere"), DTYPE, DEVICE), build_model(config, DEVICE, DTYPE))
+    engine.warm_up(max_batch_size=4, max_prefill_tokens=256, max_total_tokens=512)
+    runner: Any = engine._runner
+    tell("model with flash-attn-4", attention=type(runner.model.attention).__name__, fallbacks=engine.fallbacks)
 
 
 def sampling(variant: str = "", numbers: tuple[int, ...] = (1, 2) if DRY else (1, 32, 256)) -> None:
@@ -258,7 +274,8 @@ def main() -> None:
     if DRY:
         split_kv.multiprocessors = lambda device: 4  # type: ignore[assignment]
     with torch.inference_mode():
-        for each in (card, cublas, decode, prefill, prefill_by_the_library, sampling, quantized, grouped_mm):
+        parts = (card, cublas, decode, prefill, flash_attention, sampling, quantized, grouped_mm)
+        for each in (*parts[:1], *filter(chosen, parts[1:])):
             part(each)
 
 

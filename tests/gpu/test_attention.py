@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.gpu.marks import DTYPES, NEEDS_GPU
-from tests.unit.engine.backends.attention.test_backends import FP8, fp8, run
+from tests.unit.engine.backends.attention.test_backends import FP8, fp8, run, run_latents
 from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 
 pytestmark = NEEDS_GPU
 
@@ -59,3 +60,14 @@ def test_more_heads_than_a_program_holds(dtype) -> None:
     backend = CudaAttention(KVShape((1,), 64), torch.device("cuda"), dtype)
     actual, wanted = run(backend, 71, 1, [7, 300], [(0, 40)], AttentionVariant(0.1))
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rank"), [(16, 512), (128, 512), (20, 512), (40, 256)])
+def test_latents(heads, rank, dtype) -> None:
+    """One token of each sequence, beside a prompt's chunk; and several, as with drafts."""
+    for row_tokens, chunk in ((1, 70), (4, 0)):
+        backend = LatentAttention(KVShape((1,), rank, value_dim=64), torch.device("cuda"), dtype)
+        actual, wanted = run_latents(backend, heads, [row_tokens, 33, 900, 5000], row_tokens, chunk)
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(actual / scale, wanted / scale, rtol=ERROR[dtype], atol=ERROR[dtype])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.marks import NEEDS_GPU
-from tests.tiny_models import ARCHITECTURES, HYBRIDS, PLAIN_ON_GPUS, make
+from tests.tiny_models import ARCHITECTURES, ONE_BY_ONE, PLAIN_ON_GPUS, make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import StoppingParameters
@@ -97,7 +97,7 @@ def _expected(architecture: str) -> set[str]:
     """Returns what steps are captured of."""
     if architecture in PLAIN_ON_GPUS:
         return set()
-    return STEPS - {"computing prompts"} if architecture in HYBRIDS else STEPS
+    return STEPS - {"computing prompts"} if architecture in ONE_BY_ONE else STEPS
 
 
 def _uncaptured(engine: Engine) -> set[str]:

@@ -1,6 +1,7 @@
 """Measures each kernel with other launch shapes than it has, one beside the other: which are the best on this card?
 
 python -m tests.gpu.variants        prints a JSON line for each, as `facts.py` does
+python -m tests.gpu.variants fp8    only the parts with this in their names
 python -m tests.gpu.variants --dry  tiny sizes in Triton's interpreter
 """
 
@@ -33,7 +34,7 @@ DECODE_SHAPES = [(16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5),
 # Programs of a multiprocessor, fewest key tiles of a part.
 SPLITS = [(1, 4), (2, 2), (2, 8), (4, 4), (4, 2)]
 # Tokens that the sampler looks at together, warps.
-SAMPLERS = [(2048, 8), (2048, 4), (2048, 16), (1024, 8), (4096, 16), (4096, 8)]
+SAMPLERS = [(4096, 16), (2048, 8), (8192, 32), (4096, 32), (4096, 8), (2048, 16)]
 # Rows of a product, outputs, warps, stages, programs of a multiprocessor.
 PRODUCTS = [
     (16, 32, 2, 4, 8),
@@ -59,7 +60,7 @@ def main() -> None:
         (_dense, [(16,), (32,), (64,), (128,), (256,)]),
     ]
     with torch.inference_mode():
-        for job, variants in parts:
+        for job, variants in [each for each in parts if facts.chosen(each[0])]:
             for variant in variants:
                 facts.part(job, *variant)
 
@@ -105,8 +106,9 @@ def _decodes(what: str) -> None:
 
 
 def _sampler(at_once: int, warps: int) -> None:
-    with mock.patch.object(sampling, "_AT_ONCE", at_once), mock.patch.object(sampling, "_WARPS", warps):
-        facts.sampling(f", at once {at_once}, warps {warps}", (1,) if facts.DRY else (1, 256))
+    shape = at_once, warps
+    with mock.patch.object(sampling, "SHAPE_OF_FEW", shape), mock.patch.object(sampling, "SHAPE_OF_MANY", shape):
+        facts.sampling(f", at once {at_once}, warps {warps}", (1,) if facts.DRY else (1, 32, 256))
 
 
 def _product(rows: int, outputs: int, warps: int, stages: int, programs: int) -> None:
@@ -123,7 +125,7 @@ def _product(rows: int, outputs: int, warps: int, stages: int, programs: int) ->
 def _dense(rows: int) -> None:
     """The same rows by the kernel and by cuBLAS, once the weight is dequantized."""
     for first, name in ((rows + 1, "kernel"), (rows, "dequantized first")):
-        with mock.patch.object(w4a16_gemm, "_DENSE_ROWS", first):
+        with mock.patch.object(w4a16_gemm, "DENSE_ROWS", first):
             for sizes in facts.WEIGHTS:
                 facts.product("int4", "triton", *sizes, (rows,), f", {name}")
 

@@ -21,6 +21,7 @@ from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.weight import paired
+from tgi_server.engine.kernels.triton import fp8
 from tgi_server.engine.kernels.triton.fp8 import rounded
 from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
@@ -100,15 +101,18 @@ def test_rows_that_do_not_follow_each_other() -> None:
     torch.testing.assert_close(layer(across), linear(across, weight.dense()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("at_once", [fp8._AT_ONCE, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_rounded_to_fp8(dtype: torch.dtype) -> None:
+def test_rows_are_rounded_to_fp8(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = (torch.randn(5, 1500) * torch.tensor([[1e-4], [1.0], [50.0], [1e5], [0.0]])).to(dtype)
+    monkeypatch.setattr(fp8, "_AT_ONCE", at_once)
     codes, scales = rounded(x)
     wanted = x.float().abs().amax(1, keepdim=True).clamp(min=448e-30) / 448
     torch.testing.assert_close(scales, wanted)
     assert torch.equal(codes.float(), (x.float() / scales).to(torch.float8_e4m3fn).float())
-    codes, scales = rounded(x, 300)
-    assert scales.stride() == (1, 5)
+    codes, scales = rounded(x, 300, least_rows=8)
+    assert (codes.shape, scales.shape, scales.stride()) == ((8, 1500), (8, 5), (1, 8))
+    codes, scales = codes[:5], scales[:5]
     by_group = x.float().unflatten(1, (5, 300))
     torch.testing.assert_close(scales, by_group.abs().amax(2).clamp(min=448e-30) / 448)
     wanted = (by_group / scales.unsqueeze(2)).to(torch.float8_e4m3fn)

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from tgi_server.engine.kernels.triton import (
     fp8,
     grouped_gemm,
+    latents,
     lora,
     norm_and_gate,
     paged_attention,
@@ -33,7 +34,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 # GPUs that take no kernel with matrix products, only the one that samples.
 OLDER = {75: 64 << 10}
 # Bytes of a thread's stack: a few registers that are stored once cost nothing.
-MOST_STACK = 48
+MOST_STACK = 64
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTS = "*i32"
@@ -153,6 +154,19 @@ def test_every_variant_of_attention_fits(
     head_dim = 256 if "capped" in kinds else 128
     for program in attention(capability, torch.bfloat16, head_dim, 2, prompts=prompts, **kinds):
         check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_over_latents_fits(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    data, numbers = f"*{NAMES[dtype]}", ("tiles", "table_stride")
+    planned = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
+    types = dict.fromkeys(("query", "turned", "latents", "beside", "output"), data) | dict.fromkeys(planned, INTS)
+    types |= {"parts": "*fp32", "weights": "*fp32", "score_scaling": "fp32"} | dict.fromkeys(numbers, "i32")
+    key_tile, warps, stages = latents.launch_shape(dtype.itemsize)
+    sizes = {"heads": 128, "group": 16, "rank": 512, "size": 64, "stride": 64, "rows": latents.ROWS, "width": 512}
+    sizes |= {"size_width": 64, "block_size": 32, "key_tile": key_tile}
+    check(compiled(latents._attend_latents, types, sizes, capability, warps, stages), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -286,8 +300,10 @@ def test_the_products_of_quantized_experts_fit(
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_rounding_to_fp8_fits(capability: int, tmp_path: Path) -> None:
-    types = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "size": "i32"}
-    check(compiled(fp8._round_row, types, {"at_once": fp8._AT_ONCE}, capability, 4), capability, tmp_path)
+    types = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "size": "i32", "rows": "i32"}
+    for at_once in (128, fp8._AT_ONCE):
+        warps = max(1, at_once // fp8._OF_WARP)
+        check(compiled(fp8._round_row, types, {"at_once": at_once}, capability, warps), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES | OLDER)
@@ -295,6 +311,6 @@ def test_sampling_fits(capability: int, tmp_path: Path) -> None:
     types = dict.fromkeys(("scores", "warped", "candidates"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
     types |= {"columns": INTS}
     types |= dict.fromkeys(("top_ks", "seeds", "steps", "sums", "chosen"), "*i64")
-    for writes in (False, True):
-        constants = {"writes": writes, "at_once": sampling._AT_ONCE}
-        check(compiled(sampling._choose, types, constants, capability, sampling._WARPS), capability, tmp_path)
+    for writes, (at_once, warps) in product((False, True), (sampling.SHAPE_OF_FEW, sampling.SHAPE_OF_MANY)):
+        constants = {"writes": writes, "at_once": at_once}
+        check(compiled(sampling._choose, types, constants, capability, warps), capability, tmp_path)

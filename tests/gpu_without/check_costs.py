@@ -77,11 +77,12 @@ def test_few_rows_by_quantized_weights_wait_for_memory(kind: str, block: int, ca
 def test_sampling_looks_at_a_row_without_barriers(capability: int, tmp_path: Path) -> None:
     types = dict.fromkeys(("scores", "warped", "candidates"), "*fp32") | {"settings": "*fp64", "columns": INTS}
     types |= dict.fromkeys(("top_ks", "seeds", "steps", "sums", "chosen"), "*i64") | {"tokens": "i32"}
-    constants = {"writes": False, "at_once": sampling._AT_ONCE}
-    code = Code.of(compiled(sampling._choose, types, constants, capability, sampling._WARPS), tmp_path)
+    at_once, warps = sampling.SHAPE_OF_MANY
+    constants = {"writes": False, "at_once": at_once}
+    code = Code.of(compiled(sampling._choose, types, constants, capability, warps), tmp_path)
     assert code.blocks(capability) >= {80: 2, 90: 2, 120: 1}[capability]
     assert not any(spilled(loop) for loop in code.loops)
     highest, collected = code.loop("FMNMX", "LDG"), code.loop("STG", "LDG")
     assert not any(each.starts("BAR", "STS") for each in highest + collected)
-    per_turn = sampling._AT_ONCE / 32 / sampling._WARPS  # tokens of a thread
+    per_turn = at_once / 32 / warps  # tokens of a thread
     assert len(collected) <= 24 * per_turn

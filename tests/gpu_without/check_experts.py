@@ -41,7 +41,7 @@ def test_each_row_is_multiplied_by_the_weight_of_its_expert(tokens: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_models_take_the_kernel_where_it_is_right(
     architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from tests.unit.engine.runners.test_no_waiting import Operations
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.reference import ReferenceBackend
 from tgi_server.engine.config import EngineConfig
@@ -56,7 +57,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     capture = Capture()
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (8, 32))
     monkeypatch.setattr(split_kv, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(paged, "capture_for", lambda backend: capture if isinstance(backend, CudaAttention) else None)
+    monkeypatch.setattr(paged, "capture_for", lambda backend: capture if backend.any_lengths else None)
     return capture
 
 
@@ -118,6 +119,16 @@ def test_steps_are_what_they_are_without_graphs(architecture: str, capture: Capt
     assert [each if each is None else each.tolist() for each in steps.argmax_ids] == [
         each if each is None else each.tolist() for each in chosen
     ]
+
+
+@torch.inference_mode()
+def test_rows_decode_over_latents_as_without_graphs(capture: Capture) -> None:
+    plain, steps = (Steps("deepseek_v3", kind) for kind in (GatherAttention, LatentAttention))
+    plain.run()
+    steps.run()
+    assert capture.replayed == 2, "all steps without prompts"
+    for actual, wanted in zip(steps.logits, plain.logits, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])

@@ -8,9 +8,10 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.unit.engine.backends.attention.test_backends import FP8, expected, fp8, run
+from tests.unit.engine.backends.attention.test_backends import FP8, expected, fp8, run, run_latents
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.kernels.triton import QueryTiles, rope_and_cache, split_kv
@@ -190,3 +191,11 @@ def test_what_kernels_are_compared_with_is_attention() -> None:
         query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), is_causal=True, scale=0.3
     ).transpose(0, 1)
     torch.testing.assert_close(expected(query, key, value, AttentionVariant(0.3)), wanted)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize(("heads", "row_tokens", "chunk"), [(4, 1, 0), (20, 1, 5), (32, 3, 0), (17, 1, 0)])
+def test_latents(heads: int, row_tokens: int, chunk: int, dtype: torch.dtype, processors: int) -> None:
+    instance = LatentAttention(KVShape((1,), 48, value_dim=12), torch.device("cpu"), dtype)
+    actual, wanted = run_latents(instance, heads, [row_tokens, 7, 33, 300], row_tokens, chunk)
+    torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])

@@ -15,6 +15,7 @@ from tests.unit.engine.probed import probed
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.backends import PassInput, probe
 from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.cuda import CudaBackend
 from tgi_server.engine.backends.cuda_model import CudaModel
@@ -115,6 +116,17 @@ def test_layers_of_all_norms_gates_and_positions_are_fused(architecture: str) ->
     model, _ = fused(architecture)
     assert len(model.decoder.layers) == model.source.config.num_hidden_layers
     assert not any(hasattr(module, "layer_idx") for module in model.source.modules()), "weights are there once"
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("deepseek_v3", LatentAttention), ("glm_moe_dsa", GatherAttention)])
+def test_latents_have_a_kernel_of_their_own_but_for_an_index(architecture: str, kind: type[GatherAttention]) -> None:
+    model = build(architecture)
+    backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
+    proved = backend.create_model(family_of(model.config), None)
+    assert proved is not None
+    assert type(proved.attention) is kind
+    reason = "attention runs in plain torch, which is slower: the kernel has no index of sparse attention"
+    assert backend.fallbacks == ([] if kind is LatentAttention else [reason])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])

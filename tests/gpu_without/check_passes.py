@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu_without.fake_gpu import GROUPED_MM, FakeGpu
-from tests.tiny_models import ARCHITECTURES, HYBRIDS, PLAIN_ON_GPUS
+from tests.tiny_models import ARCHITECTURES, ONE_BY_ONE, PLAIN_ON_GPUS
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
@@ -35,7 +35,7 @@ def test_steps(architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
             assert slower - {"attention runs in plain torch"} == {"decoding runs without CUDA graphs"}
             assert ("attention runs in plain torch" in slower) is kernels
         else:
-            assert slower == ({"computing prompts runs without CUDA graphs"} if architecture in HYBRIDS else set())
+            assert slower == ({"computing prompts runs without CUDA graphs"} if architecture in ONE_BY_ONE else set())
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def expected(scores: torch.Tensor, t: float, k: int, p: float, m: float) -> torc
 @pytest.mark.parametrize("kind", ["smooth", "ties", "impossible", "few"])
 def test_the_same_as_torch(tokens: int, at_once: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one look, and in several: from the candidates, and where these are too few or too many from the whole row."""
-    monkeypatch.setattr(sampling, "_AT_ONCE", at_once)
+    monkeypatch.setattr(sampling, "SHAPE_OF_MANY", (at_once, 4))
     torch.manual_seed(tokens)
     rows = len(SETTINGS)
     scores = torch.randn(rows, tokens) * 3

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.backends.attention import flash
 from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
@@ -43,7 +44,8 @@ class CudaBackend(ReferenceBackend):
         if config.group is not None and config.group.fallback is not None:
             self.fallbacks.append(config.group.fallback)
         self.linear_kernels = str(self._linear)
-        self._attention: list[type[CudaAttention]] = [FlashAttention, CudaAttention]  # the fastest first
+        # the fastest first
+        self._attention: list[type[GatherAttention]] = [FlashAttention, CudaAttention, LatentAttention]
 
     def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
         for kind in self._attention:
@@ -66,7 +68,8 @@ class CudaBackend(ReferenceBackend):
     def _proved(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec | None) -> PagedModel:
         proved = None
         if type(model.attention) is GatherAttention:
-            self._fall_back(f"attention runs in plain torch, which is slower: {CudaAttention.fault(probe.shape)}")
+            kind = CudaAttention if probe.shape.value_dim is None else LatentAttention
+            self._fall_back(f"attention runs in plain torch, which is slower: {kind.fault(probe.shape)}")
         else:
             probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
             self._prove_attention(model, probe)
@@ -82,6 +85,8 @@ class CudaBackend(ReferenceBackend):
             kind, fault = type(model.attention), None
             if any(variant.chunk for variant in probe.variants.values()):
                 fault = "the attention kernels have no chunks"
+            elif isinstance(model.attention, LatentAttention):
+                fault = model.attention.fault_of(probe.variants.values())
             elif isinstance(model.attention, FlashAttention):
                 windows = {variant.window for variant in probe.variants.values()}
                 fault = fault_of_any(flash.fault_of(model.attention, windows), self.group)

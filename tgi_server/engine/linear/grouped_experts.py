@@ -34,11 +34,11 @@ def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None
     always. Returns the fallbacks: why experts are computed in a slower way. All shards choose the same.
     """
     fallbacks = []
-    dense: list[Any] = [module for module in model.modules() if Experts.fits(module)]
+    dense: list[Any] = [module for module in model.modules() if _is_dense(module)]
     quantized = [module for module in model.modules() if isinstance(module, Experts)]
     if dense and _waits(dense[0].down_proj):
         fault = _fault_of(dense[0], GroupedExperts, dtype)
-        fallbacks += _replaced(model, Experts.fits, GroupedExperts, fault_of_any(fault, group))
+        fallbacks += _replaced(model, _is_dense, GroupedExperts, fault_of_any(fault, group))
     if quantized:
         kind = partial(GroupedQuantizedExperts, dtype=dtype)
         fault = None if all(map(_joins, quantized)) else "those of a layer are quantized in groups of different sizes"
@@ -62,15 +62,16 @@ def _replaced(
 
 
 class GroupedExperts(nn.Module):
-    """Takes the place of a layer's experts, with the same weights."""
+    """Takes the place of a layer's experts, with the same weights. `gate_up_proj` may have no gate."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        for name in _BIASES:  # [experts, outputs], where there are any
-            self.register_parameter(name, getattr(experts, name, None))
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        self.gate_up_proj, self.down_proj = getattr(experts, first), experts.down_proj
+        for name, own in zip(_BIASES, (f"{first}_bias", "down_proj_bias"), strict=True):  # [experts, outputs], or None
+            self.register_parameter(name, getattr(experts, own, None))
         self.is_transposed = experts.is_transposed
-        self._apply_gate = experts._apply_gate
+        self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
@@ -86,8 +87,16 @@ class GroupedExperts(nn.Module):
         groups = RowGroups.of(chosen, len(down), hidden.element_size())
         biases = [getattr(self, name) for name in _BIASES]
         widened = multiply_groups(hidden, gate_up, biases[0], groups, of_token)
-        outputs = multiply_groups(self._apply_gate(widened), down, biases[1], groups, shares=shares.flatten().float())
+        outputs = multiply_groups(self._activate(widened), down, biases[1], groups, shares=shares.flatten().float())
         return outputs.view(len(hidden), of_token, -1).sum(1)
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Returns True for the dense experts of a layer: two linear layers with a gate between them, or an activation."""
+    if Experts.fits(module):
+        return True
+    tensors = (getattr(module, "up_proj", None), getattr(module, "down_proj", None))
+    return getattr(module, "has_gate", None) is False and all(isinstance(each, nn.Parameter) for each in tensors)
 
 
 def _waits(weight: Tensor) -> bool:

@@ -330,12 +330,14 @@ class PagedRunner(Runner):
         # The block table of the longest sequence has room for as many drafted tokens as a block has.
         if captured.decoding and self.states is None and 0 < self.most_drafted <= self.block_size:
             captured.drafting = steps.drafting(sizes)
-        if captured.decoding and self.states is None and most and self.model.attention.any_lengths:
+        alone = "with states" if self.states is not None else "over latents"
+        one_by_one = self.states is not None or not self.model.attention.any_prompts
+        if captured.decoding and most and not one_by_one:
             captured.prompts = steps.prompts(most, self.block_size)
         for what, fault in self._uncapturable.items():
             self._note_uncaptured(what, fault)
-        if captured.decoding and self.states is not None and most:
-            self._note_uncaptured("computing prompts", "the states of a model are computed prompt by prompt")
+        if captured.decoding and most and one_by_one and self._device != HOST:
+            self._note_uncaptured("computing prompts", f"layers {alone} are computed prompt by prompt")
 
     def _note_uncaptured(self, what: str, reason: str) -> None:
         fallback = f"{what} runs without CUDA graphs: {reason}"

@@ -263,6 +263,7 @@ def row_kernel_fault(new: Callable[..., TorchSampler], logits: Tensor) -> str:
                 )
                 sampler.add(row, parameters, report, [0], [])
             tokens.append(sampler.sample(logits, range(len(logits))).token_ids)
+            sampler.sample(logits[:1], range(1))  # a program for few rows
     except Exception as failure:  # of a compiler, of a driver, of a library that is too old
         return f"the kernel fails ({type(failure).__name__}: {failure})"
     same = min(share_equal(tokens[0], each) for each in tokens[1:])

@@ -91,7 +91,7 @@ def test_captured_steps_go_on_to_be_right_when_adapters_come_and_go(architecture
 @pytest.fixture
 def few_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has steps with prompts captured for some numbers of tokens, as where attention is the same for all lengths."""
-    monkeypatch.setattr(CpuAttention, "any_lengths", True)
+    monkeypatch.setattr(CpuAttention, "any_prompts", True)
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (24, 64))
 
 

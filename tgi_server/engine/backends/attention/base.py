@@ -177,12 +177,14 @@ class AttentionBackend(ABC):
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
     dtype: of the model; keys and values arrive in it, and attention computes in it. kv_format: how they are stored.
-    any_lengths: True if a step launches the same work on the device for all lengths of its sequences and all slots of
-    its tokens, since only the tensors of its metadata have them.
+    any_lengths: True if a step without prompts launches the same work on the device for all lengths of its sequences
+    and all slots of its tokens, since only the tensors of its metadata have them. any_prompts: the same of steps with
+    prompts.
     """
 
     block_size: int
     any_lengths = False
+    any_prompts = False
 
     def __init__(
         self, shape: KVShape, device: torch.device, dtype: torch.dtype, kv_format: KVFormat | None = None

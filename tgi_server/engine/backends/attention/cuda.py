@@ -24,7 +24,7 @@ class CudaAttention(GatherAttention):
     """
 
     block_size = 32
-    any_lengths = True
+    any_lengths = any_prompts = True
 
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
@@ -34,7 +34,7 @@ class CudaAttention(GatherAttention):
     def fault(shape: KVShape) -> str | None:
         """Returns why the kernels cannot compute a model on this device, in words; None if they can."""
         if shape.value_dim is not None:
-            return "the attention kernels do not take latents"
+            return "the attention kernels take no latents"
         if shape.head_dim > MAX_HEAD_DIM:
             return f"the attention kernels take heads of at most {MAX_HEAD_DIM} elements, not {shape.head_dim}"
         if find_spec("triton") is None:

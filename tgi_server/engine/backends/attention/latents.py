@@ -25,9 +25,18 @@ Gather = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 def attend_to_latents(
-    gather: Gather, layer: int, block_size: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant
+    gather: Gather,
+    layer: int,
+    block_size: int,
+    query: Tensor,
+    metadata: ForwardMetadata,
+    variant: AttentionVariant,
+    decoded: Tensor | None = None,
 ) -> Tensor:
-    """Returns the causal attention of query, [tokens, heads, size], as [tokens, heads, value_dim]."""
+    """Returns the causal attention of query, [tokens, heads, size], as [tokens, heads, value_dim].
+
+    decoded: that of the sequences that decode, where it has been computed.
+    """
     latents, tokens, selection = variant.latents, metadata.row_tokens, variant.selection
     assert latents is not None
     output = query.new_empty(*query.shape[:2], latents.values.shape[2])
@@ -41,7 +50,9 @@ def attend_to_latents(
         index = gather(selection.layer, tables)[1].flatten(1, 3)[:, :length, -selection.query.shape[2] :]
         return of_layer, beside[..., : query.shape[2] - latents.keys.shape[1]], index
 
-    for rows, length in _rows(metadata, query.shape[1]):
+    if decoded is not None:
+        output[: len(decoded)] = decoded
+    for rows, length in _rows(metadata, query.shape[1]) if decoded is None else ():
         span = slice(rows.start * tokens, rows.stop * tokens)
         parts = cached(metadata.block_tables[rows, : -(-length // block_size)].long(), length)
         places = metadata.kv_lengths[rows, None].long() - 1 - behind

@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 E4M3_UNIT = tl.constexpr(256.0)
-_AT_ONCE = 1024
+# Most inputs that a program rounds together, and those of a warp. A row that is rounded in parts waits for memory twice
+# for each of them.
+_AT_ONCE, _OF_WARP = 8192, 512
 
 
 def unit(mantissa: int) -> float:
@@ -51,27 +53,29 @@ def encoded(x, scale, mantissa: tl.constexpr):
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-def rounded(x: Tensor, together: int | None = None) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, together: int | None = None, least_rows: int = 1) -> tuple[Tensor, Tensor]:
     """Rounds x, [rows, inputs]. Returns e4m3 numbers, and the scales to multiply by, [rows, groups] float32.
 
     together: inputs that share a scale, of which rows are whole multiples; None: all of a row. Scales of several groups
-    are transposed: those of a group are neighbours.
+    are transposed: those of a group are neighbours. least_rows: of what is returned; rows that x does not have are
+    uninitialised.
     """
-    size = together or x.shape[1]
+    size, rows = together or x.shape[1], max(len(x), least_rows)
     groups = x.shape[1] // size
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    shape = (len(x), 1), (1, 1)  # torch's product reads the stride, though there is one number in each row
+    codes = torch.empty(rows, x.shape[1], dtype=torch.uint8, device=x.device)
+    shape = (rows, 1), (1, 1)  # torch's product reads the stride, though there is one number in each row
     if groups > 1:
-        shape = (len(x), groups), (1, len(x))
+        shape = (rows, groups), (1, rows)
     scales = torch.empty_strided(*shape, dtype=torch.float32, device=x.device)
     at_once = min(_AT_ONCE, triton.next_power_of_2(size))
-    _round_row[len(x), groups](x, codes, scales, size, at_once=at_once, num_warps=4 if at_once == _AT_ONCE else 1)
+    warps = max(1, at_once // _OF_WARP)
+    _round_row[len(x), groups](x, codes, scales, size, rows, at_once=at_once, num_warps=warps)
     return codes.view(torch.float8_e4m3fn), scales
 
 
-@triton.jit
-def _round_row(x, codes, scales, size, at_once: tl.constexpr):
-    rows, groups = tl.num_programs(0), tl.num_programs(1)
+@triton.jit(do_not_specialize=["rows"])
+def _round_row(x, codes, scales, size, rows, at_once: tl.constexpr):
+    groups = tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64) * groups + tl.program_id(1)
     place = tl.arange(0, at_once)
     largest = tl.zeros([at_once], tl.float32)

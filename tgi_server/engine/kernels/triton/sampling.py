@@ -2,8 +2,8 @@
 
 It does what `warpers.py` and `random.py` do, with the same integers: weights, sums and thresholds are the same to the
 last bit where the exponential is. A program has one row. It never sorts: a threshold is found digit by digit, two bits
-at a time. All digits but those of rows without top_k and top_p look at the candidates alone: some 1,400 of the highest
-scores, which registers hold. Where these turn out to be too few, or too many, each digit looks at the whole row.
+at a time. All digits but those of rows without top_k and top_p look at the candidates alone: some 1,400 or 2,800 of the
+highest scores, which registers hold. Where these are too few, or too many, each digit looks at the whole row.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens that a program looks at together, which is also the most candidates, and its warps.
-_AT_ONCE = 2048
-_WARPS = 8
+from tgi_server.engine.kernels.triton import multiprocessors
+
+# Tokens that a program looks at together, which is also the most candidates, and its warps: of so few rows that each
+# has a multiprocessor to itself, and of more.
+SHAPE_OF_FEW, SHAPE_OF_MANY = (4096, 16), (2048, 8)
 # Bits that thresholds are searched with: of a score; of the lowest candidate's, which need not be exact; of a token.
 _SCORE_BITS = tl.constexpr(32)
 _ROUGH_BITS = tl.constexpr(20)
@@ -34,13 +36,14 @@ def choose(
     with excluded tokens at minus infinity, of their shape; None: nowhere.
     """
     rows, tokens = scores.shape
+    at_once, warps = SHAPE_OF_FEW if rows <= multiprocessors(scores.device) else SHAPE_OF_MANY
     chosen = torch.empty(rows, dtype=torch.int64, device=scores.device)
-    candidates = torch.empty(rows, _AT_ONCE, dtype=torch.float32, device=scores.device)
-    columns = torch.empty(rows, _AT_ONCE, dtype=torch.int32, device=scores.device)
-    sums = torch.empty(rows, triton.cdiv(tokens, _AT_ONCE), 2, dtype=torch.int64, device=scores.device)
+    candidates = torch.empty(rows, at_once, dtype=torch.float32, device=scores.device)
+    columns = torch.empty(rows, at_once, dtype=torch.int32, device=scores.device)
+    sums = torch.empty(rows, triton.cdiv(tokens, at_once), 2, dtype=torch.int64, device=scores.device)
     _choose[rows,](
         scores, settings, top_k, seeds, steps, scores if warped is None else warped, candidates, columns, sums,
-        chosen, tokens, writes=warped is not None, at_once=_AT_ONCE, num_warps=_WARPS,
+        chosen, tokens, writes=warped is not None, at_once=at_once, num_warps=warps,
     )  # fmt: skip
     return chosen
 

@@ -21,6 +21,7 @@ from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
+from tgi_server.engine.memory import HOST
 
 HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]
@@ -145,6 +146,49 @@ def run(
     slopes, sinks = (None if each is None else each.to(device) for each in (variant.alibi_slopes, variant.sinks))
     there = replace(variant, alibi_slopes=slopes, sinks=sinks)
     return backend.attend(0, query, metadata, there).float().cpu(), torch.cat(outcomes)
+
+
+def run_latents(
+    backend: AttentionBackend, heads: int, lengths: list[int], row_tokens: int = 1, chunk: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Attends over latents: rows that decode, of these lengths, and a prompt's chunk, if it has tokens.
+
+    Returns what the backend computes, and what plain torch does in float32 on a CPU.
+    """
+    rank, rotated, size = backend.shape.head_dim, backend.shape.value_dim or 0, 16
+    numbers = torch.Generator().manual_seed(1)
+    totals = [*lengths, *([300 + chunk] if chunk else [])]
+    blocks_of = [-(-total // backend.block_size) for total in totals]
+    tables = torch.zeros(len(totals), max(blocks_of) + 1, dtype=torch.int32)
+    permutation = (torch.randperm(sum(blocks_of), generator=numbers) + 1).int()
+    for table, blocks in zip(tables, permutation.split(blocks_of), strict=True):
+        table[: len(blocks)] = blocks
+    counts = [row_tokens] * len(lengths) + [chunk] * bool(chunk)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    slots = torch.arange(backend.block_size * (sum(blocks_of) + 1))
+    queries = torch.randn(sum(counts), heads, size + rotated, generator=numbers)
+    cached = [torch.randn(len(slots), 1, elements, generator=numbers) for elements in (rank, rotated)]
+    weights = [torch.randn(heads, *shape, generator=numbers) / 8 for shape in ((size, rank), (rank, 24))]
+    plain = GatherAttention(backend.shape, HOST, torch.float32)
+    plain.block_size = backend.block_size
+    outputs = []
+    for each in (backend, plain):
+        tensors = (x.to(backend.dtype).to(each.device, each.dtype) for x in (queries, *cached, *weights))
+        query, key, value, *made = tensors
+        metadata = ForwardMetadata(
+            slots=slots.to(each.device),
+            block_tables=tables.to(each.device),
+            kv_lengths=torch.tensor(totals, dtype=torch.int32, device=each.device),
+            query_starts=starts.to(each.device),
+            decoding=len(lengths),
+            chunks=[ChunkSpan(row_tokens * len(lengths), chunk, totals[-1])] if chunk else [],
+            max_kv_length=max(totals),
+            row_tokens=row_tokens,
+        )
+        each.allocate(sum(blocks_of) + 1)
+        each.write(0, key, value, metadata)
+        outputs.append(each.attend(0, query, metadata, AttentionVariant(0.1, latents=Latents(*made))).float().cpu())
+    return outputs[0], outputs[1]
 
 
 def make_variant(kind: str, heads: int) -> AttentionVariant:
