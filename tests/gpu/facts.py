@@ -32,10 +32,13 @@ from benchmarks.synthetic import build_model  # noqa: E402
 from tgi_server.engine import Engine, EngineConfig  # noqa: E402
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape  # noqa: E402
 from tgi_server.engine.backends.attention.cuda import CudaAttention  # noqa: E402
+from tgi_server.engine.backends.attention.cuda_latents import tiles_of_rows  # noqa: E402
 from tgi_server.engine.backends.attention.flash import FlashAttention, fault_of  # noqa: E402
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight  # noqa: E402
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS  # noqa: E402
+from tgi_server.engine.kernels.triton import latents as latent_kernel  # noqa: E402
 from tgi_server.engine.kernels.triton import split_kv  # noqa: E402
+from tgi_server.engine.kernels.triton.latents import attend_latents, heads_together  # noqa: E402
 from tgi_server.engine.kernels.triton.sampling import choose  # noqa: E402
 from tgi_server.engine.linear.gpu import quantized_layer  # noqa: E402
 from tgi_server.engine.linear.kernel_table import KernelTable  # noqa: E402
@@ -125,6 +128,27 @@ def decode() -> None:
         attention(f"decode 8B, batch {batch}, context {context}", 32, 8, rows)
     for context in (1024, 8192, 32768):
         attention(f"decode 70B by eight (one KV head), context {context}", 8, 1, [context // SHORTER])
+
+
+def latents(variant: str = "") -> None:
+    """Sequences that decode over latents: those of DeepSeek-V3, whole and by eight, and of GLM-4.7-Flash."""
+    for heads, batch, context in ((16, 1, 8192), (16, 32, 8192), (128, 32, 8192), (20, 1, 32768), (20, 128, 1024)):
+        lengths = [context // SHORTER] * (2 if DRY else batch)
+        given, parts = _metadata(lengths, 0), heads // heads_together(heads)
+        query, turned = (torch.randn(len(lengths), heads, n, device=DEVICE, dtype=DTYPE) for n in (512, 64))
+        blocks = int(given.block_tables.max()) + 1
+        caches = [torch.randn(blocks, BLOCK, 1, size, device=DEVICE, dtype=DTYPE) for size in (512, 64)]
+        tiles = tiles_of_rows(given)
+        plan = split_kv.plan_parts(tiles, parts, latent_kernel.launch_shape(DTYPE.itemsize)[0], 0)
+        arguments = (query, turned, *caches, given.block_tables, tiles, plan, 192**-0.5)
+        output = attend_latents(*arguments)
+        key, rotated = (cache[given.block_tables[-1].long()].flatten(0, 2)[: lengths[-1]].float() for cache in caches)
+        scores = (query[-1].float() @ key.T + turned[-1].float() @ rotated.T) * 192**-0.5
+        error = float((output[-1].float() - scores.softmax(-1) @ key).abs().max())
+        took = seconds(lambda arguments=arguments: attend_latents(*arguments))
+        size = 576 * sum(lengths) * DTYPE.itemsize
+        what = f"latents, {heads} heads, batch {batch}, context {context}{variant}"
+        tell(what, error=error, us=took * 1e6, gb_s=size / took / 1e9)
 
 
 def prefill() -> None:
@@ -274,7 +298,7 @@ def main() -> None:
     if DRY:
         split_kv.multiprocessors = lambda device: 4  # type: ignore[assignment]
     with torch.inference_mode():
-        parts = (card, cublas, decode, prefill, flash_attention, sampling, quantized, grouped_mm)
+        parts = (card, cublas, decode, latents, prefill, flash_attention, sampling, quantized, grouped_mm)
         for each in (*parts[:1], *filter(chosen, parts[1:])):
             part(each)
 

@@ -14,7 +14,7 @@ from tests.gpu import facts  # first: in a dry run it makes Triton an interprete
 # isort: split
 import torch
 
-from tgi_server.engine.kernels.triton import paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.kernels.triton import latents, paged_attention, sampling, split_kv, w4a16_gemm
 from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
 from tgi_server.engine.kernels.triton.w4a16_gemm import ProductTile
 
@@ -31,6 +31,8 @@ PROMPT_SHAPES = [
     (256, 64, 8, 5),
 ]
 DECODE_SHAPES = [(16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 128, 4, 5), (16, 128, 8, 5)]
+# Of latents: keys together, warps, stages.
+LATENT_SHAPES = [(32, 4, 5), (32, 8, 5), (32, 4, 3), (64, 8, 3), (64, 8, 5), (16, 4, 5), (32, 4, 2)]
 # Programs of a multiprocessor, fewest key tiles of a part.
 SPLITS = [(1, 4), (2, 2), (2, 8), (4, 4), (4, 2)]
 # Tokens that the sampler looks at together, warps.
@@ -51,13 +53,15 @@ PRODUCTS = [
 
 
 def main() -> None:
+    # The most valuable first: a run may be cut.
     parts: list[tuple[Callable[..., None], list[Any]]] = [
-        (_prompts, PROMPT_SHAPES),
-        (_sampler, SAMPLERS),
+        (_latents, LATENT_SHAPES),
+        (_dense, [(16,), (32,), (64,), (128,), (256,)]),
         (_product, PRODUCTS),
+        (_sampler, SAMPLERS),
         (_decode, DECODE_SHAPES),
         (_splits, SPLITS),
-        (_dense, [(16,), (32,), (64,), (128,), (256,)]),
+        (_prompts, PROMPT_SHAPES),
     ]
     with torch.inference_mode():
         for job, variants in [each for each in parts if facts.chosen(each[0])]:
@@ -88,6 +92,11 @@ def _prompts(*shape: int) -> None:
 def _decode(*shape: int) -> None:
     with _shaped(shape if not facts.DRY else (16, 16, 8, 1)):
         _decodes(f"rows, keys, warps, stages {shape}")
+
+
+def _latents(*shape: int) -> None:
+    with mock.patch.object(latents, "launch_shape", return_value=(16, 8, 1) if facts.DRY else shape):
+        facts.latents(f", keys, warps, stages {shape}")
 
 
 def _splits(programs: int, fewest: int) -> None:

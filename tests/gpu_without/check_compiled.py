@@ -187,10 +187,10 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
     strides = [f"{name}_{part}" for name in ("query", "key", "value") for part in ("token", "head")]
     types = dict.fromkeys(data, "*bf16") | {"slots": "*i64"} | dict.fromkeys(strides, "i32")
     types |= {"key_scale": "fp32", "value_scale": "fp32"}
-    for rotated, mantissa in product((0, 64, 128), (0, 2, 3)):
+    for rotated, mantissa, together in product((0, 64, 128), (0, 2, 3), (1, 4)):
         queries = 32 if rotated else 0
         sizes = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128}
-        constants = sizes | {"rotated": rotated, "mantissa": mantissa}
+        constants = sizes | {"rotated": rotated, "mantissa": mantissa, "together": together}
         types |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else "*bf16")
         check(compiled(rope_and_cache._turn_and_write, types, constants, capability, 1), capability, tmp_path)
 

@@ -156,7 +156,11 @@ def test_a_long_sequence_among_short_ones_is_cut_as_if_it_were_alone(monkeypatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (80, 32), (24, 24), (128, 0)])
-def test_rotation_and_writing(dtype: torch.dtype, head_dim: int, rotated: int) -> None:
+@pytest.mark.parametrize("programs", [0, 32])
+def test_rotation_and_writing(
+    programs: int, dtype: torch.dtype, head_dim: int, rotated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope_and_cache, "_PROGRAMS_PER_PROCESSOR", programs)
     tokens, heads, kv_heads, blocks, size = 5, 6, 2, 3, 32
     joined = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
     query, key, value = joined.split((heads, kv_heads, kv_heads), dim=1)

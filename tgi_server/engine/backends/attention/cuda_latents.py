@@ -62,7 +62,7 @@ class LatentAttention(GatherAttention):
         assert latents is not None
         size = latents.keys.shape[1]
         heads = query.shape[1]
-        tiles = metadata.made("latent tiles", partial(_tiles, metadata))
+        tiles = metadata.made("latent tiles", partial(tiles_of_rows, metadata))
         key_tile, *_ = launch_shape(query.element_size())
         parts_of_heads = heads // heads_together(heads)
         plan = metadata.made(
@@ -76,7 +76,7 @@ class LatentAttention(GatherAttention):
         return torch.einsum("thr,hrv->thv", attended, latents.values)
 
 
-def _tiles(metadata: ForwardMetadata) -> QueryTiles:
+def tiles_of_rows(metadata: ForwardMetadata) -> QueryTiles:
     """Returns a tile for each token of the sequences that decode, computed on the device from tensors alone."""
     rows, tokens = metadata.decoding, metadata.row_tokens
     device = metadata.kv_lengths.device

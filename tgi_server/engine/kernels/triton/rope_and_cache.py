@@ -3,11 +3,18 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # (arguments of kernels are what Triton makes of them)
 
+from math import gcd
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi_server.engine.kernels.triton import multiprocessors
 from tgi_server.engine.kernels.triton.fp8 import encoded
+
+# Programs that a multiprocessor holds. If there were more, each has several heads: starting one takes its time, too.
+_PROGRAMS_PER_PROCESSOR = 32
+_HEADS_TOGETHER = 4
 
 
 def write(
@@ -58,12 +65,15 @@ def _launch(
     key, value = (part if part.stride(2) == 1 else part.contiguous() for part in (key, value))
     query = key if query is None else query if query.stride(2) == 1 else query.contiguous()
     cosine, sine = (key, key) if rotation is None else (table.contiguous() for table in rotation)
-    _turn_and_write[tokens, queries + kv_heads](
+    heads = queries + kv_heads
+    many = tokens * heads > _PROGRAMS_PER_PROCESSOR * multiprocessors(key.device)
+    together = gcd(queries, kv_heads, _HEADS_TOGETHER) if many else 1
+    _turn_and_write[tokens, heads // together](
         query, key if turned is None else turned, key, value, cosine, sine, keys, values, slots,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         *scales,
         queries=queries, kv_heads=kv_heads, head_dim=head_dim, width=triton.next_power_of_2(head_dim),
-        rotated=0 if rotation is None else cosine.shape[1], mantissa=mantissa, num_warps=1,
+        rotated=0 if rotation is None else cosine.shape[1], mantissa=mantissa, together=together, num_warps=1,
     )  # fmt: skip
 
 
@@ -73,13 +83,13 @@ def _turn_and_write(
     query_token, query_head, key_token, key_head, value_token, value_head,
     key_scale, value_scale,
     queries: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, rotated: tl.constexpr,
-    mantissa: tl.constexpr,
+    mantissa: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
-    """A program has one head of one token: a query head, or a key head and the value of it."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, width)
+    """A program has some heads of one token: query heads, or key heads and the values of them."""
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
+    head, column = (first + tl.arange(0, together))[:, None], tl.arange(0, width)[None, :]
     real = column < head_dim
-    if head < queries:
+    if first < queries:
         x = _turned(query + token * query_token + head * query_head, cosine, sine, token, column, head_dim, rotated)
         tl.store(turned + (token * queries + head) * head_dim + column, x, mask=real)
     else:
@@ -101,7 +111,7 @@ def _kept(x, scale, mantissa: tl.constexpr):
 
 @triton.jit
 def _turned(x, cosine, sine, token, column, head_dim: tl.constexpr, rotated: tl.constexpr):
-    """Returns the elements at x, of which the first `rotated` are turned in pairs, in their dtype."""
+    """Returns the elements at x, [heads, 1], of which the first `rotated` are turned in pairs, in their dtype."""
     own = tl.load(x + column, mask=column < head_dim, other=0.0)
     if rotated == 0:
         return own
