@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_prefill_and_decode_are_measured_beside_the_floor(tiny_model: Path, pref
     bench = Bench(engine, context=16, steps=4, max_batch_size=5, prefill_tokens=prefill_tokens)
     cost = cost_of(read_config(tiny_model), torch.float32)
     for batch in (5, 1):
-        prefill, decode = command.measure(bench, cost, MACHINE, batch, 16)
+        prefill, decode = command.measure(bench, cost, MACHINE, batch, 16, time.perf_counter)
         assert (prefill.step, prefill.batch, prefill.tokens) == ("prefill", batch, 16 * batch)
         assert (decode.step, decode.batch, decode.tokens) == ("decode", batch, batch)
         assert min(prefill.engine, decode.engine) > 0
