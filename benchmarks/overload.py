@@ -114,6 +114,8 @@ async def capacity(url: str, job: Job, users: int, seconds: float, numbers: Iter
                 ended.append(response.ended)
 
     await asyncio.gather(*(user() for _ in range(users)))
+    if sum(each <= until for each in ended) < 2:
+        raise ServerUnavailable(f"fewer than two requests were answered in {seconds:g} s; give more with --seconds")
     # Between the first answer and the last one before the end, all places are taken.
     steady = sorted(each for each in ended if each <= until)
     return (len(steady) - 1) / (steady[-1] - steady[0])

@@ -7,6 +7,7 @@ endpoint gets much more than its share, however popular a prefix is.
 """
 
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ PREFIX_CHARACTERS = 512
 
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
+
+# One request in so many takes no account of endpoints that stall now and then, to learn whether they still do.
+TRIAL_EVERY = 50
 
 Pieces: TypeAlias = Generator[GeneratedText, None, None]
 # How an endpoint is asked.
@@ -56,6 +60,7 @@ class Balancer:
         self._count_fallback = count_fallback
         self._uncertain_seconds = uncertain_seconds
         self._well_at = -math.inf
+        self._choices = itertools.count(1)
 
     @property
     def ready(self) -> bool:
@@ -133,8 +138,8 @@ class Balancer:
     def choices(self, prompt: str) -> list[Endpoint]:
         """Returns all endpoints, the one to try first at the front.
 
-        Healthy ones within their load bound come first, then busier ones, then those that failed a moment ago, then
-        those that are down, which refuse at once and say why.
+        Healthy ones within their load bound come first, then busier ones, then those that stall now and then, then
+        those that failed a moment ago, then those that are down, which refuse at once and say why.
         """
         if len(self._endpoints) <= 1:
             return list(self._endpoints)
@@ -143,14 +148,25 @@ class Balancer:
         prefix = prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass")
         avoided = {endpoint for endpoint in self._endpoints if endpoint.is_avoided}
         healthy = [endpoint for endpoint in self._endpoints if endpoint.breaker.closed and endpoint not in avoided]
-        total = sum(endpoint.in_flight for endpoint in healthy) + 1
-        bound = math.ceil(LOAD_FACTOR * total / max(1, len(healthy)))
+        stalling = self._stalling(healthy)
+        preferred = [endpoint for endpoint in healthy if endpoint not in stalling]
+        total = sum(endpoint.in_flight for endpoint in preferred) + 1
+        bound = math.ceil(LOAD_FACTOR * total / max(1, len(preferred)))
 
-        def rank(endpoint: Endpoint) -> tuple[bool, bool, bool, bytes]:
+        def rank(endpoint: Endpoint) -> tuple[bool, bool, bool, bool, bytes]:
             busy = endpoint.in_flight >= bound
-            return not endpoint.breaker.closed, endpoint in avoided, busy, _weight(prefix, endpoint.name)
+            gone, late = not endpoint.breaker.closed, endpoint in stalling
+            return gone, endpoint in avoided, late, busy, _weight(prefix, endpoint.name)
 
         return sorted(self._endpoints, key=rank)
+
+    def _stalling(self, healthy: Sequence[Endpoint]) -> set[Endpoint]:
+        """Returns the endpoints that stall now and then, unless they are most, or this request is to try them."""
+        if self._hedging is None:
+            return set()
+        stalling = {endpoint for endpoint in healthy if self._hedging.stalls(endpoint.name)}
+        is_trial = bool(stalling) and next(self._choices) % TRIAL_EVERY == 0
+        return set() if is_trial or 2 * len(stalling) > len(healthy) else stalling
 
     def destinations(self, prompt: str) -> list[Endpoint]:
         """Returns the endpoints that get the prompts which begin with `prompt`: one, or all available ones.

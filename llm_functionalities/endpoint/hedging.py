@@ -28,6 +28,10 @@ MOST_SAVED = 10.0
 # The 95th percentile is that of so many last requests, computed once there are enough, and after every few.
 LATENCIES, ENOUGH_LATENCIES, EVERY = 512, 20, 16
 
+# An endpoint stalls if so many of its last requests were late by far, or were answered by a hedge.
+RECENT, STALLS = 50, 3
+LATE_BY_FAR = 2.0
+
 # How hedges ended: the second answer came first, came later, or was none; or the budget had no hedge left.
 WON, LOST, FAILED, NO_BUDGET = "won", "lost", "failed", "no_budget"
 
@@ -49,9 +53,15 @@ class Hedging:
         self._count = count
         self._saved = MOST_SAVED
         self._latencies: dict[str, _Latencies] = {}
+        self._late: dict[str, deque[bool]] = {}
+        self._stalling: set[str] = set()
         self._lock = threading.Lock()
         self._timers = _Timers()
         self._threads = ThreadPoolExecutor(threads, "hedge")
+
+    def stalls(self, endpoint: str) -> bool:
+        """Returns True if an endpoint stalls now and then."""
+        return endpoint in self._stalling
 
     def race(
         self, kind: str, call: Call, first: Attempt[T], second: Callable[[Call], Attempt[T] | None]
@@ -69,15 +79,41 @@ class Hedging:
             after = self._after if self._after is not None else latencies.percentile
         if after is not None:
             self._timers.add(begun + after, lambda: self._hedge(race, second))
+        waits = True
         try:
             with closing(race.run(first)) as pieces:
-                for number, piece in enumerate(pieces):
-                    if not number and (endpoint := race.endpoint) is not None:
-                        with self._lock:
-                            latencies.add(endpoint, time.monotonic() - begun)
+                for piece in pieces:
+                    if waits:
+                        waits = False
+                        self._note(race, latencies, begun, answered=True)
                     yield piece
         finally:
+            if waits:
+                self._note(race, latencies, begun, answered=False)
             race.end()
+
+    def _note(self, race: "_Race[T]", latencies: "_Latencies", begun: float, *, answered: bool) -> None:
+        """Notes how long the first piece took, and if the first endpoint was late by far.
+
+        answered: there is a first piece. Nothing is noted of an endpoint that was tried after another.
+        """
+        if (endpoint := race.first_endpoint) is None:
+            return
+        seconds = time.monotonic() - begun
+        with self._lock:
+            usual = latencies.percentile
+            late = race.won_by_second or (usual is not None and seconds > LATE_BY_FAR * usual)
+            if answered and not race.won_by_second:
+                latencies.add(endpoint, seconds)
+            if not answered and not late:
+                return  # it failed, or the caller has gone
+            recent = self._late.setdefault(endpoint, deque(maxlen=RECENT))
+            recent.append(late)
+            if sum(recent) < STALLS:
+                self._stalling.discard(endpoint)
+            elif endpoint not in self._stalling:
+                self._stalling.add(endpoint)
+                logger.warning("endpoint %s stalls now and then: others are preferred", endpoint)
 
     def _hedge(self, race: "_Race[T]", second: Callable[[Call], Attempt[T] | None]) -> None:
         attempt = None if race.decided else second(race.calls[0])
@@ -133,10 +169,14 @@ class _Race(Generic[T]):
         self._pieces: SimpleQueue[T | ModelError | None] = SimpleQueue()
 
     @property
-    def endpoint(self) -> str | None:
-        """The endpoint that answers; None if it was not the first that was tried."""
+    def first_endpoint(self) -> str | None:
+        """The endpoint of the first attempt; None if it had several."""
         tried = self.calls[0].tried
-        return next(iter(tried)) if self._winner == 0 and len(tried) == 1 else None
+        return next(iter(tried)) if len(tried) == 1 else None
+
+    @property
+    def won_by_second(self) -> bool:
+        return self._winner == 1
 
     @property
     def decided(self) -> bool:

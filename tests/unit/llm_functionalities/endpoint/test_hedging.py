@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import httpx2
 import pytest
 
-from llm_functionalities.endpoint import hedging
+from llm_functionalities.endpoint import balancer, hedging
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
@@ -55,7 +55,8 @@ class Pair:
 
     def hedging(self, after: float | None) -> Balancer:
         """Returns a balancer for which requests are late after so many seconds."""
-        return Balancer(self.endpoints, hedging=Hedging(after, count=self.outcomes.append))
+        self.hedges = Hedging(after, count=self.outcomes.append)
+        return Balancer(self.endpoints, hedging=self.hedges)
 
 
 @pytest.fixture
@@ -208,6 +209,33 @@ def test_an_endpoint_that_stalls_now_and_then_makes_no_hedge_later(pair: Pair) -
     pair.first.delay = 0.7
     assert whole(balancer, pair.prompt, call()) == "from the second"
     balancer.stop(2)
+
+
+def test_an_endpoint_that_stalls_is_tried_last_until_it_does_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.first.fault = "hang"
+    for _ in range(hedging.STALLS):
+        assert whole(pair.balancer, pair.prompt, call()) == "from the second"
+    firsts = [pair.balancer.choices(pair.prompt)[0] for _ in range(balancer.TRIAL_EVERY)]
+    assert firsts.count(pair.endpoints[0]) == 1
+    pair.first.fault = None
+    monkeypatch.setattr(balancer, "TRIAL_EVERY", 1)
+
+    def recovered() -> bool:
+        whole(pair.balancer, pair.prompt, call())
+        return not pair.hedges.stalls(pair.endpoints[0].name)
+
+    until(recovered)
+
+
+def test_if_all_endpoints_stall_prefixes_decide(pair: Pair) -> None:
+    others = (f"prompt {number}" for number in range(1000))
+    prompt = next(each for each in others if pair.balancer.choices(each)[0] is pair.endpoints[1])
+    for server, each in ((pair.first, pair.prompt), (pair.second, prompt)):
+        server.fault = "hang"
+        for _ in range(hedging.STALLS):
+            whole(pair.balancer, each, call())
+        server.fault = None
+    assert [pair.balancer.choices(each)[0] for each in (pair.prompt, prompt)] == pair.endpoints
 
 
 @pytest.fixture
