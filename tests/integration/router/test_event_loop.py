@@ -77,7 +77,9 @@ class Watched:
             else:
                 status = response.status_code
                 worst.append(await self.stood())
-                assert status in (200, 400, 403, 404, 413, 422, 429, 501), (shape, response.text[:500])
+                # A busy setting may be a time that has passed before the request is read.
+                late = response.headers.get("x-error-code", "").startswith("deadline_")
+                assert late or status in (200, 400, 403, 404, 413, 422, 429, 501), (shape, response.text[:500])
         if worst[-1] > BOUND_SECONDS:
             self.slow[f"{shape.path} {shape.name}"] = min(worst)
         print(f"{min(worst):.3f} {len(worst)} {status} {shape.path} {shape.name}")
