@@ -8,6 +8,8 @@ from tgi_server.gguf.file import Gguf, GgufError
 # Types of tokens in `tokenizer.ggml.token_type`.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_SPACES_BACK = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
 
 # How texts are split before pairs are merged, by the kinds of `tokenizer.ggml.pre`. Each expression splits what the
 # ones before it have left.
@@ -31,25 +33,68 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_DEEPSEEK_WORDS = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+",
+    r"\s+$",
+    r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+",
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+", r"\p{N}")
 _DIGITS = (r"\p{N}", _GPT2)
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _OLDEST = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-_SPLITS: Mapping[str, Sequence[str]] = {
+_BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uFF0C\u3001\u0964\u06D4\u060C)]+"
+_SPACES_BY_POWERS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+_JAIS2 = _LLAMA3.replace(r"|\s+(?!\S)|\s+", rf"{_SPACES_BY_POWERS}|\s{{1,2}}(?!\S)|\s")
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_EXAONE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+SPLITS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4", "gigachat", "mellum"), (_GPT2,)),
+    **dict.fromkeys(("a.x-4.0", "granite-docling", "modern-bert", "roberta-bpe"), (_GPT2,)),
+    **dict.fromkeys(("jina-es", "jina-de", "jina-v1-en", "jina-v2-code", "jina-v2-de", "jina-v2-es"), (_GPT2,)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), (_LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5", "midm-2.0", "jina-v5-nano"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"), (_QWEN2,)),
+    **dict.fromkeys(("kormo", "f2llmv2", "solar-open"), (_QWEN2,)),
+    "laguna": (r"[^\n]+|[\n]+", _QWEN2),
+    "ufakzeka": (_QWEN2.removeprefix(f"{_CONTRACTIONS}|"),),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie", "granite-embed-multi-97m"), (_GPT4O,)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
+    "spark2_5": (*(each.replace(r"+[\r\n]*|\s*[\r\n]+", r"+|[\r\n]") for each in _DEEPSEEK3), r"\p{N}"),
+    "deepseek-llm": _DEEPSEEK_WORDS,
+    "deepseek-coder": _DEEPSEEK_CODER,
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    "mellum2": _DIGITS,
     "falcon": _FALCON,
+    "jais-2": (_JAIS2,),
+    "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
+    "viking": (_BLOOM, r"\p{N}"),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
+    "seed-coder": (_SEED,),
+    "exaone-moe": (_EXAONE,),
     "default": _OLDEST,
 }
+# Kinds whose tokens are texts, and not bytes as characters; spaces are SentencePiece's.
+_RAW = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
 # Kinds that take a word which is a token as it is, and those that begin texts with a token by default.
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken", "glm4", "glm5"}
-_BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
+_WHOLE_WORDS = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "jina-v5-nano"),
+    *("tekken", "glm4", "glm5", "minicpm5", "granite-embed-multi-97m"),
+}
+_BEGINS = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "jina-v5-nano"),
+    "tekken",
+}
 # Tokens that end a reply, whatever the metadata call them.
 _END_OF_TURN = (
     "<|eot_id|>",
@@ -75,7 +120,7 @@ class Vocabulary:
     def __init__(self, file: Gguf) -> None:
         self.path, self._metadata = file.path, file.metadata
         self.model = self.get("model")
-        self.pre = str(self.get("pre", "default"))
+        self.pre = "gemma4" if self.model == "gemma4" else str(self.get("pre", "default"))
         self.tokens: list[str] = self._texts("tokens")
         kinds = self.get("token_type") or [1] * len(self.tokens)
         if not self.tokens or len(kinds) != len(self.tokens):
@@ -95,7 +140,7 @@ class Vocabulary:
 
     def merges(self) -> list[tuple[str, str]]:
         """Returns the pairs that are merged, the first ones first."""
-        if self.model == "gpt2":
+        if self.model in ("gpt2", "gemma4"):
             # A space stands between the two, and neither is empty: one may begin with a space.
             pairs = ((text, text.find(" ", 1)) for text in self._texts("merges"))
             return [(text[:place], text[place + 1 :]) for text, place in pairs]
@@ -139,8 +184,10 @@ def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float], without: s
 def tokenizer_json(file: Gguf) -> dict[str, Any]:
     """Returns the content of tokenizer.json. Raises GgufError for a kind of tokenizer that is not read."""
     words = Vocabulary(file)
-    if words.model == "gpt2":
-        own = _byte_level(words)
+    if words.model in ("gpt2", "gemma4"):
+        own = _raw_pairs(words) if words.pre in _RAW else _byte_level(words)
+    elif words.model == "bert":
+        own = _word_piece(words)
     elif words.model == "llama":
         own = _sentence_piece(words)
     else:
@@ -193,7 +240,7 @@ def _bpe(words: Vocabulary, **own: Any) -> dict[str, Any]:
 
 
 def _byte_level(words: Vocabulary) -> dict[str, Any]:
-    if words.pre not in _SPLITS:
+    if words.pre not in SPLITS:
         raise GgufError(
             f"{words.path}: tokenizer.ggml.pre is {words.pre!r}, which is not read; put the model's tokenizer.json "
             "beside the file"
@@ -201,7 +248,7 @@ def _byte_level(words: Vocabulary) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = [
         {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in _SPLITS[words.pre]
+        for each in SPLITS[words.pre]
     ]
     return {
         "normalizer": None,
@@ -211,15 +258,54 @@ def _byte_level(words: Vocabulary) -> dict[str, Any]:
     }
 
 
+def _raw_pairs(words: Vocabulary) -> dict[str, Any]:
+    """Pairs of texts are merged within lines; what is no token is taken byte by byte."""
+    lines = {"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False}
+    return {
+        "normalizer": _SPACES,
+        "pre_tokenizer": lines,
+        "decoder": {"type": "Sequence", "decoders": [_SPACES_BACK, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": _bpe(words, unk_token=words.token("unknown"), fuse_unk=True, byte_fallback=True),
+    }
+
+
+def _word_piece(words: Vocabulary) -> dict[str, Any]:
+    """Words of BERT, cut into the longest pieces. Files mark the first piece of a word, where others mark the rest."""
+    special = {*words.special, *words.user_defined}
+    pieces = {
+        token if place in special else token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}": place
+        for place, token in reversed(list(enumerate(words.tokens)))
+    }
+    lower = bool(words.get("normalizer.lowercase", True))
+    accents = bool(words.get("normalizer.strip_accents", lower))
+    unknown = words.token("unknown") or "[UNK]"
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": accents,
+            "lowercase": lower,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unknown,
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": pieces,
+        },
+    }
+
+
 def _sentence_piece(words: Vocabulary) -> dict[str, Any]:
     prefix = bool(words.get("add_space_prefix", True))
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    steps: Iterable[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}, spaces] if prefix else [spaces]
+    steps: Iterable[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}, _SPACES] if prefix else [_SPACES]
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     return {
         "normalizer": {"type": "Sequence", "normalizers": list(steps)},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "decoder": {"type": "Sequence", "decoders": [_SPACES_BACK, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": _bpe(words, unk_token=words.token("unknown") or "<unk>", fuse_unk=True, byte_fallback=True),
     }

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer
+from tokenizers.implementations import BertWordPieceTokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.published_tokenizers import PUBLISHED
+from tgi_server.gguf import tokenizer
 from tgi_server.gguf.file import Gguf, GgufError
 from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
 
@@ -70,10 +73,10 @@ def test_sentence_piece(trained: tuple[sentencepiece.SentencePieceProcessor, boo
         ggml__add_space_prefix=prefix,
         ggml__unknown_token_id=0,
     )
-    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
     for text in TEXTS:
-        assert tokenizer.encode(text, add_special_tokens=False).ids == original.encode(text), text
-        assert tokenizer.decode(original.encode(text), skip_special_tokens=False) == text
+        assert made.encode(text, add_special_tokens=False).ids == original.encode(text), text
+        assert made.decode(original.encode(text), skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize(
@@ -99,11 +102,57 @@ def test_byte_level(name: str, pre: str, digits: str) -> None:
         ggml__merges=[" ".join(pair) for pair in content["model"]["merges"]],
         ggml__eos_token_id=published.end,
     )
-    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
     for text in (*TEXTS[:-2], published.eos + "text" + published.eos):
         expected = original.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, add_special_tokens=False).ids == expected, text
+        assert made.encode(text, add_special_tokens=False).ids == expected, text
     assert Vocabulary(file).end_ids()[0] == published.end
+
+
+@pytest.mark.parametrize("pre", tokenizer.SPLITS)
+def test_every_kind_of_splitting_keeps_the_text(pre: str) -> None:
+    file = file_of(ggml__model="gpt2", ggml__pre=pre, ggml__tokens=sorted(ByteLevel.alphabet()), ggml__merges=[])
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    for text in TEXTS:
+        assert made.decode(made.encode(text).ids) == text
+
+
+def test_pairs_of_texts() -> None:
+    """As in Gemma 4: spaces are written as SentencePiece does, and what is no token is taken byte by byte."""
+    tokens = ["<unk>", "\u2581", "a", "b", "\u2581a", "\n", "\n\n", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [2, *[1] * 6, *[6] * 256]
+    file = file_of(
+        ggml__model="gemma4",
+        ggml__tokens=tokens,
+        ggml__token_type=kinds,
+        ggml__merges=["\u2581 a", "\n \n"],
+        ggml__unknown_token_id=0,
+    )
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    encoded = made.encode("a ab\n\n\u00e9")
+    assert encoded.tokens == ["a", "\u2581a", "b", "\n\n", "<0xC3>", "<0xA9>"]
+    assert made.decode(encoded.ids) == "a ab\n\n\u00e9"
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_word_piece(lowercase: bool) -> None:
+    """Files mark the first piece of a word, where the original marks the others."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*special, "the", "quick", "fox", "##es", "un", "##quick", "Fox", ",", "\u4f60", "##s", "e", "3", "."]
+    original = BertWordPieceTokenizer({word: place for place, word in enumerate(words)}, lowercase=lowercase)
+    stored = [
+        word if word in special else word.removeprefix("##") if word.startswith("##") else f"\u2581{word}"
+        for word in words
+    ]
+    file = file_of(
+        ggml__model="bert",
+        ggml__tokens=stored,
+        ggml__token_type=[3] * 5 + [1] * (len(words) - 5),
+        ggml__unknown_token_id=1,
+        ggml__normalizer__lowercase=lowercase,
+    )
+    for text in (*TEXTS, "The foxes, unquick foxs", "Fox [MASK] \u4f60\u4f60", "\u00e9 3.3"):
+        assert ids(file, text) == original.encode(text, add_special_tokens=False).ids, text
 
 
 def test_special_tokens_and_templates_become_the_configuration() -> None:
