@@ -14,9 +14,10 @@ from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.rope import RotaryTable
-from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
+from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding, QuantizedLinear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear
 from tgi_server.engine.memory import DeferredFree
 from tgi_server.engine.models.spec import DecoderSpec, LayerSpec
 from tgi_server.engine.parallel.layers import RowParallel, ShardedLayer, VocabParallelEmbedding, VocabParallelHead
@@ -66,14 +67,15 @@ def build_decoder(
     assert head is not None
     positions = decoder.get_submodule(spec.positions) if spec.positions else None
     paths = {id(module): path for path, module in model.named_modules()}
+    new_head = _in_parallel(head, linear) if keep else _head(model, linear)
     return Decoder(
         spec,
-        _embedding(model.get_input_embeddings()),
+        _embedding(model.get_input_embeddings(), head, new_head, linear),
         None if positions is None else positions.weight[getattr(positions, "offset", 0) :],
         [RotaryTable(decoder.rotary_emb, each) for each in spec.ropes],
         made,
         Norm.of(decoder.get_submodule(spec.final_norm), spec.norms) if spec.final_norm else None,
-        _in_parallel(head, linear) if keep else _head(model, linear),
+        new_head,
         paths[id(modules)],
         paths[id(head)],
     )
@@ -81,7 +83,8 @@ def build_decoder(
 
 def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
     """Packs the weights of all linear layers in a module for a CPU."""
-    _replace(module, partial(_packed_linear, linear))
+    for embedding, layer in _replace(module, partial(_packed_linear, linear)):
+        _pack_embedding(embedding, layer, linear)
     _compute_experts_together(module, wanted=True)
 
 
@@ -92,7 +95,13 @@ def pack_quantized(model: nn.Module, linear: LinearFactory) -> None:
 
 def unpack(model: nn.Module) -> None:
     """Puts plain linear layers back, for a model that reads its weights itself."""
-    _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear | QuantizedLinear) else None)
+
+    def unpacked(module: nn.Module) -> nn.Module | None:
+        return module.unpacked() if isinstance(module, PackedLinear | QuantizedLinear) else None
+
+    for embedding, layer in _replace(model, unpacked):
+        if layer is not None:
+            embedding.layer = layer
     _compute_experts_together(model, wanted=False)
 
 
@@ -125,7 +134,8 @@ def _check(
             raise Unfit(f"layer {index} is made of other parts than its spec says")
     head, embedding = (inner(each) for each in (model.get_output_embeddings(), model.get_input_embeddings()))
     plain = embedding.inner if isinstance(embedding, VocabParallelEmbedding) else embedding
-    if not linear.takes(head) or not isinstance(plain, nn.Embedding):
+    quantized = isinstance(plain, QuantizedEmbedding) and linear.takes(plain.layer)
+    if not linear.takes(head) or not (quantized or isinstance(plain, nn.Embedding)):
         raise Unfit("its head or its embedding is of another kind")
 
 
@@ -190,14 +200,35 @@ def _in_parallel(module: Any, linear: LinearFactory) -> Any:
     return made
 
 
-def _embedding(module: Any) -> nn.Embedding | VocabParallelEmbedding:
-    """Returns an embedding without the scaling that some embeddings of `transformers` apply."""
+def _embedding(
+    module: Any, head: Any, new_head: Any, linear: LinearFactory
+) -> nn.Embedding | QuantizedEmbedding | VocabParallelEmbedding:
+    """Returns an embedding without the scaling that some embeddings of `transformers` apply.
+
+    head, new_head: the model's head, and what has replaced it, which a quantised embedding may be in.
+    """
     if isinstance(module, VocabParallelEmbedding):
-        return VocabParallelEmbedding(_embedding(module.inner), module.group, module.share)
+        own = _embedding(module.inner, head, new_head, linear)
+        return VocabParallelEmbedding(own, module.group, module.share)
+    if isinstance(module, QuantizedEmbedding):
+        _pack_embedding(module, inner(new_head) if module.layer is inner(head) else None, linear)
+        return module.unscaled()
     tokens, size = module.weight.shape
     plain = nn.Embedding(tokens, size, device="meta")
     plain.weight = module.weight
     return plain
+
+
+def _pack_embedding(embedding: QuantizedEmbedding, head: nn.Module | None, linear: LinearFactory) -> None:
+    """Has an embedding look its rows up in a packed layer, if there are kernels for it: the head's or its own.
+
+    head: the packed layer with the same weight; None: there is none.
+    """
+    if linear.quantized_layer is not PackedQuantizedLinear or not linear.takes(embedding.layer):
+        return
+    deferred = DeferredFree()
+    _put(embedding, "layer", head or linear(cast(Any, embedding.layer)), deferred)
+    deferred.free()
 
 
 def _head(model: PreTrainedModel, linear: LinearFactory) -> Any:
@@ -215,8 +246,8 @@ def _head(model: PreTrainedModel, linear: LinearFactory) -> Any:
 def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:
     if isinstance(module, Experts):  # whose other layers follow, one by one
         for parts in cast(list[nn.ModuleList], module.gate_up):
-            if len(parts) > 1 and linear.joins(*parts):
-                parts[0] = linear.joined(*cast(Any, parts))
+            if len(parts) > 1 and linear.merges(*parts):
+                parts[0] = linear.merged(*cast(Any, parts))
                 del parts[1:]
     elif Experts.fits(module):
         packed = partial(linear.layer, bias=None, kernels=linear.kernels)
@@ -230,10 +261,26 @@ def _compute_experts_together(model: nn.Module, *, wanted: bool) -> None:
             module.use_kernel(wanted=wanted)
 
 
-def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+def _replace(
+    module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]
+) -> list[tuple[QuantizedEmbedding, nn.Module | None]]:
+    """Replaces layers below a module; `replacement` returns the new one, or None to leave one as it is.
+
+    Returns the quantised embeddings, whose layers stay, each with what has replaced the head that has its layer.
+    """
+    embeddings = [each for each in module.modules() if isinstance(each, QuantizedEmbedding)]
+    of_heads: dict[nn.Module, nn.Module | None] = {each.layer: None for each in embeddings}
+
+    def replaced(child: nn.Module) -> nn.Module | None:
+        new = replacement(child)
+        if child in of_heads:
+            of_heads[child] = new
+        return new
+
     deferred = DeferredFree()
-    _replace_children(module, replacement, deferred)
+    _replace_children(module, replaced, deferred)
     deferred.free()
+    return [(each, of_heads[each.layer]) for each in embeddings]
 
 
 def _replace_children(
@@ -249,6 +296,8 @@ def _replace_children(
         if name in _READ_FROM_OUTSIDE:
             continue
         child = module.get_submodule(name)
+        if isinstance(child, QuantizedEmbedding):
+            continue
         new = replacement(child)
         if new is None:
             _replace_children(child, replacement, deferred, count_layers=count_layers and not is_layers)

@@ -14,13 +14,13 @@ from tgi_server.engine.backends.build import NORMS
 from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
-from tgi_server.engine.checkpoint.quantized import Experts
+from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.group import peers
-from tgi_server.engine.parallel.layers import VocabParallelHead
+from tgi_server.engine.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 
 
 class CpuModel(PagedModel):
@@ -112,10 +112,12 @@ class CpuModel(PagedModel):
 def _kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.CausalLM`. Raises UnsupportedModel."""
     spec, head, weight = decoder.spec, inner(decoder.head), decoder.embedding_weight
+    embedding = decoder.embedding.inner if isinstance(decoder.embedding, VocabParallelEmbedding) else decoder.embedding
     prefilter, prefilter_rows = head.prefilter if isinstance(head, PrefilteredHead) else ([], 0)
     return torch.classes.oatmill.CausalLM(
         _layers_kernel(decoder),
         weight,
+        _linear_kernel(embedding.layer) if isinstance(embedding, QuantizedEmbedding) else None,
         float(torch.tensor(spec.embedding_scale, dtype=weight.dtype)),
         decoder.positions,
         _norm_kernel(decoder.norm),

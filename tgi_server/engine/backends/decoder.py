@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.rope import RotaryTable
+from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.models.spec import DecoderSpec, LayerSpec, NormKind
 from tgi_server.engine.parallel.layers import (
@@ -108,7 +109,7 @@ class Decoder:
     """
 
     spec: DecoderSpec
-    embedding: nn.Embedding | VocabParallelEmbedding
+    embedding: nn.Embedding | QuantizedEmbedding | VocabParallelEmbedding
     positions: Tensor | None
     ropes: Sequence[RotaryTable]
     layers: Sequence[DecoderLayer]
@@ -119,7 +120,7 @@ class Decoder:
 
     @property
     def embedding_weight(self) -> Tensor:
-        """The embeddings of all tokens, or of a shard's: [tokens, hidden_size]."""
+        """The embeddings of all tokens, or of a shard's: [tokens, hidden_size]; empty where they are quantised."""
         weight: Tensor = self.embedding.weight
         return weight
 

@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.checkpoint.quantized import Experts, Quantization, QuantizedLinear
+from tgi_server.engine.checkpoint.quantized import Experts, Quantization, QuantizedEmbedding, QuantizedLinear
 from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
 from tgi_server.engine.checkpoint.weight_files import EXPERT, fingerprint
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
@@ -116,9 +116,10 @@ def _load(
             _check_vocabulary(empty, tensors, plan)
         by_name = _by_model_names(empty, tensors)
         experts = _experts(empty, by_name)
-        linears = _linears(empty, by_name)
-        part_class = _part_class(model_class, plan, share, linears, experts)
-        kept = [*linears, *(each for of_layer in experts.values() for each in of_layer)]
+        linears, embeddings = _linears(empty, by_name), _embeddings(empty, by_name)
+        tied = _tied(empty, by_name) is not None
+        part_class = _part_class(model_class, plan, share, linears, embeddings, experts, tied=tied)
+        kept = [*linears, *embeddings, *(each for of_layer in experts.values() for each in of_layer)]
         taken = {id(tensor) for tensor, _ in kept}
         rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in taken}
         model, report = part_class.from_pretrained(
@@ -188,11 +189,42 @@ def _linears(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
     found: _Kept = []
     for path, module in model.named_modules():
         tensor = _named(model, tensors, f"{path}.weight")
+        if module is head and tensor is None:
+            tensor = _tied(model, tensors)
         if isinstance(tensor, QuantizedTensor) and not tensor.stacked:
             if type(module) is nn.Linear and not (tensor.plain and module is head):
                 found.append((tensor, [path]))
             tensor.transposed = type(module) is Conv1D
     return found
+
+
+def _tied(model: PreTrainedModel, tensors: Checkpoint) -> QuantizedTensor | None:
+    """Returns the weight of the head and of the embedding that share it, if it stays quantised."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight or not _may_stay_quantized(model, embedding):
+        return None
+    paths = {module: path for path, module in model.named_modules()}
+    if _named(model, tensors, f"{paths[head]}.weight") is not None:
+        return None
+    tensor = _named(model, tensors, f"{paths[embedding]}.weight")
+    return tensor if isinstance(tensor, QuantizedTensor) and tensor.plain is None else None
+
+
+def _embeddings(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
+    """Returns the weights of embeddings that stay quantised, with the paths of the linear layers that have them.
+
+    That is the head where it has the same weight, which it is read for, or else a layer of the embedding's own.
+    """
+    tied, found = _tied(model, tensors), []
+    for path, module in model.named_modules():
+        tensor = _named(model, tensors, f"{path}.weight") if _may_stay_quantized(model, module) else None
+        if isinstance(tensor, QuantizedTensor) and tensor.plain is None and tensor is not tied:
+            found.append((tensor, [f"{path}.layer"]))
+    return found
+
+
+def _may_stay_quantized(model: PreTrainedModel, embedding: nn.Module) -> bool:
+    return QuantizedEmbedding.fits(embedding) and not model.config.is_encoder_decoder
 
 
 def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
@@ -267,7 +299,10 @@ def _part_class(
     plan: ShardingPlan | None,
     share: Share | None,
     linears: _Kept,
+    embeddings: _Kept,
     experts: Mapping[str, _Kept],
+    *,
+    tied: bool,
 ) -> type[PreTrainedModel]:
     """A class that builds the model with the parameters of one shard, and layers for weights that stay quantised."""
 
@@ -279,6 +314,13 @@ def _part_class(
                 _cut(self, plan, share)
             for _, (path,) in linears:
                 self.set_submodule(path, QuantizedLinear(self.get_submodule(path)))
+            for _, (layer_path,) in embeddings:
+                path = layer_path.removesuffix(".layer")
+                self.set_submodule(path, QuantizedEmbedding.of(self.get_submodule(path)))
+            if tied:
+                embedding = QuantizedEmbedding.of(self.get_input_embeddings(), self.get_output_embeddings())
+                self.set_input_embeddings(embedding)
+            _untie_quantized(self)
             for path, of_layer in experts.items():
                 parts = 1 if of_layer[0][0].stacked else 2
                 self.set_submodule(path, Experts.quantized(self.get_submodule(path), parts))
@@ -286,6 +328,15 @@ def _part_class(
     ModelShard.__name__ = model_class.__name__
     ModelShard.__module__ = model_class.__module__
     return ModelShard
+
+
+def _untie_quantized(model: PreTrainedModel) -> None:
+    """Has `transformers` tie no weights of layers that have none, because theirs stay quantised."""
+    modules = model.named_modules()
+    quantized = {f"{path}.weight" for path, each in modules if isinstance(each, QuantizedLinear | QuantizedEmbedding)}
+    if quantized:
+        tied = model.all_tied_weights_keys.items()
+        model.all_tied_weights_keys = {name: other for name, other in tied if not {name, other} & quantized}
 
 
 def _leave_out_images(model: PreTrainedModel) -> None:

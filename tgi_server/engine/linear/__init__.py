@@ -1,8 +1,9 @@
 """Linear layers, y = x W^T + b: one file for each kind of weights, and the choice among kernels."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.choice import W4A8, Weights, choose_kernels, plain_shapes, quantized_shapes
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
+from tgi_server.engine.linear.kernel_linear import SideBySideLinear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
@@ -33,7 +35,8 @@ class LinearFactory:
 
     layer: what layers with dense weights become, and kernels theirs. quantized: the kernels of quantized weights, by
     their kind; quantized layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of
-    the model. quantized_layer: makes a quantized layer of a weight, a bias, the kernels and the dtype.
+    the model. quantized_layer: makes a quantized layer of a weight, a bias, the kernels and the dtype. side_by_side:
+    makes one layer of several with different kinds of weights; None: these are widened to 8 bits.
     """
 
     layer: type[PackedLinear]
@@ -43,6 +46,7 @@ class LinearFactory:
     quantized_layer: Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear] = (
         PackedQuantizedLinear
     )
+    side_by_side: Callable[[Sequence[PackedLinear]], PackedLinear] | None = None
 
     @property
     def rounding(self) -> float:
@@ -64,6 +68,10 @@ class LinearFactory:
 
     def joins(self, *modules: nn.Module) -> bool:
         """Returns True if it can make one layer of those with the same input."""
+        return self.merges(*modules) or (self.side_by_side is not None and all(map(self.takes, modules)))
+
+    def merges(self, *modules: nn.Module) -> bool:
+        """Returns True if it can make one layer, with one weight, of those with the same input."""
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if not all(map(self.takes, modules)) or 0 < len(quantized) < len(modules):
             return False
@@ -77,6 +85,14 @@ class LinearFactory:
 
     def joined(self, *modules: Linear) -> PackedLinear:
         """Returns one layer for those with the same input; it gives their outputs side by side."""
+        if self.side_by_side is not None and self.layer is not Int8Linear:
+            alike = [list(each) for _, each in groupby(modules, _kind)]
+            if len(alike) > 1:
+                return self.side_by_side([self.merged(*each) if len(each) > 1 else self(*each) for each in alike])
+        return self.merged(*modules)
+
+    def merged(self, *modules: Linear) -> PackedLinear:
+        """Returns the same with one weight, which has 8 bits where the layers have different kinds of weights."""
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if quantized:
             return self._quantized(QuantizedWeight.joined([module.quantized() for module in quantized]), *quantized)
@@ -98,6 +114,15 @@ class LinearFactory:
             layer.weight = layer.weight.to(self.dtype)
             return layer
         return self.quantized_layer(weight, bias, self.quantized[kind_of(weight)], self.dtype)
+
+
+def _kind(module: Linear) -> Hashable:
+    """Returns what layers have in common whose weights can stand in one weight as they are."""
+    if not isinstance(module, QuantizedLinear):
+        return None
+    weight = module.quantized(0, 1)
+    book = None if weight.codebook is None else tuple(weight.codebook.tolist())
+    return weight.codes.dtype, book, tuple(weight.groups.tolist())
 
 
 def linear_factory(
@@ -129,7 +154,7 @@ def linear_factory(
         quantized[kind] = _table(pinned, of_quantized[kind], Weights.quantized(kind, dtype), group)
     named = pinned != MEASURE and bool(quantized)
     table = _table(None if named else pinned, shapes, Weights.plain(layer, dtype), group)
-    return LinearFactory(layer, table, quantized, dtype)
+    return LinearFactory(layer, table, quantized, dtype, side_by_side=SideBySideLinear)
 
 
 def _table(

@@ -1,10 +1,10 @@
 """The common part of all linear layers that the engine's own kernels compute."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tgi_server.engine.linear.base import PackedLinear
@@ -63,6 +63,27 @@ class KernelLinear(PackedLinear):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         y: Tensor = self._layer.forward(x, False, residual)
         return y
+
+
+class SideBySideLinear(KernelLinear):
+    """Layers with the same input and different kinds of weights, whose outputs stand side by side."""
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+        self.register_buffer("weight", parts[0].weight, persistent=False)
+        self.parts = nn.ModuleList(parts)
+        self._layer = torch.classes.oatmill.Linear.side_by_side([part.kernel() for part in parts])
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
+        raise NotImplementedError("it is made of layers that are packed")
+
+    def _dense(self) -> tuple[Tensor, Tensor | None]:
+        plain = [part.unpacked() for part in cast(Iterable[PackedLinear], self.parts)]
+        if all(each.bias is None for each in plain):
+            return torch.cat([each.weight for each in plain]), None
+        biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias for each in plain]
+        return torch.cat([each.weight for each in plain]), torch.cat(biases)
 
 
 def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -69,6 +69,11 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
             else:
                 self._offsets = _by_tile(-zeros * scales)
 
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the weights of some outputs, [rows, in_features]. indices: [rows] int64."""
+        found: Tensor = self._layer.rows(indices, dtype)
+        return found
+
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         shape = self.out_features, self.in_features
         codes = torch.ops.oatmill.quantized_unpack(self._packed, self._order, *shape, self._bits)

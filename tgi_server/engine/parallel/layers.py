@@ -56,7 +56,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [...] int64. Returns [..., hidden_size]."""
-        tokens = len(self.weight)
+        tokens: int = self.inner.num_embeddings
         local = token_ids - self.share.rank * tokens
         elsewhere = (local < 0) | (local >= tokens)
         hidden = self.inner(local.masked_fill(elsewhere, 0))

@@ -1,6 +1,7 @@
 """A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ def _scale_buffers(name: str, scales: Scales | None) -> dict[str, Tensor | None]
 
 def _stored(scales: Tensor, factors: Tensor | None, first: int, last: int | None) -> Scales:
     return scales if factors is None else BlockScales(scales, factors[first:last])
+
+
+def _chosen(scales: Tensor, factors: Tensor | None, indices: Tensor) -> Scales:
+    return scales[indices] if factors is None else BlockScales(scales[indices], factors[indices])
 
 
 class QuantizedLinear(nn.Module):
@@ -86,6 +91,15 @@ class QuantizedLinear(nn.Module):
             offsets = _stored(self.offsets[first:last], self.offset_factors, first, last)
         return QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets)
 
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the weights of some outputs, [rows, in_features]. indices: [rows] int64."""
+        zeros = None if self.zeros is None else self.zeros[indices]
+        scales = _chosen(self.scales, self.scale_factors, indices)
+        offsets = None if self.offsets is None else _chosen(self.offsets, self.offset_factors, indices)
+        codes = self.codes[indices].view(self._dtype)
+        weight = QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets)
+        return weight.dense(dtype, self._group_size, on_a_line=self._on_a_line)
+
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""
         return plain_linear(self.weight, self.bias)
@@ -107,3 +121,49 @@ class QuantizedLinear(nn.Module):
         bias = None if self.bias is None else self.bias[first:last]
         weight = self.quantized(first, last).dense(x.dtype, self._group_size, on_a_line=self._on_a_line)
         return linear(x, weight, bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding whose weight stays quantised; its rows become dense as they are looked up.
+
+    layer: has the weight, [tokens, size]: the head of a model that ties the two, which is arranged for the head's
+    kernels, or a layer of its own. scale: rows are multiplied by it.
+    """
+
+    weight: Tensor
+
+    def __init__(self, size: tuple[int, int], dtype: torch.dtype, scale: float, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = size
+        self.scale = scale
+        tokens, features = size
+        # empty: some models of `transformers` ask for its dtype
+        self.register_buffer("weight", torch.empty(0, dtype=dtype, device="meta"), persistent=False)
+        self.layer = layer or QuantizedLinear(nn.Linear(features, tokens, bias=False, dtype=dtype, device="meta"))
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        """Returns True for an embedding that does no more than look up rows, and perhaps scale them."""
+        return type(module) is nn.Embedding or (
+            isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+        )
+
+    @classmethod
+    def of(cls, plain: Any, head: nn.Module | None = None) -> "QuantizedEmbedding":
+        """Returns an embedding without a weight yet. head: the layer that has the same weight; None: there is none."""
+        scale = float(getattr(plain, "scalar_embed_scale", 1.0))
+        return cls(tuple(plain.weight.shape), plain.weight.dtype, scale, head)
+
+    def unscaled(self) -> "QuantizedEmbedding":
+        """Returns the same embedding, with the same layer, without the scale."""
+        made = QuantizedEmbedding((self.num_embeddings, self.embedding_dim), self.weight.dtype, 1.0, self.layer)
+        made.weight = self.weight
+        return made
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Returns embeddings, [..., size]. token_ids: [...] int64."""
+        ids, dtype = token_ids.flatten(), self.weight.dtype
+        layer: Any = self.layer
+        rows: Tensor = layer.weight[ids].to(dtype) if isinstance(layer, nn.Linear) else layer.rows(ids, dtype)
+        rows = rows.view(*token_ids.shape, self.embedding_dim)
+        return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=dtype, device=rows.device)

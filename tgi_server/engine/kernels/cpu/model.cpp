@@ -318,10 +318,13 @@ class CausalLM : public torch::CustomClassHolder {
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
   // models that learn it, [positions, hidden_size]. logits_divisor, logits_softcap: what is done with the head's outputs; 1
   // and 0: nothing. prefilter: as Linear::argmax_logits takes it, for at most so many rows; empty: all logits are computed.
-  CausalLM(DecoderPtr decoder, at::Tensor embedding, double embedding_scale, MaybeTensor position_embedding,
+  // quantized_embedding: has the embeddings as its weights; then `embedding` is empty, and says the dtype.
+  CausalLM(DecoderPtr decoder, at::Tensor embedding, std::optional<LinearPtr> quantized_embedding, double embedding_scale,
+           MaybeTensor position_embedding,
            MaybeNorm norm, LinearPtr head, double logits_divisor, double logits_softcap, std::vector<at::Tensor> prefilter,
            int64_t prefilter_rows)
-      : decoder_(std::move(decoder)), embedding_(std::move(embedding)), embedding_scale_(embedding_scale),
+      : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
+        quantized_embedding_(quantized_embedding ? *quantized_embedding : LinearPtr()), embedding_scale_(embedding_scale),
         position_embedding_(std::move(position_embedding)), norm_(std::move(norm)), head_(std::move(head)),
         logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), prefilter_(std::move(prefilter)),
         prefilter_rows_(prefilter_rows) {}
@@ -420,14 +423,17 @@ class CausalLM : public torch::CustomClassHolder {
 
  private:
   at::Tensor embedded(const at::Tensor& tokens) const {
-    if (!ranks_) return rows_of(embedding_, tokens);
-    const int64_t own = embedding_.size(0), first = ranks_->rank() * own;
+    const auto look_up = [&](const at::Tensor& ids) {
+      return quantized_embedding_ ? quantized_embedding_->rows(ids, embedding_.scalar_type()) : rows_of(embedding_, ids);
+    };
+    if (!ranks_) return look_up(tokens);
+    const int64_t own = quantized_embedding_ ? quantized_embedding_->outputs : embedding_.size(0), first = ranks_->rank() * own;
     at::Tensor local = at::empty_like(tokens);
     const int64_t* token = tokens.const_data_ptr<int64_t>();
     int64_t* to = local.mutable_data_ptr<int64_t>();
     const auto elsewhere = [&](int64_t i) { return token[i] < first || first + own <= token[i]; };
     for (int64_t i = 0; i < tokens.numel(); ++i) to[i] = elsewhere(i) ? 0 : token[i] - first;
-    at::Tensor hidden = rows_of(embedding_, local);
+    at::Tensor hidden = look_up(local);
     for (int64_t i = 0; i < tokens.numel(); ++i)
       if (elsewhere(i)) hidden.select(0, i).zero_();
     ranks_->all_reduce(hidden);
@@ -442,6 +448,7 @@ class CausalLM : public torch::CustomClassHolder {
 
   DecoderPtr decoder_;
   at::Tensor embedding_;
+  LinearPtr quantized_embedding_;  // or none
   double embedding_scale_;
   MaybeTensor position_embedding_;
   MaybeNorm norm_;
@@ -482,7 +489,10 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
       .def("adapted", &Linear::adapted)
-      .def("argmax_logits", &Linear::argmax_logits);
+      .def("argmax_logits", &Linear::argmax_logits)
+      .def("rows", &Linear::rows)
+      .def_static("side_by_side",
+                  [](std::vector<LinearPtr> parts) { return c10::make_intrusive<Linear>(std::move(parts)); });
   library.class_<Ranks>("Ranks")
       .def(torch::init<at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>())
       .def_static("of_group", [](std::string group, int64_t rank, int64_t world_size) {
@@ -502,7 +512,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, double, bool>())
       .def("add_layer", &Decoder::add_layer);
   library.class_<CausalLM>("CausalLM")
-      .def(torch::init<DecoderPtr, at::Tensor, double, MaybeTensor, MaybeNorm, LinearPtr, double, double,
+      .def(torch::init<DecoderPtr, at::Tensor, std::optional<LinearPtr>, double, MaybeTensor, MaybeNorm, LinearPtr, double, double,
                        std::vector<at::Tensor>, int64_t>())
       .def("attach_cache", &CausalLM::attach_cache)
       .def("attach_rows", &CausalLM::attach_rows)

@@ -4,6 +4,7 @@
 #include "gemm/gemm.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -199,8 +200,21 @@ Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional
   });
 }
 
+Linear::Linear(std::vector<LinearPtr> parts) : inputs(parts.at(0)->inputs), outputs(0), parts_(std::move(parts)) {
+  for (const LinearPtr& part : parts_) {
+    TORCH_CHECK(part->inputs == inputs, "layers side by side have the same inputs");
+    outputs += part->outputs;
+  }
+}
+
 at::Tensor Linear::run(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual,
                        const bool* adapted) const {
+  if (!parts_.empty()) {
+    std::vector<at::Tensor> made;
+    for (const LinearPtr& part : parts_) made.push_back(part->run(x, relu, {}, adapted));
+    at::Tensor joined = at::cat(made, -1);
+    return residual ? joined.add_(*residual) : joined;
+  }
   TORCH_CHECK(x.size(-1) == inputs, "the input has ", x.size(-1), " features, the weights ", inputs);
   const at::Tensor dense = x.contiguous(), added = residual ? residual->contiguous() : at::Tensor();
   auto shape = x.sizes().vec();

@@ -71,6 +71,9 @@ struct Linear : torch::CustomClassHolder {
          std::optional<at::Tensor> scales, std::optional<at::Tensor> compensation, std::vector<std::string> kernels,
          std::vector<int64_t> from_rows, std::optional<QuantizedWeightsPtr> codes);
 
+  // Layers with the same input and different kinds of weights, whose outputs stand side by side.
+  explicit Linear(std::vector<c10::intrusive_ptr<Linear>> parts);
+
   // x: [..., inputs] float32, bfloat16 or float16; residual: [..., outputs], added last. Returns [..., outputs]. Both
   // have the dtype of x.
   at::Tensor operator()(const at::Tensor& x, bool relu = false,
@@ -87,6 +90,9 @@ struct Linear : torch::CustomClassHolder {
   // are contiguous.
   void write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const;
 
+  // Returns the weights of some outputs, [rows, inputs], of a layer with quantized weights. indices: [rows] int64.
+  at::Tensor rows(const at::Tensor& indices, at::ScalarType dtype) const;
+
   // See argmax_prefilter.cpp.
   at::Tensor argmax_logits(const at::Tensor& input, const at::Tensor& prefilter, const at::Tensor& scales,
                            const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
@@ -98,6 +104,7 @@ struct Linear : torch::CustomClassHolder {
 
   std::vector<const LinearKernel*> variants_;
   std::vector<int64_t> from_rows_;
+  std::vector<c10::intrusive_ptr<Linear>> parts_;  // whose outputs stand side by side; none for other layers
 };
 
 using LinearPtr = c10::intrusive_ptr<Linear>;

@@ -199,6 +199,55 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
   });
 }
 
+// Writes the weights of some outputs, [rows, inputs], in the dtype of the result. number: of a code.
+template <int BITS, typename Number>
+void dequantize_rows(const Linear& layer, const at::Tensor& indices, at::Tensor& found, const Number& number) {
+  constexpr int64_t OF_WORD = BITS_OF_WORD / BITS;
+  const QuantizedWeights& weights = *layer.codes;
+  const int64_t depth = layer.packed.size(1), groups = weights.starts.size(0) - 1;
+  const int64_t blocks = weights.scales.size(1), of_block = groups / blocks;
+  const int32_t* words = layer.packed.const_data_ptr<int32_t>();
+  const int32_t* starts = weights.starts.const_data_ptr<int32_t>();
+  const int32_t* order = weights.order ? weights.order->const_data_ptr<int32_t>() : nullptr;
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  const auto factor = [](const std::optional<at::Tensor>& factors, int64_t place) {
+    return factors ? static_cast<float>(factors->const_data_ptr<int8_t>()[place]) : 1.0f;
+  };
+  by_dtype(found, [&]<typename T>(T*) {
+    by_dtype(weights.scales, [&]<typename S>(S*) {
+      const S* scales = weights.scales.const_data_ptr<S>();
+      T* to = found.mutable_data_ptr<T>();
+      for_rows(indices.numel(), layer.inputs, [&](int64_t row, int64_t last) {
+        for (; row < last; ++row) {
+          const int64_t n = index[row], tile = n / COLUMNS, column = n % COLUMNS;
+          for (int64_t g = 0; g < groups; ++g) {
+            const int64_t place = (tile * groups + g) * COLUMNS + column;
+            const int64_t block = (tile * blocks + g / of_block) * COLUMNS + column;
+            const float scale = static_cast<float>(scales[block]) * factor(weights.scale_factors, place);
+            float zero = static_cast<float>(weights.zero), offset = 0;
+            if (weights.zeros) zero += factor(weights.zeros, place);
+            if (weights.offset_factors)
+              offset = static_cast<float>(weights.offsets->const_data_ptr<c10::Half>()[block]) *
+                       factor(weights.offset_factors, place);
+            else if (weights.offsets) offset = weights.offsets->const_data_ptr<float>()[place];
+            for (int64_t w = starts[g]; w < starts[g + 1]; ++w) {
+              const auto word = static_cast<uint32_t>(words[(tile * depth + w) * COLUMNS + column]);
+              for (int64_t step = 0; step < OF_WORD; ++step) {
+                const int64_t k = order ? order[w * OF_WORD + step] : w * OF_WORD + step;
+                if (k < 0 || k >= layer.inputs) continue;
+                const int code = word >> (place_in_word(step, OF_WORD) * BITS) & ((1u << BITS) - 1);
+                // The product is exact in double, and rounded before the offset is added, as in dequantization.
+                const auto product = static_cast<float>(static_cast<double>(number(code) - zero) * scale);
+                to[row * layer.inputs + k] = static_cast<T>(product + offset);
+              }
+            }
+          }
+        }
+      });
+    });
+  });
+}
+
 bool always() { return true; }
 
 template <typename Kind, typename Kernel>
@@ -287,6 +336,22 @@ QuantizedWeights::QuantizedWeights(std::string kind, at::Tensor starts, at::Tens
     TORCH_CHECK(!this->offset_factors && zero == 0 && (!this->offsets || this->offsets->scalar_type() == at::kFloat));
   }
   by_dtype(this->scales, [](auto*) {});
+}
+
+at::Tensor Linear::rows(const at::Tensor& indices, at::ScalarType dtype) const {
+  TORCH_CHECK(codes && indices.scalar_type() == at::kLong && indices.dim() == 1, "rows are those of quantized weights");
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < indices.numel(); ++i)
+    TORCH_CHECK(0 <= index[i] && index[i] < outputs, "there is no row ", index[i], " of ", outputs);
+  at::Tensor found = at::empty({indices.numel(), inputs}, packed.options().dtype(dtype));
+  if (codes->kind == "int4") dequantize_rows<4>(*this, indices, found, [](int code) { return code - 8.0f; });
+  else if (codes->kind == "int8")
+    dequantize_rows<8>(*this, indices, found, [](int code) { return static_cast<float>(static_cast<int8_t>(code)); });
+  else if (codes->kind == "codebook")
+    dequantize_rows<4>(*this, indices, found,
+                       [book = codes->codebook->const_data_ptr<float>()](int code) { return book[code]; });
+  else TORCH_CHECK(false, "rows of ", codes->kind, " weights are not read");
+  return found;
 }
 
 std::span<const LinearKernel> quantized_kernels_of(const std::string& kind) {

@@ -20,7 +20,7 @@ from tgi_server.engine.linear.float import FloatLinear
 none = torch.zeros(1, dtype=torch.int64)
 decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu", False, 1.0, False)
 head = FloatLinear(torch.ones(16, 16)).kernel()
-model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), 1.0, None, None, head, 1.0, 0.0, [], 0)
+model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), None, 1.0, None, None, head, 1.0, 0.0, [], 0)
 model.forward(*[none] * 6, [], [], None, None, False, True)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
@@ -39,7 +39,7 @@ def _kernels() -> None:
     none = torch.zeros(1, dtype=torch.int64)
     decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu", False, 1.0, False)
     head = FloatLinear(torch.ones(16, 16)).kernel()
-    model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), 1.0, None, None, head, 1.0, 0.0, [], 0)
+    model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), None, 1.0, None, None, head, 1.0, 0.0, [], 0)
     model.forward(*[none] * 6, [], [], None, None, False, True)  # the process has threads of its own once it has run
 
 
