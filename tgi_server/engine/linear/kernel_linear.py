@@ -79,11 +79,11 @@ class SideBySideLinear(KernelLinear):
         raise NotImplementedError("it is made of layers that are packed")
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
-        plain = [part.unpacked() for part in cast(Iterable[PackedLinear], self.parts)]
-        if all(each.bias is None for each in plain):
-            return torch.cat([each.weight for each in plain]), None
-        biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias for each in plain]
-        return torch.cat([each.weight for each in plain]), torch.cat(biases)
+        dense = [part._dense() for part in cast(Iterable[PackedLinear], self.parts)]
+        weight = torch.cat([weight for weight, _ in dense])
+        if all(bias is None for _, bias in dense):
+            return weight, None
+        return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in dense])
 
 
 def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
