@@ -79,10 +79,8 @@ def make_gguf(model: Path, folder: Path, kinds: Kinds = "F32", **metadata: Any) 
     architecture = "llama" if config["model_type"] == "mixtral" else config["model_type"]
     writer = GGUFWriter(file, architecture)
     has_tokenizer = (model / "tokenizer.json").is_file()
-    entries = _metadata(architecture, config) | (_tokenizer(model) if has_tokenizer else _words(config["vocab_size"]))
-    for name, value in (entries | {key.replace("__", "."): value for key, value in metadata.items()}).items():
-        if value is not None:
-            _add(writer, name, value)
+    entries = _metadata(architecture, config) | (_tokenizer(model) if has_tokenizer else words(config["vocab_size"]))
+    add_metadata(writer, entries | {key.replace("__", "."): value for key, value in metadata.items()})
     for name, parts in _tensors(config, load_file(model / "model.safetensors")).items():
         stored, read = [], []
         for original, tensor, rows in parts:
@@ -208,7 +206,7 @@ def _tokenizer(model: Path) -> dict[str, Any]:
     }
 
 
-def _words(count: int) -> dict[str, Any]:
+def words(count: int) -> dict[str, Any]:
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
@@ -216,6 +214,13 @@ def _words(count: int) -> dict[str, Any]:
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.eos_token_id": 2,
     }
+
+
+def add_metadata(writer: GGUFWriter, entries: Mapping[str, Any]) -> None:
+    """Adds metadata to a file, but for those that are None."""
+    for name, value in entries.items():
+        if value is not None:
+            _add(writer, name, value)
 
 
 def _add(writer: GGUFWriter, name: str, value: Any) -> None:

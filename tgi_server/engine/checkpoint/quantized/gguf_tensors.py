@@ -14,7 +14,16 @@ from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized
 from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
-from tgi_server.gguf.architectures import ROPE_TENSORS, Architecture, architecture_of
+from tgi_server.gguf.architectures import (
+    ROPE_TENSORS,
+    Architecture,
+    Change,
+    Order,
+    architecture_of,
+    layer_of,
+    part_of,
+)
+from tgi_server.gguf.configuration import Metadata
 from tgi_server.gguf.file import Bytes, Gguf, GgufError, GgufTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -28,7 +37,7 @@ class BlockTensor:
 
     matrices: functions that return the bytes of a matrix, [outputs, bytes of a row]: one, or one for each expert of a
     layer, in which case the tensor is [experts, inputs, outputs]. mapped: what they read of the file. added: what the
-    file has added to all numbers.
+    file has added to all numbers. of_numbers, columns: as in Change. dense: it is always read in floats.
     """
 
     kind: str
@@ -36,6 +45,9 @@ class BlockTensor:
     matrices: Sequence[Callable[[], Bytes]]
     mapped: Sequence[Bytes] = ()
     added: float = 0.0
+    of_numbers: Callable[[Any], Any] | None = None
+    columns: Order | None = None
+    dense: bool = False
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -46,11 +58,15 @@ class BlockTensor:
     @property
     def is_packed(self) -> bool:
         """Returns True for a matrix whose codes the engine's kernels read."""
-        return self.kind in TYPES and len(self.shape) > 1
+        return self.kind in TYPES and len(self.shape) > 1 and not self.dense
 
     def __getitem__(self, key: Any) -> Tensor:
         matrices = [_numbers(self.kind, matrix()) for matrix in self.matrices]
         whole = matrices[0] if len(matrices) == 1 else torch.stack([matrix.T for matrix in matrices])
+        if self.of_numbers is not None:
+            whole = torch.from_numpy(self.of_numbers(whole.float().numpy()))
+        if self.columns is not None:
+            whole = whole[..., torch.from_numpy(self.columns)]
         whole = whole.reshape(self.shape)
         return (whole - self.added if self.added else whole)[key]
 
@@ -59,33 +75,82 @@ class BlockTensor:
         size = self.shape[-1] if len(self.matrices) == 1 else self.shape[1]
         for matrix in self.matrices:
             parts = torch.from_numpy(matrix()).split(max(1, _AT_ONCE // size))
-            yield QuantizedWeight.joined([quantized_weight(self.kind, _blocks(self.kind, part)) for part in parts])
+            weight = QuantizedWeight.joined([quantized_weight(self.kind, _blocks(self.kind, part)) for part in parts])
+            yield weight if self.columns is None else weight.reordered(torch.from_numpy(self.columns))
 
     def mapped_tensors(self) -> list[Tensor]:
         """Returns the bytes of the file, whose pages may be released."""
         return [torch.from_numpy(each) for each in self.mapped]
 
 
-def gguf_tensors(file: Gguf) -> dict[str, BlockTensor]:
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedTensor:
+    """The rows of several tensors in another order. order: for each row the one that it is in all tensors' rows."""
+
+    parts: Sequence[BlockTensor]
+    order: Order
+
+    def get_shape(self) -> list[int]:
+        return [len(self.order), *self.parts[0].shape[1:]]
+
+    def get_dtype(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.get_shape())
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns True if the engine's kernels read the codes of all parts."""
+        return all(part.is_packed for part in self.parts)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        whole: Tensor = torch.cat([part[...] for part in self.parts])[torch.from_numpy(self.order)]
+        return whole[key]
+
+    def weights(self) -> Iterator[QuantizedWeight]:
+        """Yields the one weight."""
+        joined = QuantizedWeight.joined([next(part.weights()) for part in self.parts])
+        breaks = np.flatnonzero(np.diff(self.order) != 1) + 1
+        yield joined.outputs([range(each[0], each[-1] + 1) for each in np.split(self.order, breaks)])
+
+    def mapped_tensors(self) -> list[Tensor]:
+        """Returns the bytes of the file, whose pages may be released."""
+        return [each for part in self.parts for each in part.mapped_tensors()]
+
+
+GgufWeight = BlockTensor | JoinedTensor
+
+
+def gguf_tensors(file: Gguf) -> dict[str, GgufWeight]:
     """Returns the tensors by their names in `transformers`. Raises InvalidWeights for one that has none there."""
     try:
         architecture = architecture_of(file)
     except GgufError as error:
         raise InvalidWeights(str(error)) from error
-    found: dict[str, BlockTensor] = {}
+    given = Metadata(file)
+    found: dict[str, GgufWeight] = {}
     for name, tensor in file.tensors.items():
-        if name in ROPE_TENSORS:
-            continue
+        if name in ROPE_TENSORS or ((layer := layer_of(name)) is not None and layer >= given.layers):
+            continue  # part of the configuration, or of a layer that only drafts
+        change = architecture.changes(given, part_of(name))
         place = architecture.place(name)
         if place is None:
+            if name.endswith(".attn_gate.weight") and architecture.joins_gate:
+                continue  # read beside another tensor
             raise InvalidWeights(f"{file.path}: tensor {name} has no place in a model of {architecture.class_name}")
         if "{}" in place:
             for expert in range(tensor.shape[0]):
                 found[place.format(expert)] = _matrix(tensor.kind.name, tensor.shape[1:], tensor.raw[expert])
         elif architecture.stacked_experts and "_exps." in name:
             found[_parameter(place)] = _stacked(file, tensor)
+        elif "_exps.weight" in name:
+            found |= _experts_together(file, tensor, place)
+        elif change.beside:
+            found[place] = _joined(file, architecture, tensor, change)
         else:
-            found[place] = _plain(file, architecture, tensor)
+            found[place] = _plain(file, architecture, tensor, change)
     return found
 
 
@@ -107,9 +172,38 @@ def packed_sources(files: Files) -> list[TensorSource]:
     ]
 
 
-def _plain(file: Gguf, architecture: Architecture, tensor: GgufTensor) -> BlockTensor:
+def _joined(file: Gguf, architecture: Architecture, tensor: GgufTensor, change: Change) -> JoinedTensor:
+    name = tensor.name.replace(part_of(tensor.name), change.beside or "")
+    other = file.tensors.get(name)
+    if other is None or change.rows is None or len(tensor.raw) + len(other.raw) != len(change.rows):
+        raise InvalidWeights(f"{file.path}: tensor {name} is missing beside {tensor.name}, or has another shape")
+    return JoinedTensor([_plain(file, architecture, each, Change()) for each in (tensor, other)], change.rows)
+
+
+def _experts_together(file: Gguf, tensor: GgufTensor, place: str) -> dict[str, GgufWeight]:
+    """Returns the weights of all experts, [experts, outputs, inputs], or each one's if kernels read those."""
+    layer = tensor.name.rpartition(".ffn_")[0]
+    all_of_layer = [each for name, each in file.tensors.items() if name.startswith(layer + ".") and "_exps.w" in name]
+    if any(each.kind.name not in TYPES for each in all_of_layer):
+        raw = tensor.raw
+        whole = (lambda: raw.reshape(-1, raw.shape[-1]),)
+        return {place: BlockTensor(tensor.kind.name, tensor.shape, whole, (raw,), dense=True)}
+    stem, _, kind = place.rpartition(".")
+    names = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
+    experts, outputs, inputs = tensor.shape
+    rows = outputs // len(names)
+    return {
+        f"{stem}.{expert}.{name}.weight": _matrix(
+            tensor.kind.name, (rows, inputs), tensor.raw[expert, first * rows : (first + 1) * rows]
+        )
+        for expert in range(experts)
+        for first, name in enumerate(names)
+    }
+
+
+def _plain(file: Gguf, architecture: Architecture, tensor: GgufTensor, change: Change) -> BlockTensor:
     raw, shape = tensor.raw, tensor.shape
-    part = tensor.name.split(".")[-2]
+    part = part_of(tensor.name)
     if architecture.interleaved and part in ("attn_q", "attn_k"):
         heads = file.metadata[f"{file.architecture}.attention.head_count{'_kv' if part == 'attn_k' else ''}"]
         raw = raw if len(shape) > 1 else raw.reshape(shape[0], -1)
@@ -117,12 +211,19 @@ def _plain(file: Gguf, architecture: Architecture, tensor: GgufTensor) -> BlockT
         return BlockTensor(tensor.kind.name, shape, (partial(np.take, raw, order, 0),), (tensor.raw,))
     if part == "ffn_gate_inp_shexp" and len(shape) == 1:  # a linear layer with one output
         shape = (1, *shape)
-    added = architecture.norm_offset if part.endswith("norm") else 0.0
-    return _matrix(tensor.kind.name, shape, raw, added)
+    added = architecture.norm_offset if part.endswith("norm") and part != "ssm_norm" else 0.0
+    rows, size = change.rows, len(raw) if len(shape) > 1 else shape[0]
+    if any(order is not None and len(order) != count for order, count in ((rows, size), (change.columns, shape[-1]))):
+        raise InvalidWeights(f"{file.path}: tensor {tensor.name} has the shape {list(shape)}, which its metadata deny")
+    flat = raw.reshape(size, -1)
+    read = flat.view if rows is None else partial(np.take, flat, rows, 0)
+    shape = change.shape(shape) if change.shape else shape
+    own = change.of_numbers is not None or change.shape is not None
+    return BlockTensor(tensor.kind.name, shape, (read,), (raw,), added, change.of_numbers, change.columns, dense=own)
 
 
-def _matrix(kind: str, shape: tuple[int, ...], raw: Bytes, added: float = 0.0) -> BlockTensor:
-    return BlockTensor(kind, shape, (lambda: raw.reshape(-1, raw.shape[-1]),), (raw,), added)
+def _matrix(kind: str, shape: tuple[int, ...], raw: Bytes) -> BlockTensor:
+    return BlockTensor(kind, shape, (lambda: raw.reshape(-1, raw.shape[-1]),), (raw,))
 
 
 def _parameter(place: str) -> str:

@@ -1,0 +1,177 @@
+"""Tiny models of newer families as GGUF files, with the names that the package `gguf` has for their tensors.
+
+    file = write_gguf(make("lfm2", tmp_path / "lfm2"), tmp_path / "lfm2.gguf")
+
+What llama.cpp's converter changes in tensors is changed here in the plainest way, by heads one after the other.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import load_file
+
+from tests.gguf_models import add_metadata, words
+
+ARCHITECTURES = {
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+}
+# What the package's names lack.
+_RENAMED = {
+    "dt_bias": "dt_proj.bias",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "expert_bias": "expert_bias.bias",
+}
+
+
+def write_gguf(model: Path, file: Path, kind: str = "F32") -> Path:
+    """Writes a model as a GGUF file. kind: the type of matrices that are wide enough."""
+    config = json.loads((model / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    entries = {f"{gguf.MODEL_ARCH_NAMES[architecture]}.{key}": value for key, value in _metadata(config).items()}
+    add_metadata(writer, entries | words(config["vocab_size"]))
+    for name, tensor in _tensors(config, load_file(model / "model.safetensors")).items():
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new) if name.endswith(old) else name
+        found = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
+        assert found is not None, name
+        array = np.ascontiguousarray(tensor.float().numpy())
+        own = kind if array.ndim > 1 and array.shape[-1] % 32 == 0 and "gate_inp" not in found else "F32"
+        quantized = GGMLQuantizationType[own]
+        writer.add_tensor(found, gguf.quantize(array, quantized), raw_dtype=quantized)
+    if config["model_type"] == "gemma4_text":
+        rotated, size = _full_rotation(config)
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (size // 2 - rotated), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _full_rotation(config: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many pairs of a head are turned in layers without a window, and the size of these heads."""
+    size = next(iter(config["per_layer_config"].values()))["head_dim"]
+    return int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2), size
+
+
+def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    kv_heads: Any = config["num_key_value_heads"]
+    rope = config["rope_parameters"]
+    known = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", config.get("norm_eps"))),
+        "attention.key_length": config.get("head_dim"),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "expert_count": config.get("num_experts"),
+        "expert_used_count": config.get("num_experts_per_tok", config.get("top_k_experts")),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+    }
+    if "conv_L_cache" in config:
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in kinds]
+        known |= {
+            "shortconv.l_cache": config["conv_L_cache"],
+            "leading_dense_block_count": config.get("num_dense_layers"),
+        }
+    if "linear_num_key_heads" in config:
+        values = config["linear_num_value_heads"]
+        known |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": values,
+            "ssm.inner_size": config["linear_value_head_dim"] * values,
+            "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
+            "rope.dimension_count": int(config["head_dim"] * rope["partial_rotary_factor"]),
+        }
+    if config["model_type"] == "gemma4_text":
+        windowed = [kind == "sliding_attention" for kind in kinds]
+        wide = next(iter(config["per_layer_config"].values()))
+        shared = config["num_kv_shared_layers"]
+        kv_heads = [kv_heads if each else wide.get("num_key_value_heads", kv_heads) for each in windowed]
+        widths = [config["intermediate_size"]] * (len(kinds) - shared)
+        known |= {
+            "attention.key_length": wide["head_dim"],
+            "attention.key_length_swa": config["head_dim"],
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": windowed,
+            "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "feed_forward_length": widths + [(1 + config["use_double_wide_mlp"]) * widths[0]] * shared,
+            "final_logit_softcapping": config["final_logit_softcapping"],
+            "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        }
+    known["attention.head_count_kv"] = kv_heads
+    return known
+
+
+def _tensors(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors as a file has them, by their names in `transformers`."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        if ".experts." in name and name.endswith(".weight"):
+            place, _, rest = name.partition(".experts.")
+            part = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(rest.split(".")[1], rest.split(".")[1])
+            experts.setdefault(f"{place}.experts.{part}.weight", []).append(tensor)
+            continue
+        if "linear_attn" in name:
+            found |= _of_delta_rule(config, name, tensor)
+            continue
+        if name.endswith(("gate_up_proj", "down_proj")):
+            name += ".weight"
+        if "conv.conv" in name:
+            tensor = tensor.squeeze(1)
+        if name.endswith("norm.weight") and config["model_type"].startswith("qwen"):
+            tensor = tensor + 1
+        found[name] = tensor
+    return found | {name.replace("feed_forward", "mlp"): torch.stack(each) for name, each in experts.items()}
+
+
+def _of_delta_rule(config: dict[str, Any], name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    keys, size, value_size = (config[f"linear_{each}"] for each in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    per_key = config["linear_num_value_heads"] // keys
+    tiled = config["model_type"] != "qwen3_next"
+
+    def by_value(rows: torch.Tensor, size: int) -> torch.Tensor:
+        """The first value head of each key head comes first, then the second ones."""
+        if not tiled:
+            return rows
+        heads = rows.split(size)
+        return torch.cat([heads[key * per_key + value] for value in range(per_key) for key in range(keys)])
+
+    if "in_proj_qkvz" in name:
+        groups = tensor.split(2 * size + 2 * per_key * value_size)
+        parts = [group.split([size, size, per_key * value_size, per_key * value_size]) for group in groups]
+        query, key, value, gate = (torch.cat([part[place] for part in parts]) for place in range(4))
+        in_order = torch.cat([query, key, value])
+        return {name.replace("qkvz", "qkv"): in_order, name.replace("qkvz", "z"): gate}
+    if "in_proj_qkv" in name or "conv1d" in name:
+        rows = tensor.flatten(1)
+        before = 2 * keys * size
+        return {name: torch.cat([rows[:before], by_value(rows[before:], value_size)])}
+    if "in_proj_z" in name:
+        return {name: by_value(tensor, value_size)}
+    if "out_proj" in name:
+        return {name: by_value(tensor.T, value_size).T}
+    if "A_log" in name:
+        return {name: by_value(-tensor.exp(), 1)}
+    return {name: tensor if "norm" in name or "in_proj_ba" in name else by_value(tensor, 1)}
