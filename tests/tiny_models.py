@@ -290,6 +290,8 @@ _WITH_IMAGES: dict[str, tuple[str, Settings, Settings]] = {
         _mrope([2, 3, 3]),
         {"out_hidden_size": 64, "depth": 1, "num_heads": 2, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_5": ("qwen3_5_text", _mrope([1, 1, 0], partial_rotary_factor=0.25), _QWEN3_VISION),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _mrope([1, 1, 0], partial_rotary_factor=0.25), _QWEN3_VISION),
     "qwen3_vl_moe": ("qwen3_moe", _mrope([2, 3, 3]), _QWEN3_VISION),
     "smolvlm": ("llama", {}, {"image_size": 28}),
 }
@@ -302,28 +304,37 @@ def make(architecture: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def make_with_images(model_type: str, folder: Path) -> Path:
-    """Saves a model that reads images, too, in bfloat16, and returns its folder. Its config.json is like those of the
-    hub: what the text model is stands in `text_config`, the dtype beside it.
+def make_with_images(
+    model_type: str,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    text_settings: Settings | None = None,
+    vision_settings: Settings | None = None,
+    settings: Settings | None = None,
+) -> Path:
+    """Saves a model that reads images, too, and returns its folder. Its config.json is like those of the hub: what the
+    text model is stands in `text_config`, the dtype beside it. settings: others than those of the tiny one.
     """
-    like, settings, further = _WITH_IMAGES[model_type]
-    text = configuration(like).to_dict() | settings
+    like, differing, further = _WITH_IMAGES[model_type]
+    text = configuration(like).to_dict() | differing | (text_settings or {})
     own: Any = type(AutoConfig.for_model(model_type)).sub_configs["text_config"]
     if own is not AutoConfig:
         text["model_type"] = own.model_type
     vision = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"patch_size": 14, "projector_output_dim": 32} | further
-    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False)
+    vision |= {"patch_size": 14, "projector_output_dim": 32} | further | (vision_settings or {})
+    config = AutoConfig.for_model(
+        model_type, text_config=text, vision_config=vision, **{"tie_word_embeddings": False} | (settings or {})
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
         _scale_up(model)
     model.save_pretrained(folder)
     file = folder / "config.json"
     saved = json.loads(file.read_text())
     for part in ("text_config", "vision_config"):
         saved[part].pop("dtype", None)
-    file.write_text(json.dumps(saved | {"dtype": "bfloat16"}))
+    file.write_text(json.dumps(saved | {"dtype": str(dtype).removeprefix("torch.")}))
     return folder
 
 

@@ -32,6 +32,8 @@ class EngineConfig:
         are paged.
     speculative_model: the folder of a draft model with the same tokenizer; None: drafts come from texts, if `speculate`
         says that there are any.
+    image_memory: bytes for what the vision tower has made of images, which is used again for the same images; 0: the
+    tower is not loaded, and no prompt may have images.
     max_lora_rank: rank that a layer of an adapter may have, at most.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
@@ -51,6 +53,7 @@ class EngineConfig:
     cuda_graphs: tuple[int, ...] | None = None
     speculate: int = 0
     speculative_model: Path | None = None
+    image_memory: int = 256 << 20
     max_lora_rank: int = 256
     group: ShardGroup | None = None
 

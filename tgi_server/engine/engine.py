@@ -17,10 +17,11 @@ from tgi_server.contract import ReportParameters, SamplingParameters, StateSave
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
-from tgi_server.engine.checkpoint.load_model import load_config, load_model
+from tgi_server.engine.checkpoint.load_model import load_config, load_model, load_vision
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
-from tgi_server.engine.errors import InvalidCall, UnsupportedModel
+from tgi_server.engine.errors import InvalidCall, InvalidImage, InvalidWeights, UnsupportedModel
+from tgi_server.engine.images import PromptImages
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.models.families import position_limit
@@ -52,6 +53,7 @@ from tgi_server.engine.speculation import (
     load_drafter,
 )
 from tgi_server.engine.step import Step
+from tgi_server.engine.vision_tower import VisionTower
 from tgi_server.grammar import GrammarCompiler, LimitedThoughts
 from tgi_server.grammar.tokenizer import has_tokenizer
 
@@ -82,7 +84,8 @@ class LoadedModel:
     states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
     at most.
     quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
-    kv_cache_dtype: of keys and values.
+    kv_cache_dtype: of keys and values. images: prompts may have images. no_images: why a model that reads images does
+    not; empty where it does, or never could. whole_images: no chunk of a prompt may end inside an image.
     """
 
     model_type: str
@@ -102,6 +105,9 @@ class LoadedModel:
     quantization: str
     linear_kernels: str
     kv_cache_dtype: str
+    images: bool = False
+    no_images: str = ""
+    whole_images: bool = False
 
 
 class Engine:
@@ -113,7 +119,7 @@ class Engine:
 
     adapters: reads adapters, and holds those that sequences may name.
     grammars: compiles grammars, in any thread; None where the model's folder has no tokenizer.
-    speculation: plans drafts; None where none are wanted.
+    speculation: plans drafts; None where none are wanted. tower: reads images; None where none are read.
     """
 
     def __init__(self, config: EngineConfig, model: PreTrainedModel | None = None) -> None:
@@ -131,6 +137,7 @@ class Engine:
         self._row_kernel = False  # that samples: True once it is proved
         self._runner = create_runner(model, config)
         backend = self._backend = self._runner.backend
+        self.tower, no_images = self._load_tower(config, model)
         self.speculation = self._drafting(config, model)
         self.adapters = LoadedAdapters(
             model,
@@ -163,6 +170,9 @@ class Engine:
             quantization=getattr(model, "quantization", ""),
             linear_kernels=backend.linear_kernels,
             kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
+            images=self.tower is not None,
+            no_images=no_images,
+            whole_images=self.tower is not None and bool(self.tower.two_way),
         )
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
@@ -180,6 +190,23 @@ class Engine:
             self.info.linear_kernels,
             torch.get_num_threads(),
         )
+
+    def _load_tower(self, config: EngineConfig, model: PreTrainedModel) -> tuple[VisionTower | None, str]:
+        """Returns what reads images, or why nothing does; neither for a model of text alone."""
+        if not config.image_memory:
+            return None, "the server was started without memory for images"
+        try:
+            vision = load_vision(config, self._device, model.dtype)
+        except (UnsupportedModel, InvalidWeights) as reason:
+            logger.warning("prompts cannot have images: %s", reason)
+            return None, str(reason)
+        if vision is None:
+            return None, ""
+        if not isinstance(self._runner, PagedRunner):
+            return None, f"{model.config.model_type} models run in padded batches, which have no images"
+        self._backend.pack(vision)
+        tower = self._runner.tower = VisionTower(vision, config.image_memory)
+        return tower, ""
 
     def _drafting(self, config: EngineConfig, model: PreTrainedModel) -> Speculation | None:
         if not config.speculate and config.speculative_model is None:
@@ -214,12 +241,21 @@ class Engine:
         self.clear()
         self._row_kernel = False
         sample = None
+        image_bytes = 0
+        if self.tower is not None:
+            self.tower.clear()
+            image_bytes = self.tower.memory
         if self._backend.fixed_memory:  # and kernels are compiled
             sample = self._rehearse_sampling
             if adapter_bytes or self.adapters.attached:
                 self.adapters.warm_up()
         self._capacity = self._runner.warm_up(
-            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes, sample
+            max_batch_size,
+            max_prefill_tokens,
+            max_total_tokens,
+            max_batch_total_tokens,
+            adapter_bytes + image_bytes,
+            sample,
         )
         logger.info(
             "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
@@ -291,6 +327,7 @@ class Engine:
             for sequence in joining:
                 self._constrain(sequence)
                 sequence.adapter = self.adapters.number(sequence.adapter_id)
+                self._place_images(sequence)
                 batch.join(sequence)
             for request_id, blocks in grants:
                 batch.grant(request_id, blocks)
@@ -377,6 +414,18 @@ class Engine:
             )
         if sequence.closing and sequence.constraint is not None:
             sequence.constraint.close()
+
+    def _place_images(self, sequence: RunningSequence) -> None:
+        """Finds the tokens of a sequence's images. A sequence whose images do not fit its prompt notes that."""
+        if not sequence.images:
+            return
+        if self.tower is None:
+            sequence.fault = self.info.no_images or "the model reads no images"
+            return
+        try:
+            sequence.placed = PromptImages(self.tower, sequence.input_ids, sequence.images)
+        except InvalidImage as fault:
+            sequence.fault = str(fault)
 
     def _settle(self, batch: RunningBatch) -> None:
         """Waits for the tokens of all steps if drafts depend on them, or the next mask of a sequence with a grammar.

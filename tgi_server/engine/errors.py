@@ -29,6 +29,10 @@ class InvalidCall(EngineError):
     """A call that contradicts the engine's state: an unknown request, a chunk past the prompt's end."""
 
 
+class InvalidImage(EngineError):
+    """An image of a request is not one that the model reads, or does not fit the prompt."""
+
+
 class CannotConnect(EngineError):
     """The shards of a model could not connect to each other."""
 

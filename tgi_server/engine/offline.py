@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from tgi_server import demo_model
-from tgi_server.contract import SamplingParameters, StoppingParameters
+from tgi_server.contract import Image, SamplingParameters, StoppingParameters
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.engine import Engine
@@ -33,9 +33,11 @@ def generate(
     *,
     max_batch_size: int = 32,
     max_prefill_tokens: int = 2048,
+    images: Sequence[Sequence[Image]] | None = None,
 ) -> list[list[int]]:
     """Returns the generated token ids, in the order of the prompts; an end-of-sequence token comes last.
 
+    images: of each prompt; None: there are none.
     As many prompts run together as fit; each has its blocks from the start, so none is ever preempted.
     Raises InvalidCall for a prompt that does not fit, NotEnoughMemory when no sequence does.
     """
@@ -46,7 +48,10 @@ def generate(
             raise InvalidCall(f"prompt {index} may grow to {total} tokens; at most {capacity.max_total_tokens} fit")
     driver = Driver(engine, max_prefill_tokens=max_prefill_tokens)
     sampling = sampling or SamplingParameters()
-    sequences = [RunningSequence(index, list(prompt), stopping, sampling) for index, prompt in enumerate(prompts)]
+    sequences = [
+        RunningSequence(index, list(prompt), stopping, sampling, images=list(images[index]) if images else [])
+        for index, prompt in enumerate(prompts)
+    ]
     return [output.tokens for output in driver.run(*sequences)]
 
 

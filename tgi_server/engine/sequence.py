@@ -8,12 +8,14 @@ from torch import Tensor
 from tgi_server.contract import (
     BlockCopy,
     Grammar,
+    Image,
     ReportParameters,
     SamplingParameters,
     StoppingParameters,
     ThoughtBudget,
 )
 from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.images import PromptImages
 from tgi_server.grammar import Constraint, LimitedThoughts
 
 
@@ -41,6 +43,8 @@ class RunningSequence:
     state_slot: of its states beside the blocks, where the model has such; 0: none. snapshot: the number of the one with
     the state behind the computed tokens, with which it joins; 0: none.
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
+    images: of the prompt, in order. placed: the same in the places of their tokens, once it has joined.
+    fault: why the request cannot go on, which the step reports that yields its next token; empty: it can.
     constraint: its grammar and the budget of its thoughts at work on its text; None without them, and once neither
     restricts anything any more.
     closing: its grammar is to end the text with few tokens.
@@ -66,6 +70,9 @@ class RunningSequence:
     state_slot: int = 0
     snapshot: int = 0
     earlier_reply: list[int] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    placed: PromptImages | None = None
+    fault: str = ""
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None
     constraint: Constraint | LimitedThoughts | None = None

@@ -166,6 +166,8 @@ class Step:
                 whole = generation.token_id in self._eos and not sequence.stopping.ignore_eos
             else:
                 whole = self._follow_grammar(generation, sequence)
+            if sequence.fault:
+                generation.error = sequence.fault
             if whole:
                 generation.finish_reason = FinishReason.EOS_TOKEN
             elif sequence.generated >= sequence.stopping.max_new_tokens:

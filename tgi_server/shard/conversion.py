@@ -12,6 +12,7 @@ from tgi_server.wire import (
     block_copy_from_message,
     finish_reason_to_message,
     grammar_from_message,
+    image_from_message,
     report_from_message,
     sampling_from_message,
     stopping_from_message,
@@ -41,6 +42,9 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         linear_kernels=model.linear_kernels,
         kv_cache_dtype=model.kv_cache_dtype,
         states=model.states,
+        images=model.images,
+        no_images=model.no_images,
+        whole_images=model.whole_images,
     )
 
 
@@ -73,6 +77,7 @@ def sequence(request: pb.Request) -> RunningSequence:
         adapter_id=request.adapter_id,
         snapshot=request.snapshot,
         earlier_reply=list(request.earlier_reply),
+        images=[image_from_message(image) for image in request.images],
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )
 

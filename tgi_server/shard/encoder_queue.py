@@ -1,15 +1,18 @@
-"""Requests to encode texts, and the thread that computes them between the steps of the model that generates."""
+"""Requests to encode texts and images, and the thread that computes them between the steps of the model that
+generates.
+"""
 
 import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from tgi_server.contract import Task
 from tgi_server.engine.encoders import Encoder, Text, finished
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Tokens that are encoded together, at most, if they are more than one text.
 _MOST_TOKENS = 4_096
@@ -120,7 +125,7 @@ class EncoderQueue:
     ) -> Tensor:
         """Returns [texts, columns] in float32. What the caller does not wait for any more is not computed."""
         order = sorted(range(len(texts)), key=lambda each: len(texts[each].ids))
-        seconds = _LAYER_SECONDS if target_gap_s is None else target_gap_s * _LAYER_SHARE
+        seconds = _layer_seconds(target_gap_s)
         job = _Encoding(texts, order, seconds, [None] * len(texts))
         with self._lock:
             self._jobs[task].append(job)
@@ -132,6 +137,16 @@ class EncoderQueue:
             raise
         unit = unit and not (self.encoders[task].normalizes and not dimensions)
         return finished(values, dimensions, unit=unit)
+
+    async def run(self, work: Callable[[Callable[[], None], float], T], target_gap_s: float | None) -> T:
+        """Returns what `work` returns. It computes in pieces, of which it is given the seconds, and calls the function
+        that it is given before each.
+        """
+        return await asyncio.wrap_future(self._thread.submit(self._run, work, _layer_seconds(target_gap_s)))
+
+    def _run(self, work: Callable[[Callable[[], None], float], T], seconds: float) -> T:
+        with self.turns.layers():
+            return work(self.turns.pause, seconds)
 
     def close(self) -> None:
         """Ends the thread; requests that wait get no answer."""
@@ -203,6 +218,10 @@ class EncoderQueue:
             self._layer_seconds.append(time.perf_counter() - self._layer_began)
         self.turns.pause()
         self._layer_began = time.perf_counter()
+
+
+def _layer_seconds(target_gap_s: float | None) -> float:
+    return _LAYER_SECONDS if target_gap_s is None else target_gap_s * _LAYER_SHARE
 
 
 def _threads() -> tuple[int]:

@@ -148,6 +148,7 @@ def engine_config(
         dtype=DTYPES[settings.dtype] if settings.dtype else None,
         memory_fraction=settings.cuda_memory_fraction,
         cpu_memory=settings.cpu_memory,
+        image_memory=settings.image_memory,
         custom_kernels=not settings.disable_custom_kernels,
         quantize=settings.quantize,
         kv_cache_dtype=settings.kv_cache_dtype,
@@ -244,7 +245,8 @@ async def _serve(
     grammars = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
     add_GrammarServiceServicer_to_server(GrammarService(grammars), grammar_server)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
-    queue = EncoderQueue(loaded.encoders, Turns(), beside=engine is not None) if loaded.encoders else None
+    encodes = bool(loaded.encoders) or (engine is not None and engine.tower is not None)
+    queue = EncoderQueue(loaded.encoders, Turns(), beside=engine is not None) if encodes else None
     encoders = [
         encoder_message(each, settings.encoders[task], encoder_paths[task]) for task, each in loaded.encoders.items()
     ]

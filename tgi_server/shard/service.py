@@ -17,7 +17,7 @@ from shared.logging import one_line
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
-from tgi_server.engine.errors import EngineError, InvalidAdapter, InvalidCall, NotEnoughMemory, PeerLost
+from tgi_server.engine.errors import EngineError, InvalidAdapter, InvalidCall, InvalidImage, NotEnoughMemory, PeerLost
 from tgi_server.grammar import GrammarError
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream
@@ -25,6 +25,7 @@ from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.encoder_service import encode
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.tracing import RequestSpans
+from tgi_server.wire import image_from_message
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class TextGenerationService(TextGenerationServiceServicer):
     ) -> None:
         """places: the addresses of all shards, in rank order. grammars: None if the model has no tokenizer. on_fatal:
         called when the device can compute no more. spans: None if no traces are collected. encoders: of the embedding
-        and rerank models; None: there are none. encoder_infos: what the router hears of them.
+        and rerank models, and of images; None: there are none. encoder_infos: what the router hears of them.
         """
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(places))
@@ -131,6 +132,18 @@ class TextGenerationService(TextGenerationServiceServicer):
             return await encode(self._encoders, request, context)
         raise AssertionError  # an error has ended the call
 
+    async def EncodeImages(
+        self, request: pb.EncodeImagesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.EncodeImagesResponse:
+        async with self._errors(context):
+            tower = self._engine.tower
+            if tower is None or self._encoders is None:
+                raise InvalidCall(self._engine.info.no_images or "the model reads no images")
+            for image in request.images:
+                encode = partial(tower.encode, image_from_message(image))
+                await self._encoders.run(encode, request.target_gap_ms / 1000 or None)
+        return pb.EncodeImagesResponse()
+
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""
         self.end_run("another stream has taken this one's place")
@@ -180,6 +193,8 @@ class TextGenerationService(TextGenerationServiceServicer):
     def _status(self, error: Exception) -> tuple[grpc.StatusCode, str]:
         if isinstance(error, InvalidCall | InvalidAdapter):
             return grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        if isinstance(error, InvalidImage):
+            return grpc.StatusCode.INVALID_ARGUMENT, str(error)
         if isinstance(error, NotEnoughMemory | GrammarError):
             return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
         if isinstance(error, EngineError):

@@ -94,6 +94,12 @@ class ModelSettings(CheckpointSettings):
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="memory for the KV cache on a CPU, such as 4GiB; default: 30 % of the free memory"
     )
+    image_memory: ByteSize = Field(
+        ByteSize(256 << 20),
+        ge=0,
+        description="memory for what the vision tower made of images, which is used again for the same images; 0: do "
+        "not load the tower, and refuse images",
+    )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
         None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to 256"

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -81,6 +81,23 @@ def _step(turns: Turns, layers: list[int]) -> int:
     """Returns the layers that had begun when the step had its turn."""
     with turns.step():
         return len(layers)
+
+
+async def test_steps_go_between_the_layers_of_other_work(queue: EncoderQueue) -> None:
+    in_layer, done = threading.Event(), threading.Event()
+
+    def work(between: Callable[[], None], seconds: float) -> str:
+        assert 0 < seconds < 0.2
+        in_layer.set()
+        while not done.is_set():
+            between()
+        return "done"
+
+    working = asyncio.ensure_future(queue.run(work, 0.2))
+    await asyncio.to_thread(in_layer.wait, 30)
+    await asyncio.to_thread(_step, queue.turns, [])
+    done.set()
+    assert await working == "done"
 
 
 async def test_what_nobody_waits_for_is_not_computed(queue: EncoderQueue, encoder: Encoder) -> None:

@@ -73,6 +73,7 @@ class Engine:
         self.poisoned = False
         self.asked: dict[str, Any] = {}
         self.adapters = Adapters()
+        self.tower = None
 
     def warm_up(self, **asked: Any) -> CacheCapacity:
         self.asked = asked
@@ -142,6 +143,11 @@ async def test_adapters_are_read_kept_and_forgotten(stub: Any, engine: Engine):
     status, message = await refusal(stub.LoadAdapter(pb.LoadAdapterRequest(adapter_id="a", folder="/wrong")))
     assert status is grpc.StatusCode.FAILED_PRECONDITION
     assert message == "/wrong has no adapter_config.json"
+
+
+async def test_images_for_a_model_that_reads_none(stub: Any) -> None:
+    status, message = await refusal(stub.EncodeImages(pb.EncodeImagesRequest(images=[pb.Image()])))
+    assert (status, message) == (grpc.StatusCode.FAILED_PRECONDITION, "the model reads no images")
 
 
 async def test_a_model_folder_that_has_vanished_is_no_fault_of_the_request(stub: Any):

@@ -22,12 +22,27 @@ Keep = Callable[[Sequence[Tensor]], None]
 MakeLora = Callable[[int, int], LoraBackend]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageTokens:
+    """The tokens of a pass in whose places there is what the model makes of images.
+
+    rows: [tokens] int64, their indices among the pass's tokens. embeddings: [tokens, hidden_size], which take the place
+    of those of the tokens. added: [tokens, hidden_size] for each of the first layers, to whose output it is added.
+    """
+
+    rows: Tensor
+    embeddings: Tensor
+    added: Sequence[Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class PassInput:
     """The tokens of a step, with their positions, adapters and metadata.
 
     tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
-    adapters: of the tokens; None: none has one.
+    adapters: of the tokens; None: none has one. images: None: there are none.
+    rotary: the positions by which queries and keys are turned, [tokens] int64, or [3, tokens] of time, height and width
+    (Qwen2-VL, arXiv:2409.12191); None: `positions`.
     """
 
     tokens: Tensor
@@ -35,6 +50,8 @@ class PassInput:
     metadata: ForwardMetadata
     wanted: Tensor | None
     adapters: AdapterRows | None = None
+    images: ImageTokens | None = None
+    rotary: Tensor | None = None
 
 
 class PagedModel(ABC):
@@ -58,10 +75,13 @@ class PagedModel(ABC):
         """Allocates KV blocks 0 .. num_blocks - 1 and drops the earlier contents."""
         self.attention.allocate(num_blocks)
 
-    def attach_rows(self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor) -> None:  # noqa: B027
+    def attach_rows(  # noqa: B027
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor, rope_deltas: Tensor
+    ) -> None:
         """Takes the tensors of the rows that `decode` reads and writes.
 
-        tokens, positions: [rows] int64. tables: [rows, blocks] int32. adapters: [rows] int32.
+        tokens, positions: [rows] int64. tables: [rows, blocks] int32. adapters: [rows] int32. rope_deltas: [rows]
+        int64, rotary positions less positions.
         """
 
     def decode(

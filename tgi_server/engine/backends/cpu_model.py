@@ -49,9 +49,11 @@ class CpuModel(PagedModel):
         backend = self.attention
         self._kernel.attach_cache(backend.keys, backend.values, backend.key_scales, backend.value_scales)
 
-    def attach_rows(self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor) -> None:
+    def attach_rows(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor, rope_deltas: Tensor
+    ) -> None:
         self._rows_with_adapters = adapters
-        self._kernel.attach_rows(tokens, positions, tables, adapters, self.attention.block_size)
+        self._kernel.attach_rows(tokens, positions, tables, adapters, rope_deltas, self.attention.block_size)
 
     def tap(self, layers: Sequence[int], keep: Keep) -> None:
         self._keep = keep
@@ -80,13 +82,20 @@ class CpuModel(PagedModel):
     def forward(self, inputs: PassInput) -> Tensor:
         """Returns logits. It is fastest if the wanted tokens are each sequence's last ones, in order."""
         metadata, adapters = inputs.metadata, inputs.adapters.numbers if inputs.adapters else None
-        greedy, tables = metadata.greedy, self._tables(metadata.max_kv_length)
+        greedy = metadata.greedy
+        turns = inputs.positions if inputs.rotary is None else inputs.rotary
+        if turns.dim() == 1:
+            tables = self._tables(metadata.max_kv_length)
+        else:
+            tables, turns = self._turns(metadata.max_kv_length, turns), torch.arange(len(inputs.tokens))
+        images = [] if inputs.images is None else [inputs.images.rows, inputs.images.embeddings, *inputs.images.added]
         places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts
         head = greedy is None or greedy.mask is None
         with self._faults():
             logits, taps = self._kernel.forward(
-                inputs.tokens, inputs.positions, *places, *tables, inputs.wanted, adapters, greedy is not None, head
-            )
+                inputs.tokens, turns, *places, *tables, inputs.wanted, adapters, greedy is not None, head,
+                images, metadata.ends,
+            )  # fmt: skip
         if adapters is not None and inputs.wanted is not None:
             adapters = adapters[inputs.wanted]
         return self._finished(logits, taps, adapters, greedy)
@@ -106,6 +115,11 @@ class CpuModel(PagedModel):
 
     def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
         tables = [kind.tables(self._like, length) for kind in self.decoder.ropes]
+        return [cosines for cosines, _ in tables], [sines for _, sines in tables]
+
+    def _turns(self, length: int, positions: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the rows of the tables for positions of time, height and width: [3, tokens]."""
+        tables = [kind.gathered(self._like, length, positions) for kind in self.decoder.ropes]
         return [cosines for cosines, _ in tables], [sines for _, sines in tables]
 
 

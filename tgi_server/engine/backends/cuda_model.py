@@ -32,11 +32,14 @@ class CudaModel(PagedModel):
     def forward(self, inputs: PassInput) -> Tensor:
         decoder, rows, taps = self.decoder, inputs.adapters, []
         hidden = self._embedded(inputs)
-        rotations = [rope.at(hidden, inputs.positions) for rope in decoder.ropes]
+        turns = inputs.positions if inputs.rotary is None else inputs.rotary
+        rotations = [rope.at(hidden, turns) for rope in decoder.ropes]
         for layer in decoder.layers:
             if layer.index in self._tapped:
                 taps.append(hidden.clone())  # to which the layer may add in place
             hidden = self._layer(layer, hidden, rotations, inputs.metadata, rows)
+            if inputs.images is not None and layer.index < len(inputs.images.added):
+                hidden = hidden.index_add(0, inputs.images.rows, inputs.images.added[layer.index])
         if inputs.wanted is not None:
             hidden = hidden[inputs.wanted]
         hidden = _normed(decoder.norm, hidden)
@@ -59,6 +62,8 @@ class CudaModel(PagedModel):
         hidden: Tensor = self.decoder.embedding(inputs.tokens)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
+        if inputs.images is not None:
+            hidden = hidden.index_copy(0, inputs.images.rows, inputs.images.embeddings)
         if self.decoder.positions is not None:
             hidden = hidden + self.decoder.positions[inputs.positions]
         return hidden

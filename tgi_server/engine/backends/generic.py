@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from tgi_server.engine.backends import paged_attention
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION, PagedCache
-from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
+from tgi_server.engine.backends.base import ImageTokens, Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
 from tgi_server.engine.backends.mixers import has_mixers, install_packed_mixers
 from tgi_server.engine.backends.states import SequenceStates
@@ -64,19 +64,23 @@ class GenericModel(PagedModel):
         self._keep: Keep | None = None
         self._tapped: list[Tensor] = []
         self._taps: list[RemovableHandle] = []
+        self._images: ImageTokens | None = None  # of the pass that runs
+        self._adding = 0  # layers whose outputs images may change
 
     def forward(self, inputs: PassInput) -> Tensor:
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
         self._cache.positions = inputs.positions
         self._current.rows = inputs.adapters
+        self._images = inputs.images
         with self.threads_of_few_tokens() if len(inputs.tokens) <= self._few_tokens else nullcontext():
             output = self.source(
-                input_ids=inputs.tokens.unsqueeze(0),
-                position_ids=inputs.positions.unsqueeze(0),
+                **self._embedded(inputs),
+                position_ids=_position_ids(inputs),
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
             )
+        self._images = None
         self._current.rows = None  # whoever drafts may use layers of the model for other rows
         if self._keep is not None:
             *layers, head = self._tapped
@@ -84,6 +88,27 @@ class GenericModel(PagedModel):
             self._keep([head, *layers])
         logits: Tensor = output.logits[0]
         return logits
+
+    def _embedded(self, inputs: PassInput) -> dict[str, Tensor]:
+        """Returns the arguments of the model for a pass's tokens."""
+        tokens, images = inputs.tokens.unsqueeze(0), inputs.images
+        if images is None:
+            return {"input_ids": tokens}
+        while self._adding < len(images.added):
+            _layer(self.source, self._adding).register_forward_hook(partial(self._add_images, self._adding))
+            self._adding += 1
+        embeddings = self.source.get_input_embeddings()(tokens)
+        embedded = {"inputs_embeds": embeddings.index_copy(1, images.rows, images.embeddings[None])}
+        decoder: Any = self.source.get_decoder()
+        if getattr(decoder, "hidden_size_per_layer_input", None):  # which `transformers` cannot find without the tokens
+            embedded["per_layer_inputs"] = decoder.get_per_layer_inputs(tokens, None)
+        return embedded
+
+    def _add_images(self, layer: int, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        images = self._images
+        if images is None or layer >= len(images.added):
+            return None
+        return output.index_add(1, images.rows, images.added[layer][None])
 
     def tap(self, layers: Sequence[int], keep: Keep) -> None:
         while self._taps:
@@ -103,6 +128,13 @@ class GenericModel(PagedModel):
         hidden = inputs[0] if inputs else named["hidden_states"]
         if hidden.dim() == 3:  # [1, tokens, hidden_size]; drafters that share the head give it rows alone
             self._tapped.append(hidden[0])
+
+
+def _position_ids(inputs: PassInput) -> Tensor:
+    """Returns positions as the models of `transformers` take them: those of the text before the three of images."""
+    if inputs.rotary is None or inputs.rotary.dim() == 1:
+        return (inputs.positions if inputs.rotary is None else inputs.rotary).unsqueeze(0)
+    return torch.cat([inputs.positions[None], inputs.rotary]).unsqueeze(1)
 
 
 def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> list[AdaptedLinear]:

@@ -22,6 +22,7 @@ class RotaryTable:
         self._name = "inv_freq" if spec.layer_type is None else f"{spec.layer_type}_inv_freq"
         self._frequencies: Tensor | None = None
         self._tables: list[Tensor] = []
+        self._axes: Tensor | None = None  # of three positions the one that turns each element: [rotated] int64
 
     def tables(self, like: Tensor, length: int) -> list[Tensor]:
         """Returns the cosines and the sines, [positions, rotated] each, of `length` positions at least.
@@ -42,9 +43,25 @@ class RotaryTable:
         return self._tables
 
     def at(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the cosines and the sines of some positions, [1, positions, rotated] each. like: as in `tables`."""
-        turns = self._rope(like, position_ids=positions[None], **self._options)
+        """Returns the cosines and the sines of some positions, [1, positions, rotated] each.
+
+        like: as in `tables`. positions: [positions] int64, or [3, positions] of time, height and width.
+        """
+        positions = positions[None] if positions.dim() == 1 else positions[:, None]
+        turns = self._rope(like, position_ids=positions, **self._options)
         return repeated(turns, self._spec.table, like.dtype)
+
+    def gathered(self, like: Tensor, length: int, positions: Tensor) -> list[Tensor]:
+        """Returns the same as `at`, [positions, rotated] each, with the very numbers of `tables`.
+
+        length: more than any position. positions: [3, positions] int64.
+        """
+        if self._axes is None:
+            sines = [self.at(like, torch.eye(3, dtype=torch.int64, device=like.device)[:, axis : axis + 1])[1][0, 0]
+                     for axis in range(3)]  # fmt: skip
+            self._axes = torch.stack(sines).abs().argmax(0)
+        places = positions[self._axes].transpose(0, 1)
+        return [table.gather(0, places) for table in self.tables(like, length)]
 
     def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
         return [each[0].contiguous() for each in self.at(like, positions)]

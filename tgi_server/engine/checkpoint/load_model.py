@@ -1,5 +1,6 @@
 """Loads a model of `transformers` from a local folder."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors
+from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, load_without_text
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
 from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
@@ -31,6 +32,11 @@ from tgi_server.loading import READING
 
 # Models whose class for text and images needs a library for images (timm); their text models have classes of their own.
 _TEXT_ALONE = {"gemma3n"}
+# Models whose images are read, by their `model_type`.
+IMAGE_MODELS = frozenset(
+    {"gemma3", "gemma4", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next"}
+    | {"mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm"}
+)
 # Of a checkpoint's dtype.
 ChooseDtype = Callable[[torch.dtype | None], torch.dtype]
 
@@ -101,6 +107,29 @@ def load_model(config: EngineConfig, device: torch.device, choose_dtype: ChooseD
     if config.kv_cache_dtype is not None:
         with open_checkpoint(config.model_path) as tensors:
             model.kv_scales = read_kv_scales(tensors)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_vision(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Returns the parts of the model that read images, in evaluation mode on `device`; None for a model of text alone.
+
+    Raises UnsupportedModel for a model whose images are not served, and InvalidWeights where their weights are missing.
+    """
+    model_config = copy.deepcopy(load_config(config))
+    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model_config), None)
+    if model_class is None:
+        return None
+    kind = model_config.model_type
+    if kind not in IMAGE_MODELS:
+        raise UnsupportedModel(f"images are not served with {kind} models, only with {', '.join(sorted(IMAGE_MODELS))}")
+    quantization = find_quantization(config.model_path, model_config, None)
+    for part in (model_config, model_config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    path = config.model_path
+    model, report = _load(path, lambda: load_without_text(path, model_config, model_class, dtype, device, quantization))
+    if missing := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+        raise InvalidWeights(f"{path} lacks weights that read images: {_some(missing)}")
     return model.to(device).eval().requires_grad_(False)
 
 

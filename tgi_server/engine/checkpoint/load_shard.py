@@ -144,6 +144,40 @@ def _load(
     return model, report
 
 
+def load_without_text(
+    folder: Path,
+    config: PretrainedConfig,
+    model_class: type[PreTrainedModel],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Loads the parts of a model that read images. Returns them with what `transformers` reports of loading them.
+
+    config: the model's, which is changed.
+    """
+    config.tie_word_embeddings = False  # of a head and embeddings that are not there
+
+    class WithoutText(model_class):
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            _leave_out_text(self)
+
+    WithoutText.__name__ = model_class.__name__
+    WithoutText.__module__ = model_class.__module__
+    with open_checkpoint(folder, None, None, quantization) as tensors:
+        model, report = WithoutText.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype,
+            device_map=placement(device),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    return model, report
+
+
 def _check_shape(folder: Path, tensor: QuantizedTensor, layers: list[Any]) -> None:
     """Raises InvalidWeights for a tensor that is not of the shape that the layers have which it fills."""
     wanted = (layers[0].out_features, layers[0].in_features)
@@ -347,6 +381,16 @@ def _leave_out_images(model: PreTrainedModel) -> None:
     for name, child in list(base.named_children()):
         if all(module is not decoder for module in child.modules()):
             setattr(base, name, None)
+
+
+def _leave_out_text(model: PreTrainedModel) -> None:
+    """Removes the text model and the head from a model that reads images, too."""
+    decoder, base = model.get_decoder(), model.base_model
+    for parent in {model, base}:
+        for name, child in list(parent.named_children()):
+            head = parent is model and parent is not base and child is not base
+            if child is not base and (head or any(module is decoder for module in child.modules())):
+                setattr(parent, name, None)
 
 
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends import Backend, PagedModel
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.attention.gather import GatherAttention
-from tgi_server.engine.backends.base import MakeLora
+from tgi_server.engine.backends.base import ImageTokens, MakeLora, PassInput
 from tgi_server.engine.backends.devices import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.backends.states import SCRATCH_SLOT, SequenceStates
-from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import HOST, to_device
+from tgi_server.engine.errors import EngineError, InvalidCall, InvalidImage, NotEnoughMemory
+from tgi_server.engine.memory import HOST, copy_to_device, to_device
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
@@ -33,6 +34,7 @@ from tgi_server.engine.runners.graphs import capture_for, graph_batch_sizes
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch
 from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.vision_tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +54,14 @@ class PagedRunner(Runner):
     companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
     hidden_states: those of the last pass, if anybody wants them; set before the warm-up.
     most_drafted: tokens that are drafted for a sequence in one step, at most.
+    tower: reads the images of prompts; None: there are none. Set before the warm-up.
     """
 
     paged = True
     companion_bytes = 0
     hidden_states: HiddenStates | None = None
     most_drafted = 0
+    tower: VisionTower | None = None
 
     def __init__(
         self, model: PagedModel, backend: Backend, group: ShardGroup | None = None, weight_bytes: int = 0
@@ -182,10 +186,63 @@ class PagedRunner(Runner):
             return logits
         self.argmax_ids = None
         inputs = batch.mixed_input(decoding, chunks, greedy) if chunks else batch.decode_input(decoding, greedy)
+        if chunks and self.tower is not None:
+            inputs = self._with_images(self.tower, inputs, decoding, chunks)
         captured = self._captured.prompts.run(inputs) if chunks and self._captured.prompts else None
         logits = self.model.forward(inputs) if captured is None else captured
         batch.advance(decoding)
         return logits
+
+    def _with_images(
+        self, tower: VisionTower, inputs: PassInput, decoding: int, chunks: Sequence[PromptChunk]
+    ) -> PassInput:
+        """Returns the input of a pass with the images of its chunks. A sequence whose image is at fault notes that."""
+        if tower.two_way:
+            _attend_both_ways(inputs, chunks, in_windows=tower.two_way == "windows")
+        rotary = self._rotary(decoding, chunks) if tower.mrope else None
+        rows, embeddings, added = [], [], []
+        for span, chunk in zip(inputs.metadata.chunks, chunks, strict=True):
+            for image in chunk.sequence.placed.placed if chunk.sequence.placed else ():
+                first, end = image.within(chunk.start, chunk.start + len(chunk.tokens))
+                if first == end or chunk.sequence.fault:
+                    continue
+                try:
+                    features = image.features(tower)
+                except InvalidImage as fault:
+                    chunk.sequence.fault = str(fault)
+                    continue
+                rows.append(image.places[first:end] - chunk.start + span.start)
+                embeddings.append(features.embeddings[first:end])
+                added.append([each[first:end] for each in features.added])
+                if end == len(image.places):
+                    image.release()
+        if not rows:
+            return replace(inputs, rotary=rotary)
+        on_device = copy_to_device(torch.cat(rows), self._device)
+        images = ImageTokens(on_device, torch.cat(embeddings), [torch.cat(each) for each in zip(*added, strict=True)])
+        filler = self._config.get_text_config(decoder=True).pad_token_id or 0
+        tokens = inputs.tokens.index_fill(0, on_device, filler)  # the model may know no token of that number
+        return replace(inputs, tokens=tokens, images=images, rotary=rotary)
+
+    def _rotary(self, decoding: int, chunks: Sequence[PromptChunk]) -> Tensor | None:
+        """Returns the rotary positions of a pass, [tokens] int64, or [3, tokens] if it has tokens of images.
+
+        None: they are the tokens' positions.
+        """
+        if not self._batch.turned(decoding) and all(chunk.sequence.placed is None for chunk in chunks):
+            return None
+        own = []
+        for chunk in chunks:
+            stop = chunk.start + len(chunk.tokens)
+            placed = chunk.sequence.placed
+            own.append(torch.arange(chunk.start, stop).expand(3, -1) if placed is None
+                       else placed.rotary(chunk.start, stop))  # fmt: skip
+        positions = torch.cat(own, 1)
+        decoded = self._batch.rotary(decoding)
+        assert decoded is not None
+        if bool((positions == positions[0]).all()):
+            return torch.cat([decoded, copy_to_device(positions[0].contiguous(), self._device)])
+        return torch.cat([decoded.expand(3, -1), copy_to_device(positions.contiguous(), self._device)], 1)
 
     @property
     def captured_drafts(self) -> list[tuple[int, int]]:
@@ -243,7 +300,8 @@ class PagedRunner(Runner):
             sequence.state_slot = SCRATCH_SLOT
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter, sequence.state_slot)
+        delta = sequence.placed.rope_delta if sequence.placed else 0
+        self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter, sequence.state_slot, delta)
 
     def place(self, sequence: RunningSequence, row: int, position: int) -> None:
         """Gives the row behind the last one to a sequence without its adapter; its next token stands at `position`."""
@@ -304,10 +362,12 @@ class PagedRunner(Runner):
         if self.states is not None:
             self.states.allocate(1 + max_batch_size, snapshots)
             self._free_slots = list(range(max_batch_size, 0, -1))
+        mrope = self.tower is not None and self.tower.mrope
         self._batch = batch = PagedBatch(
-            max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
+            max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted, mrope=mrope
         )
-        self.model.attach_rows(batch.tokens, batch.positions, batch.block_tables.table, batch.adapters)
+        tables = batch.block_tables.table
+        self.model.attach_rows(batch.tokens, batch.positions, tables, batch.adapters, batch.rope_deltas)
         if self.hidden_states is not None:
             self.model.tap(self.hidden_states.indices, self.hidden_states.keep)
 
@@ -395,3 +455,19 @@ class PagedRunner(Runner):
         table = (blocks * -(-repeated // len(blocks)))[:repeated]
         sequence = RunningSequence(0, [0] * longest, StoppingParameters(1), blocks=table, computed=longest - tokens)
         return self.forward(max_batch_size - 1, [PromptChunk.next_of(sequence, tokens)])
+
+
+def _attend_both_ways(inputs: PassInput, chunks: Sequence[PromptChunk], *, in_windows: bool) -> None:
+    """Notes in a pass's metadata how far the tokens of images look. in_windows: in layers with a window alone."""
+    metadata = inputs.metadata
+    found = [
+        None if chunk.sequence.placed is None else chunk.sequence.placed.ends(chunk.start, span.kv_length)
+        for span, chunk in zip(metadata.chunks, chunks, strict=True)
+    ]
+    if all(ends is None for ends in found):
+        return
+    metadata.ends = inputs.positions.to(torch.int32) + 1
+    metadata.ends_in_windows = in_windows
+    for span, ends in zip(metadata.chunks, found, strict=True):
+        if ends is not None:
+            metadata.ends[span.start : span.start + span.length] = copy_to_device(ends, metadata.ends.device)

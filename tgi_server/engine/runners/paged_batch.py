@@ -23,6 +23,7 @@ class PagedBatch:
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
     drafted: [rows, most] int64; the tokens drafted behind each row's next input, and then -1.
     adapters: [rows] int32; the number of each row's adapter, 0 for none.
+    rope_deltas: [rows] int64; each row's rotary positions less its positions.
     state_slots: the slot of each row's states, on the host. row_slots: [rows] int64; the same on the device.
     A row that no sequence has stands at position 0 of the scratch block.
 
@@ -38,44 +39,64 @@ class PagedBatch:
         block_size: int,
         device: torch.device,
         most_drafted: int = 0,
+        *,
+        mrope: bool = False,
     ) -> None:
-        """num_blocks: KV blocks that sequences may have, ids 1 .. num_blocks. max_total_tokens: of one sequence."""
+        """num_blocks: KV blocks that sequences may have, ids 1 .. num_blocks. max_total_tokens: of one sequence.
+
+        mrope: rows may have rotary positions that are not their positions.
+        """
         self.num_blocks = num_blocks
         self.max_total_tokens = max_total_tokens
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.adapters = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.rope_deltas = torch.zeros(rows, dtype=torch.int64, device=device)
         self.block_tables = BlockTables(rows, -(-max_total_tokens // block_size) + 1, device)
         self.drafted = torch.full((rows, most_drafted), NO_TOKEN, dtype=torch.int64, device=device)
         self._ahead = torch.arange(1 + most_drafted, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._position_offsets = [0] * rows
         self._adapters = [0] * rows  # the same as `adapters`, on the host
+        self._rope_deltas = [0] * rows  # the same as `rope_deltas`
         self.state_slots = [SCRATCH_SLOT] * rows
         self.row_slots = torch.full((rows,), SCRATCH_SLOT, dtype=torch.int64, device=device)
         self._passes = 0
         self._rows = 0  # that sequences have
         self._block_size = block_size
         self._device = device
+        self._mrope = mrope
 
     def __len__(self) -> int:
         """Returns the number of rows, those that no sequence has included."""
         return len(self.tokens)
 
     def place(
-        self, row: int, position: int, blocks: Sequence[int], adapter: int = 0, state_slot: int = SCRATCH_SLOT
+        self,
+        row: int,
+        position: int,
+        blocks: Sequence[int],
+        adapter: int = 0,
+        state_slot: int = SCRATCH_SLOT,
+        rope_delta: int = 0,
     ) -> None:
         """Gives the row behind the last one to a sequence whose next token stands at `position`."""
         self._set_adapter(row, adapter)
         self._set_slot(row, state_slot)
         self.positions[row].fill_(position)  # an assignment would copy from the host, and wait
         self._position_offsets[row] = position - self._passes
+        if self._mrope:
+            self._rope_deltas[row] = rope_delta
+            self.rope_deltas[row].fill_(rope_delta)
         self.block_tables.extend(row, 0, blocks)
         self._rows = row + 1
 
     def move(self, source: int, target: int) -> None:
         self.tokens[target] = self.tokens[source]
         self.positions[target] = self.positions[source]
+        if self._mrope:
+            self._rope_deltas[target] = self._rope_deltas[source]
+            self.rope_deltas[target] = self.rope_deltas[source]
         self._position_offsets[target] = self._position_offsets[source]
         self._set_adapter(target, self._adapters[source])
         self._set_slot(target, self.state_slots[source])
@@ -140,7 +161,8 @@ class PagedBatch:
             max_kv_length=self.max_total_tokens + count - 1,
             row_tokens=count,
         )
-        return PassInput(tokens.clamp_min(0).flatten(), positions.flatten(), metadata, None)
+        rotary = (positions + self.rope_deltas[:rows, None]).flatten() if self._mrope else None
+        return PassInput(tokens.clamp_min(0).flatten(), positions.flatten(), metadata, None, rotary=rotary)
 
     def decode_input(
         self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None, *, any_adapters: bool = False
@@ -166,7 +188,7 @@ class PagedBatch:
         )
         present = None if any_adapters else self.adapted(rows)
         adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
-        return PassInput(self.tokens[:rows], positions, metadata, None, adapters)
+        return PassInput(self.tokens[:rows], positions, metadata, None, adapters, rotary=self.rotary(rows))
 
     def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], greedy: GreedyOnly | None) -> PassInput:
         """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
@@ -193,6 +215,14 @@ class PagedBatch:
         return PassInput(
             tokens, places, metadata, prompts.wanted, self._mixed_adapters(decoding, chunks, prompts.wanted)
         )
+
+    def rotary(self, rows: int) -> Tensor | None:
+        """Returns the rotary positions of the first `rows` rows, [rows] int64; None: their positions."""
+        return self.positions[:rows] + self.rope_deltas[:rows] if self._mrope else None
+
+    def turned(self, rows: int) -> bool:
+        """Returns True if some of the first `rows` rows have rotary positions that are not their positions."""
+        return any(self._rope_deltas[:rows])
 
     def adapted(self, rows: int) -> frozenset[int]:
         """Returns the numbers of the adapters that the first `rows` rows have."""

@@ -58,12 +58,15 @@ class PromptGraphs:
             self._steps[count] = capture(lambda count=count: outputs.put(run(self._input(count))))  # type: ignore[misc]
 
     def run(self, inputs: PassInput) -> Tensor | None:
-        """Returns the wanted logits of a step; None if no captured step has room for it, or a row has an adapter."""
+        """Returns the wanted logits of a step; None if no captured step has room for it, or has what a row needs: an
+        adapter, or something of images.
+        """
         assert inputs.wanted is not None
         tokens, wanted = len(inputs.tokens), len(inputs.wanted)
         sequences = len(inputs.metadata.kv_lengths)
         counts = [count for count in self._steps if count >= tokens and self._room(count) >= wanted]
-        if not counts or sequences > self._rows or inputs.adapters is not None:
+        further = (inputs.adapters, inputs.images, inputs.rotary, inputs.metadata.ends)
+        if not counts or sequences > self._rows or any(each is not None for each in further):
             return None
         self._copy(inputs)
         self._pad(tokens, sequences, min(counts))

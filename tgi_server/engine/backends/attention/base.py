@@ -86,6 +86,8 @@ class ForwardMetadata:
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
     greedy: None: every logit is needed.
+    ends: [tokens] int32; the tokens of its sequence that each token attends to, in ascending order in a chunk; None:
+    each attends to those up to itself. ends_in_windows: that holds for layers with a window alone.
     state_slots: the slot of each sequence's states, on the host; empty where the model has none.
     row_slots: [decoding] int64; the slots of the sequences that decode, on the device.
     kept: objects that a backend made for this pass in an earlier layer; see `made`.
@@ -100,9 +102,15 @@ class ForwardMetadata:
     max_kv_length: int
     greedy: GreedyOnly | None = None
     row_tokens: int = 1
+    ends: Tensor | None = None
+    ends_in_windows: bool = False
     state_slots: list[int] = field(default_factory=list)
     row_slots: Tensor | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def ends_of(self, variant: "AttentionVariant") -> Tensor | None:
+        """Returns `ends` for a layer."""
+        return None if self.ends_in_windows and not variant.window else self.ends
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make` for this key, which is called once for each pass."""

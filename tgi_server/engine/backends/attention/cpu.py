@@ -96,6 +96,7 @@ class CpuAttention(AttentionBackend):
             variant.sinks,
             *self.kv_format.of(layer),
             variant.chunk,
+            metadata.ends_of(variant),
         )
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -68,6 +68,8 @@ class CudaAttention(GatherAttention):
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         from tgi_server.engine.kernels.triton.paged_attention import tokens_of_a_tile
 
+        if metadata.ends_of(variant) is not None:  # which the kernels do not know
+            return GatherAttention.attend(self, layer, query, metadata, variant)
         heads, (_, _, kv_heads, head_dim) = query.shape[1], self._keys[variant.source(layer)].shape
         programs = len(query) * heads / 128 / multiprocessors(query.device)
         most = tokens_of_a_tile(heads // kv_heads, head_dim, query.element_size(), programs)

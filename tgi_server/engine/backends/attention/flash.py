@@ -34,7 +34,8 @@ class FlashAttention(CudaAttention):
         return _is_installed() and major in _MAJORS and dtype in _TOLERANCE and fits and super().supports(shape, dtype)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        taken = variant.alibi_slopes is None and not variant.chunk and not self.kv_format.fp8
+        causal = metadata.ends_of(variant) is None
+        taken = variant.alibi_slopes is None and not variant.chunk and not self.kv_format.fp8 and causal
         if not metadata.chunks or not taken:
             return super().attend(layer, query, metadata, variant)
         from flash_attn.cute import flash_attn_varlen_func

@@ -57,9 +57,11 @@ class GatherAttention(AttentionBackend):
         for rows in pieces(metadata.decoding, metadata.max_kv_length * heads * head_dim):
             span = slice(rows.start * metadata.row_tokens, rows.stop * metadata.row_tokens)
             output[span] = self._decode(layer, query[span], rows, metadata, variant)
+        ends = metadata.ends_of(variant)
         for index, chunk in enumerate(metadata.chunks, start=metadata.decoding):
             span = slice(chunk.start, chunk.start + chunk.length)
-            output[span] = self._prefill(layer, query[span], metadata.block_tables[index], chunk, variant)
+            own = None if ends is None else ends[span]
+            output[span] = self._prefill(layer, query[span], metadata.block_tables[index], chunk, variant, own)
         return output
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -78,7 +80,15 @@ class GatherAttention(AttentionBackend):
         queries = query.unflatten(0, (-1, metadata.row_tokens)).transpose(1, 2)
         return _attend(queries, key, value, mask, variant).transpose(1, 2).flatten(0, 1)
 
-    def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: ChunkSpan, variant: AttentionVariant) -> Tensor:
+    def _prefill(
+        self,
+        layer: int,
+        query: Tensor,
+        table: Tensor,
+        chunk: ChunkSpan,
+        variant: AttentionVariant,
+        ends: Tensor | None,
+    ) -> Tensor:
         blocks = table[: -(-chunk.kv_length // self.block_size)].long()
         key, value = (
             kept.flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0) for kept in self._gathered(layer, blocks)
@@ -89,7 +99,8 @@ class GatherAttention(AttentionBackend):
         has_scores = variant.softcap or variant.alibi_slopes is not None or variant.sinks is not None
         masked_heads = query.shape[1] if has_scores else 1
         for piece in pieces(chunk.length, chunk.kv_length * masked_heads):
-            mask = scores_mask(positions[piece].unsqueeze(0), keys, variant, query)
+            seen = None if ends is None else ends[piece].unsqueeze(0)
+            mask = scores_mask(positions[piece].unsqueeze(0), keys, variant, query, seen)
             part = query[piece].transpose(0, 1).unsqueeze(0)
             output[piece] = _attend(part, key, value, mask, variant).squeeze(0).transpose(0, 1)
         return output

@@ -18,13 +18,16 @@ def pieces(rows: int, elements: int) -> Iterator[slice]:
         yield slice(first, min(first + at_once, rows))
 
 
-def scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor) -> Tensor:
+def scores_mask(
+    positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor, ends: Tensor | None = None
+) -> Tensor:
     """Returns the tensor to add to the scores: [sequences, heads or 1, queries, keys], -inf for hidden keys.
 
-    positions: [sequences, queries] position of each query; keys: [keys] position of each key.
+    positions: [sequences, queries] position of each query; keys: [keys] position of each key. ends: [sequences,
+    queries], the keys up to which each query attends; None: up to its own position.
     """
     distance = positions.unsqueeze(-1) - keys
-    hidden = distance < 0
+    hidden = distance < 0 if ends is None else keys >= ends.unsqueeze(-1)
     if variant.window:
         hidden |= distance >= variant.window
     if variant.chunk:

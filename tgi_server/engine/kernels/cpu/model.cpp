@@ -141,11 +141,18 @@ MaybeTensor chosen_rows(const MaybeTensor& rows, const at::Tensor& chosen) {
   return rows ? rows->index_select(0, chosen) : rows;
 }
 
-// The tokens of a pass: where they stand, as attention wants to know it, and which adapter each has.
+// The tokens of a pass: where they stand and how far they look, as attention wants to know it, and which adapter each has.
 struct Pass {
   at::Tensor slots, tables, kv_lengths, query_starts;
   std::vector<at::Tensor> cos, sin;
-  MaybeTensor adapters;
+  MaybeTensor adapters, ends;
+};
+
+// The tokens of a pass in whose places there is what the model makes of images. rows: [tokens] int64, their indices.
+// embeddings: [tokens, hidden_size]. added: the same for each of the first layers, to whose output it is added.
+struct ImageRows {
+  at::Tensor rows, embeddings;
+  std::vector<at::Tensor> added;
 };
 
 // What attention needs to know of a pass when it computes only some tokens: the last ones of each sequence, if any.
@@ -164,7 +171,8 @@ Pass of_last_tokens(const Pass& pass, const at::Tensor& wanted) {
   }
   const at::Tensor kept = at::tensor(sequences, wanted.options());
   return {pass.slots, pass.tables.index_select(0, kept), pass.kv_lengths.index_select(0, kept),
-          at::tensor(ends, pass.query_starts.options()), {}, {}, chosen_rows(pass.adapters, wanted)};
+          at::tensor(ends, pass.query_starts.options()), {}, {}, chosen_rows(pass.adapters, wanted),
+          chosen_rows(pass.ends, wanted)};
 }
 
 // In passes that are padded to a fixed size, the tokens that fill up what is wanted are in no order.
@@ -220,10 +228,11 @@ class Decoder : public torch::CustomClassHolder {
   void split(RanksPtr ranks) { ranks_ = std::move(ranks); }
 
   // hidden: [tokens, hidden_size]. wanted: [rows] int64, the tokens of which the output is wanted, each sequence's last
-  // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. tapped: indices of
-  // layers, in order, whose inputs are appended to taps. Returns [rows, hidden_size].
+  // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. images: in the pass;
+  // if something is added to the last layer's output, all are wanted. tapped: indices of layers, in order, whose inputs
+  // are appended to taps. Returns [rows, hidden_size].
   at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Pass& pass, const MaybeTensor& wanted,
-                 const std::vector<int64_t>& tapped, std::vector<at::Tensor>& taps) const {
+                 const ImageRows& images, const std::vector<int64_t>& tapped, std::vector<at::Tensor>& taps) const {
     TORCH_CHECK(caches.size() == layers_.size(), "each layer needs its cache");
     at::Tensor residual = hidden;
     auto tap = tapped.begin();
@@ -239,9 +248,12 @@ class Decoder : public torch::CustomClassHolder {
       residual = added(*layer.output, attended, adapters, residual, layer.attended_norm);
       if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
       residual = feed_forward(layer, normed, adapters, residual);
+      if (i < images.added.size()) residual.index_add_(0, images.rows, images.added[i]);
     }
     return residual;
   }
+
+  size_t layers() const { return layers_.size(); }
 
  private:
   static at::Tensor normalised(const MaybeNorm& norm, const at::Tensor& x) { return norm ? (**norm)(x) : x; }
@@ -288,7 +300,7 @@ class Decoder : public torch::CustomClassHolder {
     const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
     return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
                            attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false, layer.sinks,
-                           cache.key_scale, cache.value_scale)
+                           cache.key_scale, cache.value_scale, 0, attending.ends)
         .view({query.size(0), heads_ * head_dim_});
   }
 
@@ -336,11 +348,12 @@ class CausalLM : public torch::CustomClassHolder {
   }
 
   // Takes what `decode` reads and writes, of all rows. tokens, positions: [most] int64, tables: [most, blocks] int32,
-  // adapters: [most] int32.
-  void attach_rows(at::Tensor tokens, at::Tensor positions, at::Tensor tables, at::Tensor adapters, int64_t block_size) {
+  // adapters: [most] int32. rope_deltas: [most] int64, rotary positions less positions.
+  void attach_rows(at::Tensor tokens, at::Tensor positions, at::Tensor tables, at::Tensor adapters, at::Tensor rope_deltas,
+                   int64_t block_size) {
     starts_ = at::arange(tokens.size(0) + 1, tables.options());
     tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
-    adapters_ = std::move(adapters), block_size_ = block_size;
+    adapters_ = std::move(adapters), rope_deltas_ = std::move(rope_deltas), block_size_ = block_size;
   }
 
   // From now on the embedding and the head are this rank's part of them, an equal number of tokens of each rank.
@@ -364,8 +377,12 @@ class CausalLM : public torch::CustomClassHolder {
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const MaybeTensor adapters = adapted ? MaybeTensor(adapters_.narrow(0, 0, rows)) : MaybeTensor();
     const auto [slots, lengths] = decode_places(positions, tables, block_size_);
-    auto [logits, taps] = forward(tokens, positions, slots, tables, lengths, starts_.narrow(0, 0, rows + 1),
-                                  std::move(cos), std::move(sin), {}, adapters, greedy, head);
+    at::Tensor rotary = at::empty_like(positions);
+    for (int64_t r = 0; r < rows; ++r)
+      rotary.mutable_data_ptr<int64_t>()[r] =
+          positions.const_data_ptr<int64_t>()[r] + rope_deltas_.const_data_ptr<int64_t>()[r];
+    auto [logits, taps] = forward(tokens, rotary, slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos),
+                                  std::move(sin), {}, adapters, greedy, head, {}, {});
     for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
     if (!greedy || !head) return {std::move(logits), {}, std::move(taps)};
     const at::Tensor argmax_ids = argmax(logits, {}, {});
@@ -373,27 +390,34 @@ class CausalLM : public torch::CustomClassHolder {
     return {std::move(logits), argmax_ids, std::move(taps)};
   }
 
-  // Any pass. tokens, positions: [tokens] int64. slots .. query_starts: as in paged_attention and write_kv. cos, sin: as in
+  // Any pass. tokens, positions: [tokens] int64, the latter of rotary tables. slots .. query_starts: as in paged_attention and write_kv. cos, sin: as in
   // decode. wanted: as in Decoder::run. adapters: [tokens] int32, as Linear::adapted takes them; none: no token has one.
   // greedy: no more is needed than each row's largest logit. head: false: the head's input is returned in place of logits,
-  // so that `logits` may be called later. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
+  // so that `logits` may be called later. images: the members of ImageRows, in order; empty: there are none. ends: as in
+  // paged_attention. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
   std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& tokens, const at::Tensor& positions,
                                                           const at::Tensor& slots, const at::Tensor& tables,
                                                           const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                                                           std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
-                                                          bool greedy, bool head) const {
+                                                          bool greedy, bool head, std::vector<at::Tensor> images,
+                                                          const MaybeTensor& ends) const {
     own_threads = at::get_num_threads();
     at::Tensor hidden = embedded(tokens);
     if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
+    ImageRows places;
+    if (!images.empty()) {
+      places = {images[0], images[1], {images.begin() + 2, images.end()}};
+      hidden.index_copy_(0, places.rows, places.embeddings);
+    }
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     for (std::vector<at::Tensor>* kinds : {&cos, &sin})
       for (at::Tensor& table : *kinds) table = rows_of(table, positions);
-    const bool in_order = !wanted || ascending(*wanted);
+    const bool in_order = !wanted || (ascending(*wanted) && places.added.size() < decoder_->layers());
     std::vector<at::Tensor> taps;
     hidden = decoder_->run(hidden, caches_,
-                           {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters},
-                           in_order ? wanted : MaybeTensor{}, tapped_, taps);
+                           {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters, ends},
+                           in_order ? wanted : MaybeTensor{}, places, tapped_, taps);
     if (!in_order) hidden = hidden.index_select(0, *wanted);
     if (norm_) hidden = (**norm_)(hidden);
     if (taps_head_) taps.insert(taps.begin(), hidden);
@@ -460,7 +484,7 @@ class CausalLM : public torch::CustomClassHolder {
   int64_t vocab_size_ = 0;
   std::vector<int64_t> tapped_;
   bool taps_head_ = false;
-  at::Tensor tokens_, positions_, tables_, adapters_, starts_;  // starts: of queries; each row has one
+  at::Tensor tokens_, positions_, tables_, adapters_, rope_deltas_, starts_;  // starts: of queries; each row has one
   int64_t block_size_ = 0;
   std::vector<Cache> caches_;
 };

@@ -45,8 +45,13 @@ def history(length: int, kv_heads: int, seed: int, head_dim: int = HEAD_DIM) -> 
     return key, value
 
 
-def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant) -> Tensor:
-    """query: [queries, heads, head_dim], the last of the history's positions."""
+def expected(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, ends: Tensor | None = None
+) -> Tensor:
+    """query: [queries, heads, head_dim], the last of the history's positions.
+
+    ends: [queries], behind the last position that each looks at; None: its own.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * variant.scaling
@@ -59,7 +64,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVarian
         scores = scores + bias[:, None].float() * variant.scaling
     elif variant.alibi_slopes is not None:
         scores = scores - variant.alibi_slopes[:, None, None] * distance
-    hidden = distance < 0
+    hidden = distance < 0 if ends is None else torch.arange(len(key)) >= ends[:, None]
     if variant.window:
         hidden |= distance >= variant.window
     if variant.chunk:
@@ -102,9 +107,16 @@ def kept(backend: AttentionBackend, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def run(
-    backend: AttentionBackend, heads: int, kv_heads: int, decodes: list[int], prompts: list[tuple[int, int]], variant
+    backend: AttentionBackend,
+    heads: int,
+    kv_heads: int,
+    decodes: list[int],
+    prompts: list[tuple[int, int]],
+    variant: AttentionVariant,
+    images: list[tuple[int, int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """decodes: tokens of each decoding sequence. prompts: (tokens before, tokens of the chunk).
+    """decodes: tokens of each decoding sequence. prompts: (tokens before, tokens of the chunk). images: positions of
+    prompts, the first and the end, whose tokens look at each other.
 
     Returns what the backend computes and what it should.
     """
@@ -114,7 +126,7 @@ def run(
     permutation = (torch.randperm(sum(blocks_of), generator=torch.Generator().manual_seed(1)) + 1).split(blocks_of)
     backend.allocate(sum(blocks_of) + 1)
     tables = torch.zeros(len(spans), max(blocks_of) + 1, dtype=torch.int32)
-    queries, outcomes, slots, starts, chunks = [], [], [], [0], []
+    queries, outcomes, slots, starts, chunks, all_ends = [], [], [], [0], [], []
     for index, ((before, count), blocks) in enumerate(zip(spans, permutation, strict=True)):
         total = before + count
         tables[index, : len(blocks)] = blocks
@@ -128,8 +140,13 @@ def run(
         query = torch.randn(count, heads, head_dim, generator=torch.Generator().manual_seed(100 + index))
         if index >= len(decodes):
             chunks.append(ChunkSpan(starts[-1], count, total))
+        ends = torch.arange(before + 1, total + 1, dtype=torch.int32)
+        for first, end in (images or ()) if index >= len(decodes) else ():
+            if end <= total:
+                ends[max(0, first - before) : max(0, end - before)] = end
+        all_ends.append(ends)
         queries.append(query)
-        outcomes.append(expected(query, *kept(backend, key, value), variant))
+        outcomes.append(expected(query, *kept(backend, key, value), variant, ends))
         slots.append(slot[before:])
         starts.append(starts[-1] + count)
     device = backend.device
@@ -141,6 +158,7 @@ def run(
         decoding=len(decodes),
         chunks=chunks,
         max_kv_length=max(before + count for before, count in spans),
+        ends=None if images is None else torch.cat(all_ends).to(device),
     )
     query = torch.cat(queries).to(device, backend.dtype)
     slopes, sinks = (None if each is None else each.to(device) for each in (variant.alibi_slopes, variant.sinks))
@@ -216,6 +234,18 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
     instance = create(backend, kv_heads)
     actual, wanted = run(instance, heads, kv_heads, [1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)], variant)
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "window", "wide window", "softcap"])
+def test_tokens_of_an_image_look_at_each_other(backend, dtype, kind) -> None:
+    """Images lie within a block, over several, and begin before the chunk."""
+    instance = create(backend, 2, dtype)
+    prompts, images = [(0, 200), (40, 37), (0, 9), (10, 3), (150, 90)], [(2, 8), (33, 45), (60, 77), (130, 200)]
+    actual, wanted = run(instance, 6, 2, [7, 100], prompts, make_variant(kind, 6), images)
+    rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (3e-2, 3e-2)
+    torch.testing.assert_close(actual, wanted, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("elements", [1, 5000])

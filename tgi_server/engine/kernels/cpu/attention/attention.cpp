@@ -34,14 +34,14 @@ int prompt_rows(int64_t all) {
 }
 
 template <typename T>
-void plan_prompt(const AttentionLayer<T>& layer, const int32_t* table, int first, int count, int length, int rows,
-                 std::vector<AttentionItem>& items) {
+void plan_prompt(const AttentionLayer<T>& layer, const int32_t* table, const int32_t* ends, int first, int count,
+                 int length, int rows, std::vector<AttentionItem>& items) {
   const int group = layer.group(), item_heads = std::min(group, rows), item_queries = rows / item_heads;
   for (int head = 0; head < layer.kv_heads; ++head)
     for (int h = 0; h < group; h += item_heads)
       for (int q = 0; q < count; q += item_queries)
         items.push_back({table, first + q, length - count + q, std::min(item_queries, count - q), head, 1,
-                         head * group + h, std::min(item_heads, group - h)});
+                         head * group + h, std::min(item_heads, group - h), ends ? ends + first + q : nullptr});
 }
 
 // The KV heads of a reply's item, at most so many, in a pass of so many sequences: several, which lie side by side in
@@ -54,30 +54,31 @@ int heads_together(int kv_heads, int item_heads, int64_t sequences, int most) {
 // Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. sequences: of the pass. kv_heads: the
 // most of an item.
 template <typename T>
-void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, int first, int count, int length, int64_t sequences,
-                int kv_heads, std::vector<AttentionItem>& items) {
+void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, const int32_t* ends, int first, int count,
+                int length, int64_t sequences, int kv_heads, std::vector<AttentionItem>& items) {
   const int group = layer.group(), item_heads = std::min(group, DECODE_ROWS);
   const int together = count > 1 ? 1 : heads_together(layer.kv_heads, item_heads, sequences, kv_heads);
   for (int head = 0; head < layer.kv_heads; head += together)
     for (int h = 0; h < group; h += item_heads)
       items.push_back({table, first, length - count, count, head, std::min(together, layer.kv_heads - head),
-                       head * group + h, std::min(item_heads, group - h)});
+                       head * group + h, std::min(item_heads, group - h), ends ? ends + first : nullptr});
 }
 
 template <typename T>
 Plan plan(const AttentionLayer<T>& layer, const at::Tensor& tables, const at::Tensor& kv_lengths,
-          const at::Tensor& query_starts, int kv_heads) {
+          const at::Tensor& query_starts, const std::optional<at::Tensor>& seen, int kv_heads) {
   Plan plan;
   const int32_t* lengths = kv_lengths.const_data_ptr<int32_t>();
   const int32_t* starts = query_starts.const_data_ptr<int32_t>();
+  const int32_t* ends = seen ? seen->const_data_ptr<int32_t>() : nullptr;
   const int rows = prompt_rows(int64_t(starts[kv_lengths.size(0)]) * layer.heads);
   for (int64_t s = 0; s < kv_lengths.size(0); ++s) {
     const int count = starts[s + 1] - starts[s];
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.stride(0);
     if (count == 1 || count * layer.group() <= DECODE_ROWS)
-      plan_reply(layer, table, starts[s], count, lengths[s], kv_lengths.size(0), kv_heads, plan.replies);
+      plan_reply(layer, table, ends, starts[s], count, lengths[s], kv_lengths.size(0), kv_heads, plan.replies);
     else
-      plan_prompt(layer, table, starts[s], count, lengths[s], rows, plan.prompts);
+      plan_prompt(layer, table, ends, starts[s], count, lengths[s], rows, plan.prompts);
   }
   return plan;
 }
@@ -104,17 +105,19 @@ const AttentionKernel<T>& kernel_for(int64_t head_dim) {
 
 }  // namespace
 
-// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache.
+// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache. ends: [tokens] int32, the tokens of
+// its sequence that each query may look at, in ascending order in a sequence; none: up to its own.
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
                            const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
-                           int64_t chunk) {
+                           int64_t chunk, const std::optional<at::Tensor>& ends) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
   TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 512");
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
   TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1);
+  TORCH_CHECK(!ends || (ends->numel() == query.size(0) && ends->is_contiguous()), "each query has one end");
   TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "each head has one sink");
   at::Tensor output = at::empty(query.sizes(), query.options());
   Variant variant{static_cast<float>(scaling),
@@ -145,7 +148,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                                   static_cast<int>(head_dim),
                                   variant};
     const AttentionKernel<T>& kernel = kernel_for<T>(head_dim);
-    attend(layer, plan(layer, tables, kv_lengths, query_starts, kernel.kv_heads), kernel);
+    attend(layer, plan(layer, tables, kv_lengths, query_starts, ends, kernel.kv_heads), kernel);
   });
   return output;
 }
@@ -187,7 +190,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
-      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0, int chunk=0) -> Tensor");
+      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0, int chunk=0, Tensor? ends=None) -> Tensor");
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, float key_scale=1.0, "
       "float value_scale=1.0) -> ()");

@@ -77,6 +77,7 @@ struct AttentionItem {
   int queries;
   int kv_head, kv_heads;  // the first one, how many
   int first_head, heads;  // the first query head, how many for each KV head
+  const int32_t* ends = nullptr;  // of each query: the tokens of its sequence that it may look at; null: up to its own
 
   int rows() const { return kv_heads * queries * heads; }
   int rows_a_kv_head() const { return queries * heads; }
@@ -84,7 +85,9 @@ struct AttentionItem {
   int head(int row) const { return first_head + row / rows_a_kv_head() * heads + row % heads; }
   int64_t token(int row) const { return first_token + query(row); }
   int64_t position(int row) const { return first_position + query(row); }
-  int64_t end() const { return first_position + queries; }  // no query of the item looks further
+  // Returns the position behind the last one that a row looks at. No row before it looks further.
+  int64_t end(int row) const { return ends ? ends[query(row)] : position(row) + 1; }
+  int64_t end() const { return ends ? ends[queries - 1] : first_position + queries; }
 };
 
 // Rows of an item of few queries. More are an item of a prompt, of so many rows at most.

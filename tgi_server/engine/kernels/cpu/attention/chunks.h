@@ -60,7 +60,7 @@ struct RowBlocks {
     const int end = (h + 1) * item.rows_a_kv_head();
     for (int first = h * item.rows_a_kv_head(); first < end; first += most) {
       const int rows = std::min(most, end - first);
-      const int64_t seen = item.position(first + rows - 1) - start + 1;
+      const int64_t seen = item.end(first + rows - 1) - start;
       if (seen > 0) blocks[count++] = {first, rows, static_cast<int>(std::min<int64_t>(seen, tokens))};
     }
   }
@@ -149,10 +149,11 @@ const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, 
   for (const Rows& rows : blocks) {
     for (int r = rows.first; r < rows.first + rows.count; ++r) {
       float* scores = scratch.scores + r * CHUNK;
-      const int64_t position = item.position(r);
-      const int seen = static_cast<int>(std::clamp<int64_t>(position - start + 1, 1, rows.tokens));
+      const int64_t end = item.end(r);
+      const int seen = static_cast<int>(std::clamp<int64_t>(end - start, 1, rows.tokens));
       const int columns = static_cast<int>(ceil_div(seen, LANES)) * LANES;
-      weigh_row(layer.variant, item.head(r), position, start, columns, rows.tokens, r, scratch.softmax, scores);
+      weigh_row(layer.variant, item.head(r), item.position(r), end, start, columns, rows.tokens, r, scratch.softmax,
+                scores);
       std::fill(scores + columns, scores + CHUNK, 0.0f);
     }
     weights = as_operands(scratch.scores, rows.first * CHUNK, rows.count * CHUNK, scratch.weights);

@@ -58,13 +58,13 @@ inline void adjust_scores(const Variant& variant, int head, int64_t position, in
   }
 }
 
-// Turns the scores of the query at a position against tokens from `start` on into softmax weights, in their place, and
-// says how much the sums so far decay. columns: of scores, a multiple of LANES, of which `tokens` are those of tokens.
+// Turns the scores of the query at a position, which looks at the tokens before `end`, against tokens from `start` on
+// into softmax weights, in their place, and says how much the sums so far decay. columns: of scores, a multiple of LANES, of which `tokens` are those of tokens.
 template <int ROWS>
-inline void weigh_row(const Variant& variant, int head, int64_t position, int64_t start, int columns, int tokens,
-                      int row, Softmax<ROWS>& softmax, float* scores) {
+inline void weigh_row(const Variant& variant, int head, int64_t position, int64_t end, int64_t start, int columns,
+                      int tokens, int row, Softmax<ROWS>& softmax, float* scores) {
   float scaling = variant.score_scaling;
-  const int64_t last = std::clamp<int64_t>(position - start + 1, 0, tokens);
+  const int64_t last = std::clamp<int64_t>(end - start, 0, tokens);
   const int64_t first = std::clamp<int64_t>(variant.first_token(position) - start, 0, columns);
   if (!variant.plain()) {
     adjust_scores(variant, head, position, start, columns, scores);

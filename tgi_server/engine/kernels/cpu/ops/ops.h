@@ -30,7 +30,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
                            const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
-                           int64_t chunk = 0);
+                           int64_t chunk = 0, const std::optional<at::Tensor>& ends = {});
 
 std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size);
 
