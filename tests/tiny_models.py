@@ -232,7 +232,8 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         | {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
     ),
     "olmo2": ("olmo2", _GATED),
-    "olmo_hybrid": ("olmo_hybrid", _GATED | _DELTA_NET),
+    # As many features of keys as of values: `transformers` saves their convolutions as three of equal size.
+    "olmo_hybrid": ("olmo_hybrid", _GATED | _DELTA_NET | {"linear_key_head_dim": 48}),
     "opt": ("opt", _OPT | _TIED),
     "opt_350m": ("opt", _OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "phi3": ("phi3", _GATED | {"sliding_window": WINDOW}),

@@ -28,14 +28,14 @@ def conversation(server: TextGenerationServer) -> tuple[list[int], str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(("family", "shards"), [("qwen3_next", 1), ("qwen3_next", 2), ("falcon_h1", 1)])
 def test_a_conversation_goes_on_from_the_snapshots_of_its_states(
-    family: str, server: ServerFactory, tmp_path: Path
+    family: str, shards: int, server: ServerFactory, tmp_path: Path
 ) -> None:
     folder = make(family, tmp_path / family, vocab_size=TOKENIZER_VOCAB_SIZE, max_position_embeddings=2048)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     flags = (f"--model-id={folder}", "--dtype=float32", "--max-batch-size=8")
-    *replies, share = conversation(server(*flags).wait_until_ready())
+    *replies, share = conversation(server(*flags, f"--num-shard={shards}").wait_until_ready())
     *expected, nothing = conversation(server(*flags, "--no-prefix-caching").wait_until_ready())
     assert replies == expected
     assert (share >= 0.95, nothing) == (True, 0.0), share

@@ -396,7 +396,7 @@ def _leave_out_text(model: PreTrainedModel) -> None:
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
     """Gives every module parameters of the shard's shapes, before the model has weights."""
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] in plan.attention:
+        if plan.is_attention(path):
             _count_heads(module, plan.share(path, share))
         for name, parameter in list(module.named_parameters(recurse=False)):
             slice_ = plan.slice(f"{path}.{name}")
@@ -408,8 +408,10 @@ def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
                     f"this {model.config.model_type} model cannot be split over several shards: "
                     f"its plan does not say how to split {path}.{name}"
                 )
-        if plan.split(path) is not None:
+        if (split := plan.split(path)) is not None:
             _count_features(module)
+            for name, layout in split.sizes.items():
+                setattr(module, name, sum(map(len, layout(share, getattr(module, name)))))
 
 
 def _count_heads(attention: nn.Module, share: Share) -> None:
@@ -449,7 +451,12 @@ def _surround(model: PreTrainedModel, plan: ShardingPlan, share: Share, group: S
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):
         split = plan.split(path)
-        if split is None or split.layer is None:
+        if split is None:
+            continue
+        for name, buffer in list(module.named_buffers(recurse=False)):  # they were computed, not read
+            if (slice_ := split.tensors.get(name)) is not None:
+                setattr(module, name, slice_.of(buffer, share))
+        if split.layer is None:
             continue
         layer = split.layer(module, group, share)
         if isinstance(layer, VocabParallelHead):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tgi_server.engine.parallel.layers import RowParallel
+from tgi_server.engine.parallel.layers import RowParallel, ShardedKeyNorm, ShardedQueryNorm
 from tgi_server.engine.parallel.plan import (
     ShardingPlan,
     Slice,
@@ -54,6 +54,11 @@ EXPERTS: Splits = {
     "experts.*.w1": column_parallel(),
     "experts.*.w3": column_parallel(),
     "experts.*.w2": row_parallel(),
+}
+# Norms of all query heads together, and of all keys.
+NORMS_OF_ALL_HEADS: Splits = {
+    "q_norm": Split({"weight": Slice(0, query_heads)}, ShardedQueryNorm),
+    "k_norm": Split({"weight": Slice(0, key_heads)}, ShardedKeyNorm),
 }
 
 

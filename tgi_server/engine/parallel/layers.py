@@ -111,3 +111,27 @@ class ShardedKeyNorm(ShardedQueryNorm):
     @property
     def whole_size(self) -> int:
         return len(self.weight) // len(self.share.keys) * self.share.heads.keys
+
+
+class ShardedGatedNorm(ShardedLayer):
+    """The gated root mean square normalisation of Mamba-2, over groups of heads.
+
+    A group that several shards have parts of is normalised by the squares of all of them. share: of the heads and
+    groups of Mamba-2.
+    """
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate: [..., features of this shard]."""
+        if self.share.copies == 1:
+            return self.inner(x, gate)
+        gate_last = getattr(self.inner, "norm_before_gate", False)
+        values, gates = x.float(), nn.functional.silu(gate.float())
+        if not gate_last:
+            values = values * gates
+        heads, group = self.share.heads, self.share.keys.start
+        squares = values.new_zeros(*values.shape[:-1], heads.keys)
+        squares[..., group] = values.pow(2).sum(-1)
+        group_size = values.shape[-1] // len(self.share.queries) * (heads.queries // heads.keys)
+        variance = self.group.all_reduce(squares)[..., group, None] / group_size
+        normal = self.weight * (values * torch.rsqrt(variance + self.inner.variance_epsilon))
+        return (normal * gates if gate_last else normal).to(x.dtype)

@@ -1,10 +1,14 @@
 """The plan by which a model is split: column- and row-parallel modules, and the slices of their tensors."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+from torch import Tensor, nn
+
+from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.layers import (
     RowParallel,
     ShardedLayer,
@@ -31,16 +35,27 @@ class Slice:
         size = sum(map(len, self.ranges(share, shape[self.axis])))
         return (*shape[: self.axis], size, *shape[self.axis + 1 :])
 
+    def of(self, whole: Tensor, share: Share) -> Tensor:
+        """Returns the slice of a tensor."""
+        assert self.axis is not None
+        ranges = self.ranges(share, whole.shape[self.axis])
+        return torch.cat([whole.narrow(self.axis, each.start, len(each)) for each in ranges], self.axis)
+
 
 FIRST_ONLY = Slice(None)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The way one module is split. tensors: slices of its parameters, by name. layer: put around the module, if any."""
+    """The way one module is split.
+
+    tensors: slices of its parameters and buffers, by name. layer: makes what is put around the module, if anything.
+    sizes: layouts of axes whose sizes are attributes of the module, by the attributes' names.
+    """
 
     tensors: Mapping[str, Slice]
-    layer: type[ShardedLayer] | None = None
+    layer: Callable[[nn.Module, ShardGroup, Share], ShardedLayer] | None = None
+    sizes: Mapping[str, Layout] = field(default_factory=dict)
 
 
 def column_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
@@ -65,8 +80,8 @@ def vocab_parallel_head() -> Split:
 class ShardingPlan:
     """The way the models of an architecture are split.
 
-    heads: of the attention. attention: the last name of every attention module. layer_heads: of attention modules with
-    other numbers of heads, by the end of their path.
+    heads: of the attention. attention: the end of the path of every attention module. layer_heads: of attention modules
+    with other numbers of heads, by the end of their path.
     splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it
     has other names than the model.
     whole: modules with matrices that every shard has, by the end of their path.
@@ -99,9 +114,16 @@ class ShardingPlan:
         return split.tensors.get(tensor) if split else None
 
     def is_whole(self, path: str) -> bool:
-        return any(path == end or path.endswith(f".{end}") for end in self.whole)
+        return _ends(path, self.whole)
+
+    def is_attention(self, path: str) -> bool:
+        return _ends(path, self.attention)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         ends = (re.escape(end).replace(r"\*", r"\d+") for end in self.splits)
         return re.compile(r"(?:^|\.)(?:" + "|".join(f"(?P<s{i}>{end})" for i, end in enumerate(ends)) + r")$")
+
+
+def _ends(path: str, ends: tuple[str, ...]) -> bool:
+    return any(path == end or path.endswith(f".{end}") for end in ends)

@@ -3,15 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A model's attention heads. Query head i attends to KV head i // (queries / keys)."""
+    """A model's attention heads. Query head i attends to KV head i // (queries / keys).
+
+    The heads of a recurrent layer are described in the same way: value heads that share key heads, or the heads of
+    Mamba-2 that share the B and C of a group. names: what both kinds are called in errors.
+    """
 
     queries: int
     keys: int
+    names: tuple[str, str] = ("attention heads", "KV heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,8 @@ def share_of(rank: int, world_size: int, heads: Heads) -> Share:
     members = world_size // heads.keys
     if world_size % heads.keys or group < members:
         raise UnsupportedModel(
-            f"{heads.queries} attention heads with {heads.keys} KV heads cannot be split over {world_size} shards; "
-            f"--num-shard may be {_choices(heads)}"
+            f"{heads.queries} {heads.names[0]} with {heads.keys} {heads.names[1]} cannot be split over {world_size} "
+            f"shards; --num-shard may be {_choices(heads)}"
         )
     key, member = divmod(rank, members)
     part = _part(group, member, members)
@@ -84,6 +89,46 @@ def key_heads(share: Share, size: int) -> list[range]:
 def of_heads(heads: Heads, layout: Layout) -> Layout:
     """Returns a layout for a layer with other numbers of heads than the model's other layers."""
     return lambda share, size: layout(share_of(share.rank, share.world_size, heads), size)
+
+
+def sections(*each: tuple[int, Layout]) -> Layout:
+    """Returns a layout for tensors one behind the other. each: their sizes and their own layouts.
+
+    It raises InvalidWeights for an axis of another size.
+    """
+    whole = sum(size for size, _ in each)
+
+    def layout(share: Share, size: int) -> list[range]:
+        if size != whole:
+            raise InvalidWeights(
+                f"shapes differ from config.json: an axis to be split has {size} elements, not {whole}"
+            )
+        ranges, start = [], 0
+        for length, own in each:
+            ranges += [_shifted(part, start) for part in own(share, length)]
+            start += length
+        return ranges
+
+    return layout
+
+
+def grouped_values(key_size: int, *value_sizes: int) -> Layout:
+    """Returns a layout of groups: `key_size` indices of a KV head, then for each kind so many of its query heads'."""
+
+    def layout(share: Share, _: int) -> list[range]:
+        group = share.heads.queries // share.heads.keys
+        ranges, unit = [], key_size + group * sum(value_sizes)
+        for key in share.keys:
+            start = key * unit
+            ranges.append(range(start, start + key_size))
+            start += key_size
+            own = range(max(share.queries.start - key * group, 0), min(share.queries.stop - key * group, group))
+            for size in value_sizes:
+                ranges.append(_shifted(_scaled(own, size), start))
+                start += group * size
+        return [each for each in ranges if each]
+
+    return layout
 
 
 def queries_keys_values(share: Share, size: int) -> list[range]:

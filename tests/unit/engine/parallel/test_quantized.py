@@ -36,6 +36,9 @@ def tokens(group: ShardGroup | None, folder: Path, quantize: str | None = None) 
                 ("w4a16_act_order", "mixtral"),
                 ("fp8_blocks", "qwen3_moe"),
                 ("mxfp4", "gpt_oss"),
+                ("gptq", "bamba"),
+                ("fp8_blocks", "qwen3_next"),
+                ("awq", "lfm2"),
             ]
         ),
     ],
@@ -57,7 +60,12 @@ def test_shards_cache_in_8_bits_what_the_whole_model_does(name, ranks_of: RanksO
     assert ranks_of(2).run(cached_in_8_bits, folder, name) == [expected, expected]
 
 
-_ROUNDED = [*((name, "llama") for name in ROUNDINGS if name != "int8"), ("int4", "gpt_oss"), ("int4", "mixtral")]
+_ROUNDED = [
+    *((name, "llama") for name in ROUNDINGS if name != "int8"),
+    ("int4", "gpt_oss"),
+    ("int4", "mixtral"),
+    ("int4", "qwen3_next"),
+]
 
 
 @pytest.mark.parametrize(("name", "architecture"), [pytest.param(*each, marks=pytest.mark.slow) for each in _ROUNDED])

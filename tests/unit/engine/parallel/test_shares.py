@@ -47,6 +47,8 @@ def test_a_number_of_shards_that_leaves_one_without_heads_is_refused() -> None:
         (shares.key_heads, 16),
         (shares.queries_keys_values, 4 * (8 + 2 * 4)),
         (shares.grouped_queries_keys_values, 4 * (8 + 2 * 4)),
+        (shares.sections((8, shares.query_heads), (16, shares.key_heads), (5, shares.parts)), 29),
+        (shares.grouped_values(3, 2, 5), 4 * (3 + 2 * 2 + 2 * 5)),
     ],
 )
 def test_all_shards_together_have_each_index_once(layout: shares.Layout, size: int) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tgi_server.contract import StateSave, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter
 
@@ -21,15 +23,16 @@ FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "jamba", "kimi_linear"]
 TEXTS = prompts((33, 5, 12, 70))
 
 
+@dataclass(slots=True)
 class Case:
-    """A tiny model of a family, and what it replies to each text."""
+    """A tiny model, what it replies to each text, and the shards over which it is split."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.folder = make(family, folder)
-        self.replies = expected_tokens(self.folder, TEXTS)
+    folder: Path
+    replies: list[list[int]]
+    group: ShardGroup | None = None
 
     def load(self, **settings) -> Engine:
-        engine = load_engine(self.folder, **settings)
+        engine = load_engine(self.folder, group=self.group, **settings)
         engine.warm_up(max_batch_size=len(TEXTS), max_prefill_tokens=256, max_total_tokens=MAX_TOTAL_TOKENS)
         return engine
 
@@ -39,7 +42,8 @@ class Case:
     params=[pytest.param(each, marks=[] if each == "qwen3_next" else pytest.mark.slow) for each in FAMILIES],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(request.param, tmp_path_factory.mktemp(request.param))
+    folder = make(request.param, tmp_path_factory.mktemp(request.param))
+    return Case(folder, expected_tokens(folder, TEXTS))
 
 
 @pytest.fixture(scope="module")

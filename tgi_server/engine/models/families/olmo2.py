@@ -3,10 +3,8 @@
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
-from tgi_server.engine.models.splits import llama_plan
-from tgi_server.engine.parallel.layers import ShardedKeyNorm, ShardedQueryNorm
-from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split
-from tgi_server.engine.parallel.shares import key_heads, query_heads
+from tgi_server.engine.models.splits import NORMS_OF_ALL_HEADS, llama_plan
+from tgi_server.engine.parallel.plan import ShardingPlan
 
 _LAYER = LayerSpec(
     attention_norm=None,
@@ -23,11 +21,7 @@ def olmo2(config: Any) -> DecoderSpec:
 
 
 def _plan(config: Any) -> ShardingPlan:
-    norms = {
-        "q_norm": Split({"weight": Slice(0, query_heads)}, ShardedQueryNorm),
-        "k_norm": Split({"weight": Slice(0, key_heads)}, ShardedKeyNorm),
-    }
-    return llama_plan(config, norms)
+    return llama_plan(config, NORMS_OF_ALL_HEADS)
 
 
 FAMILIES = {"olmo2": Family(olmo2, _plan)}

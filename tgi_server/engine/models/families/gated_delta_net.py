@@ -1,0 +1,64 @@
+"""Qwen3-Next, Qwen 3.5 and OLMo Hybrid: gated delta nets (Yang et al., 2024) in most layers, attention in the others.
+
+In a gated delta net, several value heads share a key head. A shard has some value heads, with the key heads of these.
+"""
+
+from typing import Any
+
+from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, Splits, llama_plan
+from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, column_parallel, row_parallel
+from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, of_heads, query_heads, sections
+
+
+def _delta_net(config: Any, output: str) -> Splits:
+    """Returns the splits of a gated delta net that all families share. output: the name of its last projection."""
+    heads = _heads(config)
+    keys, values = of_heads(heads, key_heads), of_heads(heads, query_heads)
+    key_size = heads.keys * config.linear_key_head_dim
+    value_size = heads.queries * config.linear_value_head_dim
+    mixed = sections((key_size, keys), (key_size, keys), (value_size, values))
+    sizes = {"num_v_heads": values, "value_dim": values, "num_k_heads": keys, "key_dim": keys, "conv_dim": mixed}
+    return {
+        "linear_attn": Split({"A_log": Slice(0, values), "dt_bias": Slice(0, values)}, sizes=sizes),
+        "linear_attn.conv1d": column_parallel(mixed),
+        "linear_attn.in_proj_qkv": column_parallel(mixed),
+        **{f"linear_attn.{name}": column_parallel(keys) for name in ("q_proj", "k_proj")},
+        **{f"linear_attn.{name}": column_parallel(sections((key_size, keys))) for name in ("q_conv1d", "k_conv1d")},
+        "linear_attn.v_conv1d": column_parallel(sections((value_size, values))),
+        **{f"linear_attn.{name}": column_parallel(values) for name in _OF_VALUES},
+        f"linear_attn.{output}": row_parallel(values),
+    }
+
+
+# Projections with outputs for each value head.
+_OF_VALUES = ("in_proj_z", "in_proj_b", "in_proj_a", "v_proj", "a_proj", "b_proj", "g_proj")
+
+
+def _heads(config: Any) -> Heads:
+    return Heads(config.linear_num_value_heads, config.linear_num_key_heads, ("value heads", "key heads"))
+
+
+def _qwen_plan(config: Any) -> ShardingPlan:
+    """Qwen3-Next has projections for several things, joined by key heads."""
+    heads = _heads(config)
+    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+    joined = {
+        "linear_attn.in_proj_qkvz": column_parallel(
+            of_heads(heads, grouped_values(2 * key_size, value_size, value_size))
+        ),
+        "linear_attn.in_proj_ba": column_parallel(of_heads(heads, grouped_values(0, 1, 1))),
+    }
+    splits = {**EXPERTS, **_delta_net(config, "out_proj"), **joined}
+    return llama_plan(config, splits, whole=("gate", "shared_expert_gate"))
+
+
+def _olmo_plan(config: Any) -> ShardingPlan:
+    return llama_plan(config, {**NORMS_OF_ALL_HEADS, **_delta_net(config, "o_proj")})
+
+
+_QWEN = Family(plan=_qwen_plan)
+FAMILIES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "olmo_hybrid": Family(plan=_olmo_plan),
+}

@@ -1,0 +1,25 @@
+"""LFM2: convolutions over a few tokens in most layers, attention in the others."""
+
+from typing import Any
+
+from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.splits import EXPERTS, attention, feed_forward, llama_plan
+from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel
+from tgi_server.engine.parallel.shares import parts, sections
+
+
+def _plan(config: Any) -> ShardingPlan:
+    """Each channel is convolved alone, so that a shard may have any of them."""
+    thirds = sections(*3 * [(config.hidden_size, parts)])
+    splits = {
+        **attention("self_attn", output="out_proj"),
+        "conv.in_proj": column_parallel(thirds),
+        "conv.conv": column_parallel(),
+        "conv.out_proj": row_parallel(),
+        **feed_forward("feed_forward.w1", "feed_forward.w3", down="feed_forward.w2"),
+        **EXPERTS,
+    }
+    return llama_plan(config, splits, whole=("gate",))
+
+
+FAMILIES = {"lfm2": Family(plan=_plan), "lfm2_moe": Family(plan=_plan)}

@@ -1,0 +1,114 @@
+"""Bamba, Granite 4, Falcon-H1, Nemotron-H and Jamba: Mamba in most layers, attention in the others, or in all."""
+
+from functools import partial
+from typing import Any
+
+from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.splits import EXPERTS, HEAD, Splits, attention, feed_forward, heads_of, llama_plan
+from tgi_server.engine.parallel.group import ShardGroup
+from tgi_server.engine.parallel.layers import RowParallel, ShardedGatedNorm
+from tgi_server.engine.parallel.plan import (
+    ShardingPlan,
+    Slice,
+    Split,
+    column_parallel,
+    row_parallel,
+    vocab_parallel_embedding,
+)
+from tgi_server.engine.parallel.shares import (
+    Heads,
+    Share,
+    halves,
+    key_heads,
+    of_heads,
+    parts,
+    query_heads,
+    sections,
+    share_of,
+)
+
+
+def _mamba2(name: str, heads: int, groups: int, head_size: int, state_size: int) -> Splits:
+    """Returns the splits of the modules that are called `name` and compute Mamba-2 (Dao and Gu, 2024).
+
+    The heads of a group have B and C in common, as query heads have keys: several shards may have the same ones.
+    """
+    layout = Heads(heads, groups, ("Mamba heads", "groups"))
+    of_head, of_group = of_heads(layout, query_heads), of_heads(layout, key_heads)
+    inner, shared = (heads * head_size, of_head), (groups * state_size, of_group)
+    convolved = sections(inner, shared, shared)
+    projected = sections(inner, inner, shared, shared, (heads, of_head))
+    of_each_head = dict.fromkeys(("A_log", "D", "dt_bias"), Slice(0, of_head))
+    sizes = {"num_heads": of_head, "intermediate_size": of_head, "n_groups": of_group, "conv_dim": convolved}
+    norm = partial(_norm, layout)
+    return {
+        name: Split({**of_each_head, "mup_vector": Slice(2, projected)}, sizes=sizes),
+        f"{name}.conv1d": column_parallel(convolved),
+        f"{name}.in_proj": column_parallel(projected),
+        f"{name}.norm": Split({"weight": Slice(0, of_head)}, norm),
+        f"{name}.out_proj": row_parallel(of_head),
+    }
+
+
+def _norm(heads: Heads, module: Any, group: ShardGroup, share: Share) -> ShardedGatedNorm:
+    """Returns what surrounds a norm, which counts its groups (Falcon-H1) or the features of a group."""
+    own = share_of(share.rank, share.world_size, heads)
+    if hasattr(module, "n_groups"):
+        module.n_groups = len(own.keys)
+    elif hasattr(module, "group_size"):
+        module.group_size = len(module.weight) // len(own.keys)
+    return ShardedGatedNorm(module, group, own)
+
+
+def _plan(config: Any) -> ShardingPlan:
+    """Bamba, Granite 4 and Falcon-H1."""
+    experts = {
+        "block_sparse_moe.input_linear": Split({"weight": Slice(1, halves)}),
+        "block_sparse_moe.output_linear": Split({"weight": Slice(2)}),
+        "shared_mlp.input_linear": column_parallel(halves),
+        "shared_mlp.output_linear": row_parallel(),
+    }
+    mamba = _mamba2("mamba", config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_head, config.mamba_d_state)
+    return llama_plan(config, {**EXPERTS, **experts, **mamba}, whole=("router",))
+
+
+def _nemotron_plan(config: Any) -> ShardingPlan:
+    """The modules of a layer are called `mixer`, whatever they are."""
+    mamba, attending = (_layers(config, kind) for kind in ("linear_attention", "full_attention"))
+    experts = {
+        "experts": Split({"up_proj": Slice(1), "down_proj": Slice(2)}, RowParallel, sizes={"intermediate_dim": parts}),
+        **feed_forward("up_proj", down="down_proj"),
+    }
+    splits = {"embeddings": vocab_parallel_embedding(), "embed_tokens": vocab_parallel_embedding(), **experts, **HEAD}
+    for name in attending:
+        splits |= attention(name)
+    for name in mamba:
+        sizes = config.mamba_num_heads, config.n_groups, config.mamba_head_dim, config.ssm_state_size
+        splits |= _mamba2(name, *sizes)
+    whole = ("gate", "fc1_latent_proj", "fc2_latent_proj")
+    return ShardingPlan(heads_of(config), attending, splits, whole)
+
+
+def _layers(config: Any, kind: str) -> tuple[str, ...]:
+    """Returns the ends of the paths of a kind of mixers."""
+    return tuple(f"layers.{index}.mixer" for index, each in enumerate(config.layers_block_type) if each == kind)
+
+
+def _jamba_plan(config: Any) -> ShardingPlan:
+    """Mamba (Gu and Dao, 2023) has no heads: a shard has some channels. All of them choose the steps, B and C."""
+    mamba = {
+        "mamba": Split({"A_log": Slice(0), "D": Slice(0)}, sizes={"intermediate_size": parts}),
+        "mamba.in_proj": column_parallel(halves),
+        "mamba.conv1d": column_parallel(),
+        "mamba.x_proj": row_parallel(),
+        "mamba.dt_proj": column_parallel(),
+        "mamba.out_proj": row_parallel(),
+    }
+    return llama_plan(config, {**EXPERTS, **mamba}, whole=("router",))
+
+
+FAMILIES = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), Family(plan=_plan)),
+    "nemotron_h": Family(plan=_nemotron_plan),
+    "jamba": Family(plan=_jamba_plan),
+}
