@@ -51,6 +51,16 @@ def _value(flags: Sequence[str], *names: str) -> str | None:
     return None
 
 
+def _of_both(flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns the flags of the launcher that the gRPC service needs, too, and as a variable the key of the server."""
+    traces = _value(flags, "--otlp-endpoint")
+    key = _value(flags, "--api-key") or os.environ.get("API_KEY")
+    return (
+        [f"--otlp-endpoint={traces}"] if traces else [],
+        {"ENDPOINT_TOKEN": key} if key and not os.environ.get("ENDPOINT_TOKEN") else {},
+    )
+
+
 def _serve_both(flags: Sequence[str], grpc_port: int) -> int:
     interrupt_on_signals()
     http_port = _value(flags, "--port", "-p") or os.environ["PORT"]
@@ -58,7 +68,8 @@ def _serve_both(flags: Sequence[str], grpc_port: int) -> int:
     services = []
     try:
         services.append(text_generation_server(*flags))
-        services.append(llm_functionalities(grpc_port, f"http://127.0.0.1:{http_port}"))
+        endpoint, (shared, secrets) = f"http://127.0.0.1:{http_port}", _of_both(flags)
+        services.append(llm_functionalities(grpc_port, endpoint, *shared, environment=secrets))
         ended = first_to_end(services)
         print(f"{ended.name} has ended with exit code {ended.exit_code()}; stopping", file=sys.stderr)
         return 1

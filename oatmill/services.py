@@ -1,13 +1,14 @@
 """Starts the two services as child processes."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from tgi_server.launcher.processes.child import die_with_parent
@@ -18,8 +19,15 @@ STOP_SECONDS = 20.0
 class RunningService:
     """One running service. It has a session of its own, so that Ctrl-C reaches only the tool that started it."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], output: IO[str] | None = None) -> None:
-        """output: where its lines go; None: to the terminal."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        output: IO[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """output: where its lines go; None: to the terminal. environment: further variables."""
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -27,6 +35,7 @@ class RunningService:
             stdout=output,
             stderr=output,
             start_new_session=True,
+            env={**os.environ, **(environment or {})},
             preexec_fn=die_with_parent(),
         )
 
@@ -49,9 +58,15 @@ def text_generation_server(*flags: str, output: IO[str] | None = None) -> Runnin
     return RunningService("model server", "oatmill", ["serve", *flags], output)
 
 
-def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[str] | None = None) -> RunningService:
+def llm_functionalities(
+    port: int,
+    endpoint: str,
+    *arguments: str,
+    output: IO[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> RunningService:
     flags = [f"--port={port}", f"--endpoint={endpoint}", *arguments]
-    return RunningService("llm_functionalities", "llm_functionalities", flags, output)
+    return RunningService("llm_functionalities", "llm_functionalities", flags, output, environment)
 
 
 def is_listening(port: int) -> bool:

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from oatmill import doctor
 from oatmill.cli import main
 from shared.settings import package_version
+from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.conftest import FreePort
 from tests.servers import TextGenerationServer
 from tgi_server.engine.kernels import build
@@ -120,9 +122,9 @@ def test_a_chat_in_a_terminal_ends_with_ctrl_d(demo_server: TextGenerationServer
 
 
 @pytest.mark.slow
-def test_serve_runs_both_services_and_stops_both(free_port):
+def test_serve_runs_both_services_with_one_key_and_stops_both(free_port):
     http_port, grpc_port = free_port(), free_port()
-    flags = [f"--port={http_port}", f"--grpc-port={grpc_port}", "--prometheus-port=0"]
+    flags = [f"--port={http_port}", f"--grpc-port={grpc_port}", "--prometheus-port=0", "--api-key=secret"]
     process = subprocess.Popen([sys.executable, "-m", "oatmill", "serve", *flags], stdout=subprocess.DEVNULL)
     try:
         transport = httpx.HTTPTransport(retries=10)
@@ -133,6 +135,9 @@ def test_serve_runs_both_services_and_stops_both(free_port):
                         break
                 except httpx.TransportError:
                     assert process.poll() is None
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+            request = llm_pb2.ModelRequest(formatted_prompt="How do I boil an egg?", max_tokens=5, timeout=60_000)
+            assert llm_pb2_grpc.LLMRunnerStub(channel).call_model(request, wait_for_ready=True).text
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
