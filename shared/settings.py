@@ -119,6 +119,8 @@ class _Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]
         flags = [flag for flag in self._option_string_actions if flag.startswith("--") and not flag.startswith("--no-")]
         same = self._settings.foreign_flags.get(unknown)
+        if not unknown.startswith("-") and "model_id" in self._settings.model_fields:
+            same = f"--model-id {unknown}"
         near = [same] if same else get_close_matches(unknown, flags, 1) if unknown.startswith("--") else []
         hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         fail(self.prog, f"{message}; {hint}")

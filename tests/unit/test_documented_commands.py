@@ -64,6 +64,12 @@ def test_flags_of_other_servers_are_refused_with_those_that_stand_for_them(
     assert re.search(rf"{foreign}( 2)?; did you mean {ours}\?", capsys.readouterr().err)
 
 
+def test_a_model_without_a_flag_is_refused_with_the_flag(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_settings(LauncherSettings, "oatmill serve", ["--port=3", "OWNER/MODEL"])
+    assert capsys.readouterr().err.endswith("OWNER/MODEL; did you mean --model-id OWNER/MODEL?\n")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(page: Path):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

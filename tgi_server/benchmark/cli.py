@@ -1,8 +1,10 @@
 """The command line `text-generation-benchmark`."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from shared.settings import fail, read_settings
@@ -33,8 +35,11 @@ def main() -> None:
 
 
 def _socket(sockets: Sequence[Path]) -> str:
-    """Returns the one socket that is there. Raises StartupError when there is none, or several to choose from."""
-    there = [path for path in sockets if path.is_socket()]
+    """Returns the one socket that is there. Raises StartupError when there is none, or several to choose from.
+
+    Servers that were killed leave sockets behind, on which nobody listens.
+    """
+    there = [path for path in sockets if path.is_socket() and (len(sockets) == 1 or _is_listening(path))]
     if len(there) == 1:
         return str(there[0])
     if there:
@@ -46,11 +51,18 @@ def _socket(sockets: Sequence[Path]) -> str:
     )
 
 
-async def _measure(settings: BenchmarkSettings, socket: str) -> list[Result]:
+def _is_listening(path: Path) -> bool:
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(str(path))
+        return True
+    return False
+
+
+async def _measure(settings: BenchmarkSettings, path: str) -> list[Result]:
     """Raises RouterError and StartupError, and OSError when the output cannot be written."""
     if settings.output is not None:
         settings.output.touch()  # better now than when everything has been measured
-    bench = await ShardBench.connect(socket, settings)
+    bench = await ShardBench.connect(path, settings)
     try:
         if not settings.yes:
             _check_nobody_is_disturbed(bench.info)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -102,10 +103,12 @@ async def test_the_socket_of_the_one_server_that_runs_is_found(tmp_path: Path, m
     settings = cli.BenchmarkSettings()
     with pytest.raises(cli.StartupError, match="there is no socket"):
         cli._socket(settings.sockets())
-    folders = [tmp_path / f"text-generation-server-{name}" for name in ("a", "b")]
+    folders = [tmp_path / f"text-generation-server-{name}" for name in ("a", "b", "killed")]
     async with running_shards(SimulatedShard(8, 4)) as running:
         for folder in folders:
             folder.mkdir()
+        with socket.socket(socket.AF_UNIX) as left_behind:
+            left_behind.bind(str(folders[2] / "shard-0"))
         (folders[0] / "shard-0").hardlink_to(running.path)
         assert cli._socket(settings.sockets()) == str(folders[0] / "shard-0")
         (folders[1] / "shard-0").hardlink_to(running.path)
