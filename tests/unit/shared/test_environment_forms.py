@@ -54,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hostname": {"::": "::"},
     "fallback_endpoint": {"a": "http://a:80", "https://a.b:1": "https://a.b:1"},
     "hedge_after_ms": {"250": "250", "p95": "p95"},
+    "allowed_media_domains": {"a.b": ["a.b"], "*.a.b, c:80": ["*.a.b", "c:80"]},
 }
 # They are taken together with others only, of which their programs' tests are.
 BESIDE_OTHERS = {
