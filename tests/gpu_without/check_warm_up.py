@@ -86,6 +86,7 @@ def names(programs: set[tuple[Any, ...]]) -> str:
         ("opt", {"quantized": "int4"}),
         ("mixtral", {"quantized": "int4"}),
         ("llama", {"vocab_size": 203}),
+        ("deepseek_v3", {}),
     ],
 )
 def test_steps(architecture: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
