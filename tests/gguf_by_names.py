@@ -25,6 +25,12 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
+# Settings of tiny models that files have no place for.
+SETTINGS = {
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"tie_word_embeddings": True},
+    "qwen3_next": {"norm_topk_prob": True},
+}
 # What the package's names lack.
 _RENAMED = {
     "dt_bias": "dt_proj.bias",

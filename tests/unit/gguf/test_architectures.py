@@ -8,17 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from tests.gguf_by_names import write_gguf
+from tests.gguf_by_names import SETTINGS, write_gguf
 from tests.tiny_models import make
 from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_tensors
 from tgi_server.gguf.architectures import config_of
 from tgi_server.gguf.file import read_gguf
 
-SETTINGS = {
-    "lfm2": {"block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {"tie_word_embeddings": True},
-    "qwen3_next": {"norm_topk_prob": True},
-}
 # Of the file, and of text and images.
 UNEQUAL = {"_name_or_path", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version"}
 

@@ -1,5 +1,6 @@
 """GGUF files: the numbers of every type, and tokens that are those of the dense weights."""
 
+import gc
 from pathlib import Path
 
 import gguf
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import save_file
 
+from tests.gguf_by_names import SETTINGS, write_gguf
 from tests.gguf_models import HALVES, make_gguf, make_wide, random_blocks
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
@@ -89,6 +92,56 @@ def test_tensors_have_the_names_and_numbers_of_transformers(tmp_path) -> None:
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name][...], tensor[...], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gemma4_text",
+        "gemma4_text_moe",
+        "lfm2",
+        "lfm2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    ],
+)
+def test_newer_architectures(architecture, tmp_path) -> None:
+    model = make(architecture, tmp_path / "model", **SETTINGS.get(architecture, {}))
+    file = write_gguf(model, tmp_path / "file.gguf", "Q8_0")
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    for part in model.glob("*.json"):
+        (dense / part.name).write_text(part.read_text())
+    with open_checkpoint(described(file)) as found, open_checkpoint(model) as original:
+        numbers = {name: found[name][...].float().contiguous() for name in found}
+        for name in original.keys() - numbers.keys():  # of all experts in one tensor, which the file has one by one
+            stem, _, part = name.rpartition(".")
+            parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+            experts = range(original[name].shape[0])
+            numbers[name] = torch.stack(
+                [torch.cat([numbers.pop(f"{stem}.{expert}.{each}.weight") for each in parts]) for expert in experts]
+            )
+    save_file(numbers, dense / "model.safetensors", metadata={"format": "pt"})
+    assert tokens(described(file)) == tokens(dense)
+
+
+def test_weights_take_little_more_memory_than_the_file(tmp_path) -> None:
+    """The embedding stays quantised, and a tied head has the same weight."""
+    file, _ = make_wide("llama", tmp_path, "Q4_K", vocab_size=16384, tie_word_embeddings=True)
+    before = tensor_bytes()
+    engine = load_engine(described(file), dtype=torch.bfloat16)
+    assert engine.info.quantization == "GGUF, Q4_K"
+    held = sum(size for place, size in tensor_bytes().items() if place not in before)
+    assert held < 1.2 * file.stat().st_size
+
+
+def tensor_bytes() -> dict[int, int]:
+    """Returns the sizes of the memory of all tensors in this process, by where it begins."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
 def test_the_types_are_reported(tmp_path) -> None:
