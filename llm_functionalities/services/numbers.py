@@ -8,6 +8,7 @@ from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.errors import InvalidArgument
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
+from llm_functionalities.services.prompts import data_url
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 DECISIONS = "/v1/decisions"
@@ -82,6 +83,10 @@ class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
 def decision_body(request: llm_pb2.DecisionRequest) -> dict[str, Any]:
     """Returns the body of /v1/decisions."""
     body: dict[str, Any] = {"input": request.input, "questions": list(map(_question, request.questions))}
+    if request.images:
+        parts = [{"type": "input_image", "image_url": data_url(image)} for image in request.images]
+        text = [{"type": "input_text", "text": request.input}]
+        body["input"] = [{"type": "message", "role": "user", "content": parts + text}]
     return body | ({"model": request.adapter_id} if request.adapter_id else {})
 
 

@@ -7,7 +7,7 @@ from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient, grammar_of
 from llm_functionalities.services.echo import EchoedAnswer
-from llm_functionalities.services.prompts import alpaca
+from llm_functionalities.services.prompts import alpaca, with_images
 from llm_functionalities.settings import PromptEcho
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
@@ -26,7 +26,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self._echo: PromptEcho = echo
 
     async def call_model(self, request: llm_pb2.ModelRequest, context: CallContext) -> llm_pb2.ModelResponse:
-        (response,) = await self._responses(request, [request.formatted_prompt], context)
+        (response,) = await self._responses(request, [request.formatted_prompt], context, request.images)
         return response
 
     async def batch_call_model(
@@ -56,8 +56,8 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
     ) -> AsyncIterator[llm_pb2.ModelResponse]:
         deadline = self._model.deadline(context, request.timeout)
         generation = self._generation(request)
-        prompt = request.formatted_prompt
-        answer = EchoedAnswer(prompt, self._echo, has_grammar=generation.grammar is not None)
+        prompt = with_images(request.images, request.formatted_prompt)
+        answer = EchoedAnswer(request.formatted_prompt, self._echo, has_grammar=generation.grammar is not None)
         async with aclosing(self._model.pieces(context, prompt, generation, deadline)) as pieces:
             async for piece in pieces:
                 part, generated = answer.add(piece.value or ""), piece.generated
@@ -81,8 +81,9 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest,
         prompts: Sequence[str],
         context: CallContext,
+        images: Sequence[bytes] = (),
     ) -> list[llm_pb2.ModelResponse]:
-        """Returns a response for each prompt, sent as it is."""
+        """Returns a response for each prompt, sent as it is, behind the images."""
         deadline = self._model.deadline(context, request.timeout)
         generation = self._generation(request)
         # Places of answers that close the object that their prompt began.
@@ -97,7 +98,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
                     ended.add(place)
                 return whole
 
-            return Question(prompts[place], parse)
+            return Question(with_images(images, prompts[place]), parse)
 
         answers = await self._model.answers(context, len(prompts), ask, generation, deadline)
         return [

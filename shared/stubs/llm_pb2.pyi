@@ -170,18 +170,20 @@ class Grammar(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
-    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id")
+    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id", "images")
     FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     formatted_prompt: str
     max_tokens: int
     timeout: int
     grammar: Grammar
     adapter_id: str
-    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ModelResponse(_message.Message):
     __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens")
@@ -246,20 +248,22 @@ class TGIMultipleSummaryResponse(_message.Message):
     def __init__(self, summary_text: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LLMChitChatRequest(_message.Message):
-    __slots__ = ("last_user_utterance", "last_agent_response", "user_question", "task_title", "timeout", "last_intent")
+    __slots__ = ("last_user_utterance", "last_agent_response", "user_question", "task_title", "timeout", "last_intent", "images")
     LAST_USER_UTTERANCE_FIELD_NUMBER: _ClassVar[int]
     LAST_AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     USER_QUESTION_FIELD_NUMBER: _ClassVar[int]
     TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     LAST_INTENT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     last_user_utterance: str
     last_agent_response: str
     user_question: str
     task_title: str
     timeout: int
     last_intent: str
-    def __init__(self, last_user_utterance: _Optional[str] = ..., last_agent_response: _Optional[str] = ..., user_question: _Optional[str] = ..., task_title: _Optional[str] = ..., timeout: _Optional[int] = ..., last_intent: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, last_user_utterance: _Optional[str] = ..., last_agent_response: _Optional[str] = ..., user_question: _Optional[str] = ..., task_title: _Optional[str] = ..., timeout: _Optional[int] = ..., last_intent: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChitChatResponse(_message.Message):
     __slots__ = ("text",)
@@ -346,16 +350,18 @@ class ProactiveQuestionGenerationResponse(_message.Message):
     def __init__(self, questions: _Optional[_Iterable[_Union[ExtraInfo, _Mapping]]] = ...) -> None: ...
 
 class IngredientReplacementRequest(_message.Message):
-    __slots__ = ("task_title", "user_question", "agent_response", "original_ingredient")
+    __slots__ = ("task_title", "user_question", "agent_response", "original_ingredient", "images")
     TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
     USER_QUESTION_FIELD_NUMBER: _ClassVar[int]
     AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     ORIGINAL_INGREDIENT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     task_title: str
     user_question: str
     agent_response: str
     original_ingredient: Ingredient
-    def __init__(self, task_title: _Optional[str] = ..., user_question: _Optional[str] = ..., agent_response: _Optional[str] = ..., original_ingredient: _Optional[_Union[Ingredient, _Mapping]] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, task_title: _Optional[str] = ..., user_question: _Optional[str] = ..., agent_response: _Optional[str] = ..., original_ingredient: _Optional[_Union[Ingredient, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class IngredientReplacementResponse(_message.Message):
     __slots__ = ("new_ingredient",)
@@ -382,7 +388,7 @@ class AdjustedStepGenerationResponse(_message.Message):
     def __init__(self, step_text: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExecutionSearchRequest(_message.Message):
-    __slots__ = ("domain", "taskmap", "last_user_response", "last_agent_response", "user_question", "last_last_agent_response", "timeout")
+    __slots__ = ("domain", "taskmap", "last_user_response", "last_agent_response", "user_question", "last_last_agent_response", "timeout", "images")
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     TASKMAP_FIELD_NUMBER: _ClassVar[int]
     LAST_USER_RESPONSE_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +396,7 @@ class ExecutionSearchRequest(_message.Message):
     USER_QUESTION_FIELD_NUMBER: _ClassVar[int]
     LAST_LAST_AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     domain: Session.Domain
     taskmap: TaskMap
     last_user_response: str
@@ -397,7 +404,8 @@ class ExecutionSearchRequest(_message.Message):
     user_question: str
     last_last_agent_response: str
     timeout: int
-    def __init__(self, domain: _Optional[_Union[Session.Domain, str]] = ..., taskmap: _Optional[_Union[TaskMap, _Mapping]] = ..., last_user_response: _Optional[str] = ..., last_agent_response: _Optional[str] = ..., user_question: _Optional[str] = ..., last_last_agent_response: _Optional[str] = ..., timeout: _Optional[int] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, domain: _Optional[_Union[Session.Domain, str]] = ..., taskmap: _Optional[_Union[TaskMap, _Mapping]] = ..., last_user_response: _Optional[str] = ..., last_agent_response: _Optional[str] = ..., user_question: _Optional[str] = ..., last_last_agent_response: _Optional[str] = ..., timeout: _Optional[int] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExecutionSearchResponse(_message.Message):
     __slots__ = ("intent_classification", "ai_response")
@@ -426,16 +434,18 @@ class DecisionQuestion(_message.Message):
     def __init__(self, instructions: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[DecisionOption, _Mapping]]] = ..., levels: _Optional[_Iterable[_Union[DecisionOption, _Mapping]]] = ...) -> None: ...
 
 class DecisionRequest(_message.Message):
-    __slots__ = ("input", "questions", "timeout", "adapter_id")
+    __slots__ = ("input", "questions", "timeout", "adapter_id", "images")
     INPUT_FIELD_NUMBER: _ClassVar[int]
     QUESTIONS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     input: str
     questions: _containers.RepeatedCompositeFieldContainer[DecisionQuestion]
     timeout: int
     adapter_id: str
-    def __init__(self, input: _Optional[str] = ..., questions: _Optional[_Iterable[_Union[DecisionQuestion, _Mapping]]] = ..., timeout: _Optional[int] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, input: _Optional[str] = ..., questions: _Optional[_Iterable[_Union[DecisionQuestion, _Mapping]]] = ..., timeout: _Optional[int] = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class DecisionAnswer(_message.Message):
     __slots__ = ("probabilities", "label", "score", "confidence", "label_mass")

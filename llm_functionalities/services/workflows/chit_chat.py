@@ -1,7 +1,7 @@
 """`LLMChitChat`: small talk in the middle of a task."""
 
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.prompts import alpaca, is_blank, labelled
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled, with_images
 from llm_functionalities.services.workflows.answers import speech_parser
 from llm_functionalities.services.workflows.workflow import Workflow
 from shared.stubs import llm_pb2
@@ -19,10 +19,10 @@ parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
 
 
 def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
-    """Returns None when the user has said nothing."""
-    if is_blank(request.user_question) and is_blank(request.last_user_utterance):
+    """Returns None when the user has said and shown nothing."""
+    if is_blank(request.user_question) and is_blank(request.last_user_utterance) and not request.images:
         return None
-    return alpaca(
+    text = alpaca(
         INSTRUCTION,
         labelled(
             ("Task", request.task_title),
@@ -32,6 +32,7 @@ def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
             ("User", request.user_question),
         ),
     )
+    return with_images(request.images, text)
 
 
 def generate_chit_chat(request: llm_pb2.LLMChitChatRequest) -> Workflow[str]:

@@ -4,7 +4,7 @@ import re
 
 from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.prompts import alpaca, is_blank, labelled
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled, with_images
 from llm_functionalities.services.workflows.answers import first_object, speakable
 from llm_functionalities.services.workflows.workflow import FirstChoice, Workflow
 from shared.stubs import llm_pb2
@@ -51,23 +51,23 @@ _INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
 
 
 def prompt(request: llm_pb2.ExecutionSearchRequest) -> str | None:
-    """Returns None when the user has said nothing."""
-    return None if _says_nothing(request) else alpaca(INSTRUCTION, _situation(request))
+    """Returns None when the user has said and shown nothing."""
+    return None if _says_nothing(request) else with_images(request.images, alpaca(INSTRUCTION, _situation(request)))
 
 
 def choice(request: llm_pb2.ExecutionSearchRequest) -> llm_pb2.DecisionRequest | None:
-    """Returns the choice of the intent; None when the user has said nothing."""
+    """Returns the choice of the intent; None when the user has said and shown nothing."""
     if _says_nothing(request):
         return None
     options = [llm_pb2.DecisionOption(label=label, description=meaning) for label, meaning in INTENTS.items()]
     question = llm_pb2.DecisionQuestion(
         instructions="What does the user want, who is in the middle of a task?", choices=options
     )
-    return llm_pb2.DecisionRequest(input=_situation(request), questions=[question])
+    return llm_pb2.DecisionRequest(input=_situation(request), questions=[question], images=request.images)
 
 
 def _says_nothing(request: llm_pb2.ExecutionSearchRequest) -> bool:
-    return is_blank(request.user_question) and is_blank(request.last_user_response)
+    return is_blank(request.user_question) and is_blank(request.last_user_response) and not request.images
 
 
 def _situation(request: llm_pb2.ExecutionSearchRequest) -> str:

@@ -5,7 +5,7 @@ from functools import partial
 
 from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Answer, Question
-from llm_functionalities.services.prompts import alpaca, is_blank, labelled
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled, with_images
 from llm_functionalities.services.workflows.answers import first_object, words
 from llm_functionalities.services.workflows.rewriting import Replacement, SessionRewriting, rewriting
 from llm_functionalities.services.workflows.workflow import Workflow
@@ -42,7 +42,7 @@ def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str | N
     original = request.original_ingredient
     if is_blank(original.name) and is_blank(request.user_question) and is_blank(request.agent_response):
         return None
-    return alpaca(
+    text = alpaca(
         REPLACE,
         labelled(
             ("Task", request.task_title),
@@ -52,6 +52,7 @@ def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str | N
             ("Assistant", request.agent_response),
         ),
     )
+    return with_images(request.images, text)
 
 
 def parse_replacement(text: str, original: str = "") -> llm_pb2.Ingredient | None:

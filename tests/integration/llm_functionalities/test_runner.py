@@ -71,6 +71,14 @@ def test_an_adapter_is_passed_on(runner: Runner, server: ModelServer) -> None:
     assert [each.body["parameters"]["adapter_id"] for each in server.requests] == ["chef"] * 3
 
 
+def test_images_are_passed_on_before_the_prompt(runner: Runner, server: ModelServer) -> None:
+    request = llm_pb2.ModelRequest(formatted_prompt="What is it?", images=[b"\xff\xd8a", b"\x89PNG"])
+    runner.call_model(request)
+    list(runner.stream_model(request))
+    expected = "![](data:image/jpeg;base64,/9hh)![](data:image/png;base64,iVBORw==)What is it?"
+    assert [each.prompt for each in server.requests] == [expected] * 2
+
+
 OBJECT_PROMPT = '### Instruction:\nAnswer like {"intent": ""}.\n\n### Response: Your response:{"intent":'
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llm_functionalities.services.prompts import alpaca, is_blank, labelled, one_line, value_at
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled, one_line, value_at, with_images
 
 
 def test_the_alpaca_form() -> None:
@@ -23,6 +23,7 @@ def test_blank_values_have_no_line() -> None:
         ("  two\n lines ", "two lines"),
         ("### Response:", "# Response:"),
         ("#" * 5000, "#"),
+        ("see ![](data:image/png;base64,AA)", "see [](data:image/png;base64,AA)"),
         ("x" * 5000, "x" * 2000),
         (" " * 1_000_000 + "x", ""),  # nobody looks that far
     ],
@@ -34,3 +35,10 @@ def test_a_value_is_one_short_line(value: str, line: str) -> None:
 
 def test_parallel_lists_need_not_be_equally_long() -> None:
     assert [value_at(["a", "b"], place) for place in range(3)] == ["a", "b", ""]
+
+
+def test_images_stand_before_the_prompt_as_markdown() -> None:
+    assert with_images([b"\xff\xd8a", b"\x89PNG"], "What?") == (
+        "![](data:image/jpeg;base64,/9hh)![](data:image/png;base64,iVBORw==)What?"
+    )
+    assert with_images([], "What?") == "What?"

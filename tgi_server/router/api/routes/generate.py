@@ -16,6 +16,7 @@ from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS
 from tgi_server.router.api.encoding import EVENTS, event, known_logprob, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect, check_streaming
 from tgi_server.router.schemas.generate import (
@@ -37,6 +38,7 @@ from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Toke
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 _IMAGE_BEGINS = "![]("
+_IMAGE_DATA_BEGINS = f"{_IMAGE_BEGINS}data:image/"
 _IMAGE = re.compile(r"!\[\]\(((?:data:|https?://)[^)\s]*)\)", re.IGNORECASE)
 
 
@@ -74,9 +76,11 @@ def tgi_options(service: Service, parameters: GenerateParameters, cache_salt: st
 async def prompt_of(exchange: Exchange, inputs: str) -> RenderedPrompt:
     """Returns a prompt in which Markdown images, as TGI has them, are the tokens of images. Raises InvalidRequest.
 
-    For a model that reads no images they are text.
+    For a model that reads none, Markdown with URLs is text; the data of an image is refused.
     """
     text = exchange.service.text
+    if text.images is None and _IMAGE_DATA_BEGINS in inputs:
+        raise InvalidRequest(f"images are not supported: {text.no_images}", param="inputs")
     if text.images is None or _IMAGE_BEGINS not in inputs:
         return RenderedPrompt(inputs)
     parts = await text.threads.run(len(inputs), lambda: _IMAGE.split(inputs))
