@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from tests.image_processors import as_data_url, as_file, photograph
 from tests.tiny_models import make_llama
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -138,6 +139,66 @@ def test_drafted_tokens_are_marked(browser, demo_server, mode) -> None:
         assert answered(page) == "abc"
         assert page.eval_on_selector_all("#answer .drafted", "tokens => tokens.map(token => token.innerText)") == ["b"]
         assert page.locator("#drafted-legend").is_visible()
+
+
+_GIVE = """([kind, type, text]) => {
+    const data = new DataTransfer();
+    const bytes = Uint8Array.from(atob(text), each => each.charCodeAt(0));
+    data.items.add(new File([bytes], 'photo.png', {type}));
+    const event = kind === 'paste' ? new ClipboardEvent(kind, {clipboardData: data, bubbles: true, cancelable: true})
+        : new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
+    document.getElementById('prompt').dispatchEvent(event);
+}"""
+
+
+@pytest.mark.slow
+def test_images_are_dropped_pasted_and_chosen(browser, demo_server) -> None:
+    sent = []
+
+    def answer(route) -> None:
+        sent.append(route.request.post_data_json)
+        reply = {"choices": [{"delta": {"content": "a chair"}, "logprobs": {"content": [{"logprob": -0.1}]}}]}
+        route.fulfill(body=f"data: {json.dumps(reply)}\n\n", content_type="text/event-stream")
+
+    urls = [as_data_url(photograph(90, 60, seed)) for seed in range(3)]
+    with opened(browser, demo_server.url) as page:
+        assert page.locator("#image-field").is_hidden()  # the model reads text only
+        info = httpx.get(f"{demo_server.url}/info").json()
+        page.route("**/info", lambda route: route.fulfill(json={**info, "reads_images": True}))
+        page.route("**/v1/chat/completions", answer)
+        page.route("**/generate_stream", answer)
+        page.reload()
+        playwright.expect(page.locator("#image-field")).to_be_visible()
+        page.evaluate(_GIVE, ["drop", "image/png", urls[0].partition(",")[2]])
+        playwright.expect(page.locator("#images img")).to_have_count(1)
+        page.evaluate(_GIVE, ["paste", "image/png", urls[1].partition(",")[2]])
+        playwright.expect(page.locator("#images img")).to_have_count(2)
+        page.evaluate(_GIVE, ["drop", "text/plain", "aGVsbG8="])
+        page.set_input_files(
+            "#image-file", [{"name": "a.png", "mimeType": "image/png", "buffer": as_file(photograph(90, 60, 2))}]
+        )
+        playwright.expect(page.locator("#images img")).to_have_count(3)
+        page.click("#images button[aria-label='Remove image 2']")
+        playwright.expect(page.locator("#images img")).to_have_count(2)
+        page.locator("#code summary").click()
+        assert '"url": "data:image/png;base64,..."' in page.inner_text("#snippet").replace('":"', '": "')
+        page.click("#generate")
+        assert answered(page) == "a chair"
+        playwright.expect(page.locator("#images img")).to_have_count(0)
+        content = sent[-1]["messages"][-1]["content"]
+        assert [part.get("image_url", {}).get("url") for part in content] == [urls[0], urls[2], None]
+        page.fill("#prompt", "And now?")
+        page.click("#generate")
+        answered(page)
+        assert sent[-1]["messages"][0]["content"] == content  # the conversation has them still
+        assert sent[-1]["messages"][-1]["content"] == "And now?"
+        playwright.expect(page.locator("#turns img")).to_have_count(2)
+        page.select_option("#mode", "plain")
+        page.evaluate(_GIVE, ["drop", "image/png", urls[1].partition(",")[2]])
+        playwright.expect(page.locator("#images img")).to_have_count(1)
+        page.click("#generate")
+        answered(page)
+        assert sent[-1]["inputs"] == f"![]({urls[1]})And now?"
 
 
 @pytest.mark.slow

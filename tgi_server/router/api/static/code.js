@@ -43,6 +43,7 @@ function grpcCode(wish) {
     `import grpc\nfrom shared.stubs import llm_pb2, llm_pb2_grpc\n\n` +
     `with grpc.insecure_channel("127.0.0.1:8000") as channel:\n` +
     `    request = llm_pb2.ModelRequest(\n        formatted_prompt=${pythonValue(wish.prompt)},\n` +
+    (wish.images?.length ? `        images=[open("image.jpg", "rb").read()],\n` : "") +
     `        max_tokens=${wish.maxNewTokens},\n        timeout=30_000,\n    )\n` +
     `    print(llm_pb2_grpc.LLMRunnerStub(channel).call_model(request).text)`
   );

@@ -2,8 +2,9 @@
 
 import { Chart } from "./chart.js";
 import { codeFor } from "./code.js";
+import { Images, picture } from "./images.js";
 import { watchMetrics } from "./metrics.js";
-import { generate } from "./stream.js";
+import { contentOf, generate } from "./stream.js";
 
 const LIMITS = {
   max_input_tokens: "Tokens of a prompt",
@@ -35,6 +36,8 @@ async function showInfo() {
     element("limits").append(entry);
   }
   element("drafted-legend").hidden = !info.speculate;
+  element("image-field").hidden = !info.reads_images;
+  images.accepted = info.reads_images;
   element("adapter-field").hidden = !info.adapters.length;
   for (const { id } of info.adapters) element("adapter").append(new Option(id));
 }
@@ -67,11 +70,13 @@ function showLoad() {
 // Earlier messages of the conversation, as the API has them, and the prompt and answer that are not among them yet.
 let turns = [];
 let latest = null;
+const images = new Images(element("form"), element("images"), element("image-file"), () => showCode());
 
 function wish() {
   const seed = element("seed").value;
   return {
     prompt: element("prompt").value,
+    images: images.urls,
     chat: element("mode").value === "chat",
     system: element("system").value.trim(),
     turns: [...turns, ...(latest ?? [])],
@@ -125,7 +130,8 @@ function foldLatest() {
   for (const message of latest ?? []) {
     const item = document.createElement("li");
     item.className = message.role;
-    item.textContent = message.content;
+    const parts = typeof message.content === "string" ? [{ text: message.content }] : message.content;
+    for (const { text, image_url } of parts) item.append(image_url ? picture(image_url.url, "Image") : text);
     element("turns").append(item);
     turns.push(message);
   }
@@ -144,7 +150,11 @@ function forget() {
 
 function showCode() {
   const url = location.href.replace(/[?#].*$/, "").replace(/\/$/, "");
-  element("snippet").textContent = codeFor(wish(), element("language").value, url);
+  // Images are shown by their beginnings: the code is to be read.
+  const shortened = (_, value) =>
+    typeof value === "string" && value.startsWith("data:image/") ? `${value.split(",")[0]},...` : value;
+  const shown = JSON.parse(JSON.stringify(wish(), shortened));
+  element("snippet").textContent = codeFor(shown, element("language").value, url);
 }
 
 /** Copies the code; where the browser does not allow that, selects it. */
@@ -180,7 +190,8 @@ async function run(signal) {
     showTimings(started, first, count);
   }
   if (!request.chat) return;
-  latest = [{ role: "user", content: request.prompt }, { role: "assistant", content: answer.textContent }];
+  latest = [{ role: "user", content: contentOf(request) }, { role: "assistant", content: answer.textContent }];
+  images.sent();
   element("forget").hidden = false;
 }
 

@@ -1,8 +1,8 @@
 // Generation, token by token, over the server's own API.
 
 /**
- * Yields {text, logprob, drafted} for each token. wish: {prompt, chat, system, turns, adapter, maxNewTokens, temperature,
- * topP, seed, stop, apiKey}; system, turns (earlier messages) and stop may be missing.
+ * Yields {text, logprob, drafted} for each token. wish: {prompt, images, chat, system, turns, adapter, maxNewTokens,
+ * temperature, topP, seed, stop, apiKey}; images (data URLs), system, turns (earlier messages) and stop may be missing.
  * Throws an Error whose message is the server's; its `status` is the HTTP status.
  */
 export async function* generate(wish, signal) {
@@ -35,7 +35,14 @@ function plainRequest(wish) {
   if (wish.adapter) parameters.adapter_id = wish.adapter;
   if (wish.temperature > 0) Object.assign(parameters, { do_sample: true, temperature: wish.temperature });
   if (wish.temperature > 0 && wish.topP < 1) parameters.top_p = wish.topP;
-  return { inputs: wish.prompt, parameters };
+  return { inputs: (wish.images ?? []).map((url) => `![](${url})`).join("") + wish.prompt, parameters };
+}
+
+/** The content of the user's message: a text, or parts if there are images. */
+export function contentOf(wish) {
+  if (!wish.images?.length) return wish.prompt;
+  const parts = wish.images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...parts, { type: "text", text: wish.prompt }];
 }
 
 export function chatRequest(wish) {
@@ -44,7 +51,7 @@ export function chatRequest(wish) {
     messages: [
       ...(wish.system ? [{ role: "system", content: wish.system }] : []),
       ...(wish.turns ?? []),
-      { role: "user", content: wish.prompt },
+      { role: "user", content: contentOf(wish) },
     ],
     max_tokens: wish.maxNewTokens,
     temperature: wish.temperature,
