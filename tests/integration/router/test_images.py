@@ -302,6 +302,17 @@ async def test_images_of_a_client_count_as_its_memory(routers: RouterFactory, tm
     assert "--max-client-memory" in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
+async def test_a_model_whose_processor_needs_torchvision_says_so(routers: RouterFactory, tmp_path: Path) -> None:
+    folder = save_processor(FAMILY, tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama4"}))
+    router = await routers(shard={"images": True}, tokenizer_name=folder)
+    response = await chat(router, part(30, 30))
+    assert (response.status_code, "of llama4 models needs torchvision" in response.text) == (400, True)
+    assert not (await router.http.get("/info")).json()["reads_images"]
+
+
 async def test_a_model_that_reads_text_only_says_so(routers: RouterFactory) -> None:
     router = await routers()
     response = await chat(router, part(30, 30))

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.fakes.recording_sink import recorded_request
+from tgi_server.contract import Image, Tensor
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.memory import Memory, PaddedMemory, PagedMemory, Verdict
 from tgi_server.router.scheduling.sequence import Sequence
@@ -108,3 +109,42 @@ def test_a_padded_batch_is_as_long_as_its_longest_sequence_in_every_row() -> Non
     assert memory.held_tokens == 40
     memory.rebuild([first])
     memory.check([first])
+
+
+def _with_image(request_id: int, digest: bytes, after: int = 9) -> Sequence:
+    """A sequence of 3 tokens, an image of 10, and 4 more."""
+    request = recorded_request(request_id, [1, 2, 3, *[7] * 10, 4, 5, 6, after])[0]
+    request.images = (Image(digest, 3, 10, (Tensor("pixel_values", "float32", (1,), b"1234"),)),)
+    return Sequence(request)
+
+
+def test_images_are_told_apart_by_what_they_show() -> None:
+    memory = PagedMemory(100, 4)
+    first = _computed(memory, _with_image(1, b"one"))
+    memory.release(first)
+    same, other = _with_image(2, b"one", after=10), _with_image(3, b"other")
+    assert (memory.unseen(same), [each.digest for each in memory.unseen(other)]) == ([], [b"other"])
+    assert (_computed(memory, same).cached, _computed(memory, other).cached) == (16, 3)
+    assert [image.tensors for image in same.images()] == [()]
+    assert [image.tensors for image in other.images()] == [other.request.images[0].tensors]
+    memory.check([same, other])
+
+
+def test_no_cached_prefix_ends_inside_an_image() -> None:
+    memory = PagedMemory(100, 4)
+    first = _with_image(1, b"one")
+    memory.admit(first, PLENTY)
+    first.compute(8, step=1)  # a part of the image
+    memory.computed(first)
+    memory.sent()
+    memory.release(first)
+    second = _computed(memory, _with_image(2, b"one"))
+    assert second.cached == 3
+    memory.check([second])
+
+
+def test_chunks_do_not_cut_images() -> None:
+    sequence = _with_image(1, b"one")
+    assert [sequence.whole_chunk(tokens) for tokens in (2, 3, 8, 13, 15)] == [2, 3, 3, 13, 15]
+    sequence.computed = 3
+    assert [sequence.whole_chunk(tokens) for tokens in (1, 9, 10, 12)] == [10, 10, 10, 12]
