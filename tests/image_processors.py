@@ -144,6 +144,29 @@ FAMILIES: dict[str, Family] = {
             "video_token": "<video>",
         },
     ),
+    "lfm2_vl": Family(
+        "Lfm2VlProcessor",
+        "Lfm2VlImageProcessorFast",
+        {"tile_size": 64, "max_image_tokens": 8, "min_image_tokens": 2, "max_tiles": 4},
+        (
+            *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+        ),
+        "<image>",
+        "<image>",
+    ),
+    "llama4": Family(
+        "Llama4Processor",
+        "Llama4ImageProcessorFast",
+        {"size": {"height": 28, "width": 28}, "max_patches": 4},
+        (
+            *("<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
+        "<|patch|>",
+        "<|image|>",
+        {"patch_size": 14, "pixel_shuffle_ratio": 0.5},
+    ),
     "glm4v": Family(
         "Glm4vProcessor",
         "Glm4vImageProcessor",

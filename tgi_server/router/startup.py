@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
-# Models whose image processors `transformers` has for torchvision only.
-_TORCHVISION_ONLY = frozenset({"lfm2_vl", "llama4"})
 # Bytes of a body, for models that read text only, and for those that read images.
 _PAYLOAD_LIMIT, _IMAGES_PAYLOAD_LIMIT = 2_000_000, 32_000_000
 _METRICS_GRACE_SECONDS = 1
@@ -223,8 +221,6 @@ def _image_reader(
             logger.warning("--allowed-media-domains does nothing: the model reads no images")
         return None, info.no_images or "this model reads text only"
     config = json.loads((settings.tokenizer_name / "config.json").read_text(encoding="utf-8"))
-    if (kind := config.get("model_type")) in _TORCHVISION_ONLY:
-        return None, f"the image processor of {kind} models needs torchvision"
     token_id = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
     token = None if token_id is None else tokenizer.added_tokens.get(token_id)
     if token_id is None or token is None:

@@ -6,6 +6,8 @@ It reads tasks from its standard input and writes a result for each to its stand
 end it; the router starts another.
 """
 
+import importlib
+import json
 import os
 import struct
 import sys
@@ -18,6 +20,7 @@ import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from tgi_server.router.media import torchvision_part
 from tgi_server.router.media.messages import SIZE, ImageArray, ImageResult, ImageTask, UnusableImage, read, write
 
 # The formats that are decoded. Pillow knows more, with decoders that few use.
@@ -25,6 +28,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"JPEG", "MPO", "BMP"})
 # The longest edge of an image with the detail `low`, as OpenAI has it.
 _LOW_DETAIL = 512
+# Image processors that `transformers` has for torchvision only, by model_type.
+_WITH_TORCH = {"lfm2_vl": "Lfm2VlImageProcessor", "llama4": "Llama4ImageProcessor"}
 # How far the image gives way to the text streams that are computed beside it.
 _NICENESS = 10
 
@@ -52,8 +57,10 @@ def decoded(data: bytes, most_pixels: int) -> Image.Image:
 
 def load_processor(folder: Path) -> Any:
     """Returns the processor of a model that reads images, without what it has for videos."""
-    # Image processors have versions that need NumPy alone; torch would take seconds and much memory.
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind not in _WITH_TORCH:
+        # Other image processors have versions that need NumPy alone; torch would take seconds and much memory.
+        sys.modules["torch"] = None  # type: ignore[assignment]
     import transformers
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
     from transformers.models.pixtral import image_processing_pil_pixtral
@@ -68,6 +75,11 @@ def load_processor(folder: Path) -> Any:
     processing_smolvlm.num2words = str
     AutoVideoProcessor.from_pretrained = classmethod(lambda *_, **__: None)
     transformers.ProcessorMixin.check_argument_for_proper_class = lambda *_: None
+    if kind in _WITH_TORCH:
+        torchvision_part.install()
+        module = importlib.import_module(f"transformers.models.{kind}.image_processing_{kind}")
+        own = getattr(module, _WITH_TORCH[kind])
+        transformers.AutoImageProcessor.from_pretrained = own.from_pretrained
     processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
     if getattr(processor, "image_token", None) is None:
         raise ValueError(f"{type(processor).__name__} has no text that stands for an image")
@@ -80,7 +92,10 @@ def processed(processor: Any, image: Image.Image, detail: str) -> tuple[str, Map
         image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
     try:
         made = processor(
-            text=[processor.image_token], images=[image], return_tensors="np", return_text_replacement_offsets=True
+            text=[processor.image_token],
+            images=[image],
+            return_tensors="np" if sys.modules["torch"] is None else "pt",
+            return_text_replacement_offsets=True,
         )
     except Exception as error:  # processors refuse images by errors of any kind
         raise UnusableImage(
@@ -90,11 +105,12 @@ def processed(processor: Any, image: Image.Image, detail: str) -> tuple[str, Map
     names = [
         name for name in made if not name.startswith(("input_ids", "attention_mask", "token_type", "mm_token", "text_"))
     ]
-    return replacement["replacement"], {name: _plain(np.asarray(made[name])) for name in names}
+    return replacement["replacement"], {name: _plain(made[name]) for name in names}
 
 
-def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns an array in a dtype of `contract.Tensor`."""
+def _plain(found: Any) -> np.ndarray[Any, Any]:
+    """Returns an array in a dtype of `contract.Tensor`. found: an array, or a tensor, which may be of bfloat16."""
+    array = np.asarray(found.float() if hasattr(found, "is_floating_point") and found.is_floating_point() else found)
     if array.dtype.kind == "f":
         return np.ascontiguousarray(array, dtype="<f4")
     if array.dtype.kind in "iu":

@@ -84,10 +84,11 @@ class Workers:
             async with asyncio.timeout(seconds):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except (EOFError, OSError) as error:
+            status = worker.status
             self._end(worker)
             if isinstance(error, TimeoutError):
                 raise
-            logger.warning("a process that decodes images died with the status %s", worker.status)
+            logger.warning("a process that decodes images died with the status %s", status)
             raise DecodingFailed("the process that decoded an image died; the next image gets another one") from None
         except BaseException:
             self._end(worker)
