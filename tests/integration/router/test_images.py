@@ -27,7 +27,8 @@ processor = load_processor(Path(sys.argv[1]))
 messages, sizes = json.loads(sys.argv[2])
 text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 images = [photograph(*size) for size in sizes]
-made = processor(text=[text], images=images, add_special_tokens=False, return_tensors="np")
+form = "np" if sys.modules["torch"] is None else "pt"
+made = processor(text=[text], images=images, add_special_tokens=False, return_tensors=form)
 shapes = {name: made[name].shape for name in made if name.startswith(("pixel", "image"))}
 print(json.dumps([made["input_ids"][0].tolist(), shapes]))
 """
