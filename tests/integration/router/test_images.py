@@ -29,7 +29,7 @@ text = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=T
 images = [photograph(*size) for size in sizes]
 form = "np" if sys.modules["torch"] is None else "pt"
 made = processor(text=[text], images=images, add_special_tokens=False, return_tensors=form)
-shapes = {name: made[name].shape for name in made if name.startswith(("pixel", "image"))}
+shapes = {name: made[name].shape for name in made if name.startswith(("pixel", "image", "spatial"))}
 print(json.dumps([made["input_ids"][0].tolist(), shapes]))
 """
 
