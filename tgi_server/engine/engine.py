@@ -126,10 +126,12 @@ class Engine:
         """Loads the model. Raises an EngineError that says what is wrong with the folder.
 
         model: one that is on the device already, in evaluation mode; it is changed, and nothing else may use it after.
+        It reads no images: those weights would be in a folder.
         """
         started = time.perf_counter()
         device = config.resolve_device()
         share_cores(config.group.local_world_size if config.group else 1)
+        from_folder = model is None
         model = model or load_model(config, device, choose_dtype(config, device))
         self._device = device
         self._group = config.group
@@ -137,7 +139,7 @@ class Engine:
         self._row_kernel = False  # that samples: True once it is proved
         self._runner = create_runner(model, config)
         backend = self._backend = self._runner.backend
-        self.tower, no_images = self._load_tower(config, model)
+        self.tower, no_images = self._load_tower(config, model) if from_folder else (None, "")
         self.speculation = self._drafting(config, model)
         self.adapters = LoadedAdapters(
             model,
