@@ -101,7 +101,7 @@ def unpack(model: nn.Module) -> None:
 
     for embedding, layer in _replace(model, unpacked):
         if layer is not None:
-            embedding.layer = layer
+            embedding.tie(layer)
     _compute_experts_together(model, wanted=False)
 
 
@@ -226,8 +226,11 @@ def _pack_embedding(embedding: QuantizedEmbedding, head: nn.Module | None, linea
     """
     if linear.quantized_layer is not PackedQuantizedLinear or not linear.takes(embedding.layer):
         return
+    if head is not None:
+        embedding.tie(head)
+        return
     deferred = DeferredFree()
-    _put(embedding, "layer", head or linear(cast(Any, embedding.layer)), deferred)
+    _put(embedding, "own", linear(embedding.layer), deferred)
     deferred.free()
 
 

@@ -253,7 +253,7 @@ def _embeddings(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
     for path, module in model.named_modules():
         tensor = _named(model, tensors, f"{path}.weight") if _may_stay_quantized(model, module) else None
         if isinstance(tensor, QuantizedTensor) and tensor.plain is None and tensor is not tied:
-            found.append((tensor, [f"{path}.layer"]))
+            found.append((tensor, [f"{path}.own"]))
     return found
 
 
@@ -349,7 +349,7 @@ def _part_class(
             for _, (path,) in linears:
                 self.set_submodule(path, QuantizedLinear(self.get_submodule(path)))
             for _, (layer_path,) in embeddings:
-                path = layer_path.removesuffix(".layer")
+                path = layer_path.removesuffix(".own")
                 self.set_submodule(path, QuantizedEmbedding.of(self.get_submodule(path)))
             if tied:
                 embedding = QuantizedEmbedding.of(self.get_input_embeddings(), self.get_output_embeddings())

@@ -139,7 +139,17 @@ class QuantizedEmbedding(nn.Module):
         tokens, features = size
         # empty: some models of `transformers` ask for its dtype
         self.register_buffer("weight", torch.empty(0, dtype=dtype, device="meta"), persistent=False)
-        self.layer = layer or QuantizedLinear(nn.Linear(features, tokens, bias=False, dtype=dtype, device="meta"))
+        linear = nn.Linear(features, tokens, bias=False, dtype=dtype, device="meta") if layer is None else None
+        self.own = None if linear is None else QuantizedLinear(linear)
+        self._tied = (layer,)  # in a tuple, since it is not a part of this module
+
+    @property
+    def layer(self) -> Any:
+        return self._tied[0] if self.own is None else self.own
+
+    def tie(self, layer: nn.Module) -> None:
+        """Looks up rows in a layer that is a part of another module."""
+        self._tied, self.own = (layer,), None
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
