@@ -46,10 +46,10 @@ HOSTILE = [
     f"{TWICE}{{% set n.x = '{{0}}{{0}}'.format(n.x) %}}{{% endfor %}}",
     f"{TWICE}{{% set n.l = n.l + n.l %}}{{% endfor %}}",
     f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l }}}}",
-    f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l ~ '' }}}}",
-    f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l|string }}}}",
-    f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l|tojson }}}}",
-    f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ '%s' % (n.l,) }}}}",
+    pytest.param(f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l ~ '' }}}}", marks=pytest.mark.slow),
+    pytest.param(f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l|string }}}}", marks=pytest.mark.slow),
+    pytest.param(f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ n.l|tojson }}}}", marks=pytest.mark.slow),
+    pytest.param(f"{TWICE}{{% set n.l = [n.l, n.l] %}}{{% endfor %}}{{{{ '%s' % (n.l,) }}}}", marks=pytest.mark.slow),
 ]
 USUAL = [
     ("{{ 2 ** 10 * 3 + 7 % 4 }}", "3075"),
