@@ -165,6 +165,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     ),
     "glm": ("glm", _GATED | {"head_dim": 16}),
     "glm_moe_dsa": ("glm_moe_dsa", _LATENTS | _LATENT_EXPERTS | _INDEXED | {"indexer_types": ["full", "shared"]}),
+    "glm4_moe": ("glm4_moe", _GATED | _LATENT_EXPERTS | {"head_dim": 16}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENTS | _LATENT_EXPERTS),
     "glm4": ("glm4", _GATED | {"head_dim": 16}),
     "granite": (

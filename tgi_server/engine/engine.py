@@ -51,6 +51,7 @@ from tgi_server.engine.speculation import (
     NgramDrafter,
     Speculation,
     load_drafter,
+    load_own_drafter,
 )
 from tgi_server.engine.step import Step
 from tgi_server.engine.vision_tower import VisionTower
@@ -222,6 +223,8 @@ class Engine:
         if config.speculative_model is not None:
             drafter = load_drafter(config, model, self._runner)
             most, drafters = most or drafter.default_most, [HistoryDrafter(), drafter]
+        elif (own := load_own_drafter(config, model, self._runner)) is not None:
+            drafters = [HistoryDrafter(), own]
         self._runner.most_drafted = most
         return Speculation(most, drafters, config.group, self._device)
 

@@ -168,11 +168,8 @@ def install_paged_attention(model: PreTrainedModel, family: str | None) -> Calla
             model.set_attn_implementation(own)
 
         return restore_all
+    replaced = substitute_attention(model, family)
     known = importlib.import_module(f"{paged_attention.__name__}.{family}")
-    substitute = getattr(known, "substitute", None) or (lambda module: known.SUBSTITUTES.get(type(module)))
-    replaced = [(path, module) for path, module in model.named_modules() if substitute(module)]
-    for path, module in replaced:
-        model.set_submodule(path, _with_weights_of(module, substitute(module)))
     model.config._attn_implementation = getattr(known, "IMPLEMENTATION", IMPLEMENTATION)
 
     def restore() -> None:
@@ -182,6 +179,21 @@ def install_paged_attention(model: PreTrainedModel, family: str | None) -> Calla
         model.config._attn_implementation = own
 
     return restore
+
+
+def substitute_attention(model: nn.Module, family: str | None) -> list[tuple[str, nn.Module]]:
+    """Puts the engine's attention modules in the place of a model's own. Returns those with their paths.
+
+    family: the module of `paged_attention` that has them; None: nothing is replaced.
+    """
+    if family is None:
+        return []
+    known = importlib.import_module(f"{paged_attention.__name__}.{family}")
+    substitute = getattr(known, "substitute", None) or (lambda module: known.SUBSTITUTES.get(type(module)))
+    replaced = [(path, module) for path, module in model.named_modules() if substitute(module)]
+    for path, module in replaced:
+        model.set_submodule(path, _with_weights_of(module, substitute(module)))
+    return replaced
 
 
 def _with_weights_of(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
@@ -213,7 +225,10 @@ def _sizes(linear: Any) -> tuple[int, int]:
 
 
 def _layer(model: PreTrainedModel, index: int) -> nn.Module:
-    """Returns the module whose input is that of the decoder layer `index`."""
+    """Returns the module whose input is that of the decoder layer `index`; behind the last one, that is the norm."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
+    if index == count:
+        norm: nn.Module = model.get_decoder().norm
+        return norm
     lists: Iterator[nn.ModuleList] = (each for each in model.modules() if isinstance(each, nn.ModuleList))
     return next(modules[index] for modules in lists if len(modules) == count)

@@ -72,7 +72,7 @@ def load_shard(
     share = share_of(group.rank, group.world_size, plan.heads)
     group.check_same(_facts(folder, config, dtype) | dict(facts))
     model, report = _load(folder, config, factory, dtype, device, plan, share, quantization, trust_remote_code)
-    _surround(model, plan, share, group)
+    surround(model, plan, share, group, config)
     return model, report
 
 
@@ -345,7 +345,7 @@ def _part_class(
             super().__init__(config)
             _leave_out_images(self)
             if plan is not None and share is not None:
-                _cut(self, plan, share)
+                cut(self, plan, share, self.config)
             for _, (path,) in linears:
                 self.set_submodule(path, QuantizedLinear(self.get_submodule(path)))
             for _, (layer_path,) in embeddings:
@@ -393,8 +393,11 @@ def _leave_out_text(model: PreTrainedModel) -> None:
                 setattr(parent, name, None)
 
 
-def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
-    """Gives every module parameters of the shard's shapes, before the model has weights."""
+def cut(model: nn.Module, plan: ShardingPlan, share: Share, config: PretrainedConfig) -> None:
+    """Gives every module parameters of the shard's shapes, before it has weights.
+
+    model: a whole one, or a part of it. Raises UnsupportedModel for a matrix that the plan does not mention.
+    """
     for path, module in model.named_modules():
         if plan.is_attention(path):
             _count_heads(module, plan.share(path, share))
@@ -405,7 +408,7 @@ def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
                 setattr(module, name, nn.Parameter(parameter.new_empty(shape), parameter.requires_grad))
             elif parameter.dim() > 1 and not plan.is_whole(path):
                 raise UnsupportedModel(
-                    f"this {model.config.model_type} model cannot be split over several shards: "
+                    f"this {config.model_type} model cannot be split over several shards: "
                     f"its plan does not say how to split {path}.{name}"
                 )
         if (split := plan.split(path)) is not None:
@@ -446,9 +449,9 @@ def _expert_axis(module: Any) -> int:
     return 2 if module.down_proj.shape[1] == module.hidden_dim else 1
 
 
-def _surround(model: PreTrainedModel, plan: ShardingPlan, share: Share, group: ShardGroup) -> None:
-    """Puts layers that bring the shards' results together around the modules that need them."""
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+def surround(model: nn.Module, plan: ShardingPlan, share: Share, group: ShardGroup, config: PretrainedConfig) -> None:
+    """Puts layers that bring results together around the modules of a model, or of a part, that need them."""
+    vocab_size = config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):
         split = plan.split(path)
         if split is None:

@@ -2,7 +2,16 @@
 
 from tgi_server.engine.speculation.draft import Draft, DraftCheck
 from tgi_server.engine.speculation.drafters import HistoryDrafter, NgramDrafter
-from tgi_server.engine.speculation.loading import hidden_layers, load_drafter
+from tgi_server.engine.speculation.loading import hidden_layers, load_drafter, load_own_drafter
 from tgi_server.engine.speculation.speculation import Speculation
 
-__all__ = ["Draft", "DraftCheck", "HistoryDrafter", "NgramDrafter", "Speculation", "hidden_layers", "load_drafter"]
+__all__ = [
+    "Draft",
+    "DraftCheck",
+    "HistoryDrafter",
+    "NgramDrafter",
+    "Speculation",
+    "hidden_layers",
+    "load_drafter",
+    "load_own_drafter",
+]

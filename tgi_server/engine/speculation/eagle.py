@@ -1,4 +1,4 @@
-"""EAGLE-3: drafts from hidden states of three layers of the model, one token after the other."""
+"""EAGLE-3 and multi-token prediction: drafts from the model's hidden states, one token after the other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.drafters import StateDrafter
 from tgi_server.engine.speculation.eagle_model import EagleModel
 from tgi_server.engine.speculation.last_pass import LastPass
+from tgi_server.engine.speculation.mtp_model import MtpModel
 from tgi_server.engine.speculation.paged_drafter import MissingTokens, PagedDrafter
 
 # Features of so many tokens of a sequence are stored until a draft for it is worth its time. With more, the layer
@@ -38,13 +39,15 @@ class _Features:
 
 
 class Eagle(PagedDrafter, StateDrafter):
-    """Proposes what EAGLE-3's layer makes of the features of a sequence's tokens.
+    """Proposes what EAGLE-3's layer, or one for multi-token prediction, makes of the features of a sequence's tokens.
 
     Of each token but the last, the layer computes the features and the token behind it. So that it need not be done at
     every step of a large batch, where no draft is worth it, features are stored for some steps.
     """
 
-    def __init__(self, runner: PagedRunner, model: EagleModel, states: HiddenStates, token_ids: Tensor | None) -> None:
+    def __init__(
+        self, runner: PagedRunner, model: EagleModel | MtpModel, states: HiddenStates, token_ids: Tensor | None
+    ) -> None:
         """runner: of the model. token_ids: [drafter's vocabulary] int64; None: it has the model's."""
         super().__init__(runner, behind=1)
         self._model = model

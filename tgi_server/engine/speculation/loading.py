@@ -1,6 +1,7 @@
 """Loads what drafts for a model from a folder of its own."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.devices import choose_dtype
-from tgi_server.engine.checkpoint.load_model import load_model
+from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.checkpoint.load_model import load_config, load_model
+from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
 from tgi_server.engine.models.families import position_limit
@@ -23,7 +26,10 @@ from tgi_server.engine.speculation.drafters import ModelDrafter
 from tgi_server.engine.speculation.eagle import Eagle
 from tgi_server.engine.speculation.eagle_model import PagedEagle, read_eagle
 from tgi_server.engine.speculation.medusa import Medusa, read_heads
+from tgi_server.engine.speculation.mtp_model import PagedMtp, kv_shape, read_mtp
 from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
+
+logger = logging.getLogger(__name__)
 
 
 def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> ModelDrafter:
@@ -39,6 +45,28 @@ def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunn
     if _is_eagle(settings):
         return _eagle(folder, config, model, runner)
     return _draft_model(folder, config, model, runner)
+
+
+def load_own_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> ModelDrafter | None:
+    """Returns the drafter in the model's own checkpoint, for its runner; None if there is none.
+
+    Only `transformers`' own layers can be had beside a model, and its hidden states read behind the last one.
+    """
+    if not isinstance(runner.model, GenericModel):
+        return None
+    quantization = find_quantization(config.model_path, load_config(config), config.quantize)
+    network = read_mtp(config.model_path, model, quantization, config.group)
+    if network is None:
+        return None
+    runner.backend.pack(network)
+    own = PagedRunner(
+        PagedMtp(network, runner.backend.attention(kv_shape(runner.model.attention.shape))), runner.backend
+    )
+    runner.share_block_size(own)
+    runner.companion_bytes = own.bytes_per_token
+    runner.hidden_states = HiddenStates([model.config.get_text_config(decoder=True).num_hidden_layers])
+    logger.info("drafts come from the layer for multi-token prediction in %s", config.model_path)
+    return Eagle(own, network, runner.hidden_states, None)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

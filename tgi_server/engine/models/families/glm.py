@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
-from tgi_server.engine.models.splits import llama_plan
+from tgi_server.engine.models.splits import EXPERTS, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel
 from tgi_server.engine.parallel.shares import halves
 
@@ -31,4 +31,14 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, {"gate_up_proj": column_parallel(halves)})
 
 
-FAMILIES = {"glm": Family(glm, _plan), "glm4": Family(glm4, _plan), "glm4v_text": Family(glm4v, _plan)}
+def _moe_plan(config: Any) -> ShardingPlan:
+    """GLM-4.5, whose attention and experts are split as those of Qwen3-MoE."""
+    return llama_plan(config, EXPERTS, whole=("gate",))
+
+
+FAMILIES = {
+    "glm": Family(glm, _plan),
+    "glm4": Family(glm4, _plan),
+    "glm4v_text": Family(glm4v, _plan),
+    "glm4_moe": Family(plan=_moe_plan),
+}
