@@ -13,6 +13,7 @@ from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
 from tgi_server.engine.backends.build import Unfit, build_decoder, limit_threads, pack_linears, unpack
 from tgi_server.engine.backends.cpu_model import CpuModel
+from tgi_server.engine.backends.gated_mlps import install_gated_mlp_kernels
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.lora import CpuLora
 from tgi_server.engine.backends.norms import install_norm_kernels
@@ -89,6 +90,7 @@ class CpuBackend(ReferenceBackend):
             proved = model
             if load_kernels():
                 install_norm_kernels(self.source)
+                install_gated_mlp_kernels(self.source, self.source.dtype)
                 if model.states is not None:
                     model.states.compute_in_kernels(wanted=True)
         fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)

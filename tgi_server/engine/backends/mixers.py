@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tgi_server.engine.backends.attention.base import ForwardMetadata
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.delta_nets import GatedDeltaNet
+from tgi_server.engine.backends.layer_kernels import LayerKernel
 from tgi_server.engine.backends.recurrent import (
     Convolution,
     DeltaRule,
@@ -76,8 +77,7 @@ def install_packed_mixers(model: nn.Module) -> Callable[[], None]:
     """Makes the mixers of a model compute packed batches, by their modules' `paged_cache`. Returns an undo function."""
     mixers = [module for module in model.modules() if _functions_of(module) and hasattr(module, "layer_idx")]
     for mixer in mixers:
-        packed = _packed_forward(mixer)
-        mixer.forward = _fused_forward(mixer, packed) if GatedDeltaNet.fits(mixer) else packed
+        mixer.forward = _with_kernels(mixer, _packed_forward(mixer))
 
     def restore() -> None:
         for mixer in mixers:
@@ -106,22 +106,29 @@ def _packed_forward(mixer: nn.Module) -> MethodType:
     return MethodType(forward, mixer)
 
 
-def _fused_forward(mixer: Any, packed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a forward pass in which one kernel computes all between the projections. packed: of plain torch."""
-    layer, net = int(mixer.layer_idx), GatedDeltaNet(mixer)
+def _with_kernels(mixer: Any, packed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a forward pass that calls the kernel of a whole layer, where there is one. packed: does without."""
+    net = GatedDeltaNet(mixer) if GatedDeltaNet.fits(mixer) else None
+    kernel = net.layer if net else LayerKernel.of(mixer)
+    if kernel is None:
+        return packed
 
-    def forward(hidden_states: Tensor, **named: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
         cache: PagedCache = mixer.paged_cache
-        assert cache.metadata is not None
-        assert cache.states is not None
-        if not cache.states.in_kernels:
-            return packed(hidden_states, **named)
-        convolved, recurrent = (
-            partial(cache.states.all_slots, (layer, name))
-            for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-        )
-        run = partial(net, convolved, recurrent)
-        return net.output(_compute_in_kernel(run, 1, net.project(hidden_states), cache.metadata, cache.states))
+        metadata, states = cache.metadata, cache.states
+        assert metadata is not None
+        assert states is not None
+        if not states.in_kernels:
+            return packed(hidden_states, *others, **named)
+        if not any(chunk.drafted for chunk in metadata.chunks):  # else what is projected may be needed again
+            runs = metadata.made("runs", partial(Runs.of_pass, metadata, states))
+            computed = kernel(states, hidden_states, runs)
+            if computed is not None:
+                return computed
+        if net is None:
+            return packed(hidden_states, *others, **named)
+        run = partial(net.compute, states)
+        return net.output(_compute_in_kernel(run, 1, net.project(hidden_states), metadata, states))
 
     return forward
 

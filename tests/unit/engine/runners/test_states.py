@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_models import make
 from tests.unit.engine.request_kinds import resumed
 from tests.unit.engine.requests import MAX_TOTAL_TOKENS, NEW, expected_tokens, load_engine, prompts
-from tgi_server.contract import StateSave, StoppingParameters
+from tgi_server.contract import ReportParameters, StateSave, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter
@@ -173,3 +175,25 @@ def test_a_prefix_is_continued_from_any_snapshot(engine: Engine, case: Case) -> 
         other = RunningSequence(9, text, stopping, blocks=list(blocks))
         with pytest.raises(InvalidCall, match=rf"snapshot {number} does not exist; snapshots go from 1 to \d+"):
             engine.step(1, [other], [(9, 7)], saves=[StateSave(9, 7, number)])
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bamba", "falcon_h1", "lfm2"))]
+)
+@pytest.mark.skipif(not load_kernels(), reason="the CPU kernels are not available")
+def test_the_kernels_give_a_text_the_same_bits_in_any_company(family: str, tmp_path: Path) -> None:
+    engine = load_engine(make(family, tmp_path / family), dtype=torch.bfloat16)
+    engine.warm_up(max_batch_size=len(TEXTS), max_prefill_tokens=256, max_total_tokens=MAX_TOTAL_TOKENS)
+    report = ReportParameters(logprobs=True)
+    alone = [output.generations for each in sequences(report=report) for output in Driver(engine).run(each)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    driver = Driver(engine)
+    for size, each in zip((7, 5, 1, 33), sequences(report=report), strict=True):
+        driver.add(each, [min(size, each.remaining - start) for start in range(0, each.remaining, size)])
+        driver.step()
+    driver.run()
+    torch.set_num_threads(threads)
+    for index, expected in enumerate(alone):
+        found = [(each.token_id, each.logprob) for each in driver.outputs[index].generations]
+        assert found == [(each.token_id, each.logprob) for each in expected], index

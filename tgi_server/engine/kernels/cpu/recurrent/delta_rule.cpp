@@ -1,10 +1,13 @@
 // The gated delta rule (Yang et al., 2024) and Kimi's, whose decay differs from channel to channel.
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <cmath>
 
+#include "gemm/linear.h"
 #include "recurrent/gated_norm.h"
 #include "recurrent/recurrent.h"
 #include "recurrent/runs.h"
@@ -194,6 +197,58 @@ at::Tensor gated_delta_net(const at::Tensor& mixed, const at::Tensor& taps, at::
   return output;
 }
 
+namespace {
+
+// A layer of the kind above with its projections. widths: empty, and the projections give query, key and value (one of them
+// all, or one each), the gate, rates and decays; or the outputs of one projection for each of `groups` key heads, of query,
+// key, value and gate, and of another for rates and decays, in equal parts.
+struct GatedDeltaNet : torch::CustomClassHolder {
+  std::vector<LinearPtr> projections;
+  LinearPtr output;
+  std::vector<int64_t> widths;
+  int64_t groups;
+  at::Tensor taps, bases, bias, weight;
+  double rate_scale, eps;
+
+  GatedDeltaNet(std::vector<LinearPtr> projections, LinearPtr output, std::vector<int64_t> widths, int64_t groups,
+                at::Tensor taps, at::Tensor bases, at::Tensor bias, double rate_scale, at::Tensor weight, double eps)
+      : projections(std::move(projections)), output(std::move(output)), widths(std::move(widths)), groups(groups),
+        taps(std::move(taps)), bases(std::move(bases)), bias(std::move(bias)), weight(std::move(weight)),
+        rate_scale(rate_scale), eps(eps) {
+    TORCH_CHECK(this->widths.empty() ? this->projections.size() >= 4 : this->projections.size() == 2 && this->widths.size() == 4);
+  }
+
+  // x: [tokens, hidden_size]. inputs, states, runs, saves: as of gated_delta_net. Returns [tokens, hidden_size].
+  at::Tensor forward(const at::Tensor& x, at::Tensor inputs, at::Tensor states, const at::Tensor& runs,
+                     const at::Tensor& saves) const {
+    std::vector<at::Tensor> parts;
+    for (const LinearPtr& projection : projections) parts.push_back((*projection)(x));
+    if (!widths.empty()) parts = ungrouped(parts, states.size(1));
+    const size_t mixed = parts.size() - 3;
+    const at::Tensor joined = mixed == 1 ? parts[0] : at::cat(std::vector<at::Tensor>(parts.begin(), parts.begin() + mixed), 1);
+    const at::Tensor gate = parts[mixed].view({x.size(0), states.size(1), states.size(3)});
+    return (*output)(gated_delta_net(joined, taps, inputs, parts[mixed + 2], parts[mixed + 1], bases, bias, rate_scale, gate,
+                                     weight, eps, states, runs, saves));
+  }
+
+ private:
+  std::vector<at::Tensor> ungrouped(const std::vector<at::Tensor>& grouped, int64_t heads) const {
+    std::vector<at::Tensor> parts;
+    const auto split = [&](const at::Tensor& x, const std::vector<int64_t>& sizes) {
+      int64_t first = 0;
+      for (const int64_t size : sizes) {
+        parts.push_back(x.view({x.size(0), groups, -1}).narrow(2, first, size).reshape({x.size(0), groups * size}));
+        first += size;
+      }
+    };
+    split(grouped[0], widths);
+    split(grouped[1], {heads / groups, heads / groups});
+    return parts;
+  }
+};
+
+}  // namespace
+
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
@@ -203,6 +258,11 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "gated_delta_net(Tensor mixed, Tensor taps, Tensor(a!) inputs, Tensor decays, Tensor rates, Tensor bases, Tensor bias,"
       " float rate_scale, Tensor gate, Tensor weight, float eps, Tensor(b!) states, Tensor runs, Tensor saves) -> Tensor");
+  using oatmill::GatedDeltaNet, oatmill::LinearPtr;  // this is linked behind model.cpp, which registers Linear
+  library.class_<GatedDeltaNet>("GatedDeltaNet")
+      .def(torch::init<std::vector<LinearPtr>, LinearPtr, std::vector<int64_t>, int64_t, at::Tensor, at::Tensor, at::Tensor,
+                       double, at::Tensor, double>())
+      .def("forward", &GatedDeltaNet::forward);
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {

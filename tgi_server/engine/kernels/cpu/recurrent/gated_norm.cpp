@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "recurrent/gated_norm.h"
+#include "recurrent/recurrent.h"
 
 namespace oatmill {
 

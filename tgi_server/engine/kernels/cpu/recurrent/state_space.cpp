@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "recurrent/recurrent.h"
 #include "recurrent/runs.h"
 
 namespace oatmill {
