@@ -142,6 +142,7 @@ async def test_info(routers: RouterFactory):
         "fallbacks": [],
         "encoders": [],
         "adapters": [],
+        "reads_images": False,
     }
 
 

@@ -5,8 +5,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -97,13 +99,22 @@ def test_a_router_is_not_pushed_aside_without_a_word(
         cli._check_nobody_is_disturbed(pb.InfoResponse(**info))
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths have 107 bytes at most."""
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.skipif(USUAL_SOCKET.is_socket(), reason="a server of this machine listens at the usual place")
-async def test_the_socket_of_the_one_server_that_runs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+async def test_the_socket_of_the_one_server_that_runs_is_found(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
     settings = cli.BenchmarkSettings()
     with pytest.raises(cli.StartupError, match="there is no socket"):
         cli._socket(settings.sockets())
-    folders = [tmp_path / f"text-generation-server-{name}" for name in ("a", "b", "killed")]
+    folders = [short_folder / f"text-generation-server-{name}" for name in ("a", "b", "killed")]
     async with running_shards(SimulatedShard(8, 4)) as running:
         for folder in folders:
             folder.mkdir()
