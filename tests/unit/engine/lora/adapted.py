@@ -18,7 +18,7 @@ _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _UNADAPTED = {
     **dict.fromkeys(("qwen3_next", "llama4_text"), _OF_EXPERTS | {"router"}),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         _OF_EXPERTS | {"router", "kv_b_proj"},
     ),
     "minicpm3": {"kv_b_proj"},
