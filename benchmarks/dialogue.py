@@ -51,7 +51,7 @@ _SALT = "dialogue"
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast words come, in words a second; after how many of them a prompt is warmed, if at all.
+    """The pace of speech, in words a second, and after how many of them a prompt is warmed, if it is.
 
     pause: seconds from the last word of a turn to the first of the next, unless the answer takes longer.
     """

@@ -1,6 +1,7 @@
 """The vision tower of a model: what it makes of images, computed in short pieces and cached by content."""
 
 import inspect
+import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -34,7 +35,7 @@ _LEAST_ROWS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """What takes the places of an image's tokens.
+    """The features of an image, which take the places of its tokens.
 
     embeddings: [tokens, hidden_size]. added: the same for each of the first decoder layers, to whose output it is added
     (DeepStack, arXiv:2406.04334).
@@ -252,9 +253,7 @@ def _as_tensor(tensor: contract.Tensor) -> Tensor:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidImage(f"{tensor.name} is of {tensor.dtype}; it must be one of {', '.join(_DTYPES)}")
-    count = 1
-    for size in tensor.shape:
-        count *= size
+    count = math.prod(tensor.shape)
     if min(tensor.shape, default=0) < 0 or not count or count * dtype.itemsize != len(tensor.data):
         raise InvalidImage(f"{tensor.name} of the shape {list(tensor.shape)} has {len(tensor.data)} bytes")
     return torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)

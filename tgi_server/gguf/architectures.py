@@ -58,7 +58,7 @@ Order = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a tensor differs from that of `transformers`.
+    """The difference between a file's tensor and that of `transformers`.
 
     rows, columns: for each row or input there, which one of the file's it is; None: the same one. of_numbers: makes
     numbers in float32 of those of the file. shape: makes the shape of that of the file. beside: the name of a tensor

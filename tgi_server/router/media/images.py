@@ -34,7 +34,7 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """What the image processor makes of an image.
+    """An image after the model's image processor.
 
     placeholder: the text that stands for it in a prompt. text: the text of its tokens. tokens: how many of these get
     what the model sees. digest: SHA-256 of the tensors.

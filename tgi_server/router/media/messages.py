@@ -1,4 +1,4 @@
-"""What the router and the processes that decode images say to each other, over pipes.
+"""Messages between the router and the processes that decode images, over pipes.
 
 A message is preceded by its size in eight bytes, and followed by the bytes that it announces.
 """
@@ -28,7 +28,7 @@ class ImageArray(msgspec.Struct):
 
 
 class ImageResult(msgspec.Struct):
-    """What became of an image.
+    """The answer of a process: an image for the model, or why there is none.
 
     error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: what takes its
     place. arrays: the tensors of the image, which follow in this order.

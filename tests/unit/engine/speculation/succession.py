@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, build
+from tgi_server.engine.speculation.drafters import Drafter
 
 FIXED = VOCAB_SIZE - 1
 """The token that follows itself."""
@@ -40,3 +42,17 @@ def head_for(model: LlamaForCausalLM, distance: int) -> Tensor:
 
 def follower(token: int, distance: int = 1) -> int:
     return token if token == FIXED else (token + 7 * distance) % FIXED
+
+
+def watch_drafts(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Returns a list that gets each draft as it is proposed: the tokens of its sequence, and those that are drafted."""
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = drafter.propose
+
+    def watched(room):
+        drafts = propose(room)
+        seen.extend((sequence.tokens(0, sequence.length), draft) for sequence, draft in drafts.items() if draft)
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    return seen

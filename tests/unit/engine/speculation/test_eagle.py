@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from tests.tiny_models import VOCAB_SIZE, build, make
 from tests.unit.engine.requests import load_engine
-from tests.unit.engine.speculation.succession import follower, head_for, succession_llama
+from tests.unit.engine.speculation.succession import follower, head_for, succession_llama, watch_drafts
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
@@ -140,15 +140,7 @@ def test_drafts_are_those_of_the_network_by_itself(tmp_path: Path, monkeypatch: 
     engine = _engine(folder, save_network(tmp_path / "eagle", weights), speculate=3)
     drafter = engine.speculation.drafters[-1] if engine.speculation else None
     assert drafter is not None
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = drafter.propose
-
-    def watched(room):
-        drafts = propose(room)
-        seen.extend((sequence.tokens(0, sequence.length), draft) for sequence, draft in drafts.items() if draft)
-        return drafts
-
-    monkeypatch.setattr(drafter, "propose", watched)
+    seen = watch_drafts(drafter, monkeypatch)
     driver = Driver(engine)
     for sequence, chunks in zip(_sequences(), ([], [20, 30, 7], []), strict=True):
         driver.add(sequence, chunks)

@@ -15,7 +15,7 @@ from tests.tiny_models import NOISE, build
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import load_engine
 from tests.unit.engine.runners.test_parity import quick
-from tests.unit.engine.speculation.succession import follower, head_for
+from tests.unit.engine.speculation.succession import follower, head_for, watch_drafts
 from tgi_server.contract import SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver
@@ -150,15 +150,7 @@ def test_drafts_are_those_of_the_layer_in_transformers(
     assert engine.speculation is not None
     drafter = engine.speculation.drafters[-1]
     assert isinstance(drafter, Eagle)
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = drafter.propose
-
-    def watched(room):
-        drafts = propose(room)
-        seen.extend((sequence.tokens(0, sequence.length), draft) for sequence, draft in drafts.items() if draft)
-        return drafts
-
-    monkeypatch.setattr(drafter, "propose", watched)
+    seen = watch_drafts(drafter, monkeypatch)
     Driver(engine).run(*sequences())
     assert len(seen) > NEW
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
