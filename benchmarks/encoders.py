@@ -155,7 +155,7 @@ def measured(ways: dict[str, Embed], texts: Sequence[str], rounds: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=positive, default=64, help="texts to embed; default: 64")
-    parser.add_argument("--rounds", type=positive, default=3, help="rounds of which the best counts; default: 3")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds; the best one counts; default: 3")
     parser.add_argument("--output", type=Path, help="write the numbers to this file, too, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -71,7 +71,7 @@ def linear_times(
 
 
 def outputs_by_depth(config: PretrainedConfig) -> Counter[int]:
-    """Returns how many outputs the layers with so many inputs have together, without the head."""
+    """Returns the outputs of the layers, without the head, added up by their number of inputs."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()

@@ -64,7 +64,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits until the device has done all that it was told."""
+    """Waits until the device has done all that was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -31,7 +31,7 @@ LONG_TEXTS: JsonSchema = {"type": "array", "items": {"type": "string"}, "minItem
 
 
 def large_schema(random: Random, members: int = 60) -> JsonSchema:
-    """Makes an object with so many members, all of them required: texts, choices, numbers, dates, lists and objects.
+    """Makes an object with this many members, all of them required: texts, choices, numbers, dates, lists and objects.
 
     Every one has names and choices of its own, so that nothing of it can have been compiled before.
     """

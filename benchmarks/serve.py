@@ -43,7 +43,7 @@ async def first_model(url: str, api_key: str | None) -> str:
 
 
 async def measure(server: Target, workloads: Sequence[Workload], seed: int, *, warm_up: bool) -> list[Summary]:
-    """Runs the workloads one after the other; what goes wrong is told on standard error."""
+    """Runs the workloads one after the other; what goes wrong is written to standard error."""
     summaries = []
     for workload in workloads:
         tell(f"{workload.name}: {workload.describe()}, {workload.requests} requests")

@@ -56,7 +56,7 @@ def recipes() -> Iterator[tuple[str, list[str]]]:
 
 
 def prompts(most: int) -> dict[str, list[str]]:
-    """Returns prompts of each workflow, at most so many."""
+    """Returns prompts of each workflow, up to a number."""
     summaries, rewritings = [], []
     for title, steps in recipes():
         summaries += [summary.prompt(title, step, after) for step, after in zip(steps, [*steps[1:], ""], strict=True)]

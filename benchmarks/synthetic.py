@@ -104,7 +104,7 @@ _LLAMA_8B = LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
-# A mixture of 1.3B parameters, of which a token takes 230M: 4 of 32 experts in each layer.
+# A mixture of 1.3B parameters; a token uses 230M, 4 of 32 experts in each layer.
 _MIXTURE_1B = Qwen3MoeConfig(
     vocab_size=32000,
     hidden_size=1024,

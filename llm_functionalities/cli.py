@@ -1,4 +1,4 @@
-"""`llm-functionalities`: runs the service until it is told to stop."""
+"""`llm-functionalities`: runs the service until it is stopped."""
 
 import asyncio
 import gc

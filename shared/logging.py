@@ -188,7 +188,7 @@ class _BackgroundWriter(io.RawIOBase):
         self._numbers = count()
         self._draining = False
         self._writing = False
-        self._dropped = 0  # lines, not told yet
+        self._dropped = 0  # lines, not reported yet
         self._thread = threading.Thread(target=self._run, name="standard error", daemon=True)
         self._thread.start()
 

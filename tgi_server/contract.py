@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-# Tokens that may be drafted for a sequence in one step: the router grants blocks for so many ahead, and more are hardly
-# ever all right.
+# Tokens that may be drafted for a sequence in one step: the router grants blocks for this many ahead, and
+# more are hardly ever all right.
 MOST_DRAFTED = 32
 
 # What a model does that reads texts and writes none: embeddings, or scores of texts and pairs.
@@ -154,7 +154,7 @@ class SamplingParameters:
 
     do_sample: bool = _option(False, "Sample, rather than take the most likely token.")
     temperature: float = _option(1.0, "Divides the logits.", above=0, example=0.7)
-    top_k: int = _option(0, "Sample from so many most likely tokens.", least=1, most=_INT32, example=40)
+    top_k: int = _option(0, "Sample from this many of the most likely tokens.", least=1, most=_INT32, example=40)
     top_p: float = _option(
         1.0, "Sample from the most likely tokens of this total probability.", above=0, below=1, example=0.95
     )
@@ -174,7 +174,7 @@ class SamplingParameters:
         default_factory=dict,
         metadata=_row("Added to the logits, by token id; as a list, one for each token.", Bounds(least=-100, most=100)),
     )
-    min_tokens: int = _option(0, "The text has at least so many tokens.", least=0, most=_UINT32)
+    min_tokens: int = _option(0, "Least number of tokens to generate.", least=0, most=_UINT32)
     late_tokens: tuple[int, ...] = ()
 
 
@@ -196,7 +196,7 @@ class ReportParameters:
     """
 
     logprobs: bool = False
-    top_n_tokens: int = _option(0, "Report so many most likely tokens at each position.", least=0, most=_UINT32)
+    top_n_tokens: int = _option(0, "Number of most likely tokens to report at each position.", least=0, most=_UINT32)
     prefill_logprobs: bool = _option(False, "Report the prompt's tokens and their log-probabilities.")
     prefill_top_n: int = 0
     scored_token_ids: tuple[int, ...] = ()
@@ -214,14 +214,14 @@ class GenerationOptions:
     report: ReportParameters = field(default_factory=ReportParameters)
     n: int = _option(1, "Answers to generate for each prompt.", least=1, most=_UINT32)
     best_of: int = _option(
-        0, "Generate so many sequences, and answer with the most likely.", least=1, most=_UINT32, example=2
+        0, "Number of sequences to generate; the most likely one is the answer.", least=1, most=_UINT32, example=2
     )
     stop: tuple[str, ...] = _option((), "Texts that end the generation.", example=["\n\n"])
     stop_token_ids: tuple[int, ...] = _option((), "Tokens that end the text.")
     allowed_token_ids: tuple[int, ...] = _option((), "Generate only these tokens; not with a grammar.")
     include_stop: bool = _option(False, "Show the stop sequence.")
     skip_special_tokens: bool = _option(True, "Leave special tokens out of the text.")
-    truncate: int = _option(0, "Use only so many last tokens of the prompt.", least=1, most=_UINT32)
+    truncate: int = _option(0, "Number of tokens to use at the prompt's end; the rest is cut.", least=1, most=_UINT32)
     cache_salt: str | None = _option(
         None, "Reuse what was computed of a prompt only for prompts with the same salt.", least=1, most=1024
     )

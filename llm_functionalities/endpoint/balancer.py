@@ -26,7 +26,7 @@ PREFIX_CHARACTERS = 512
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
 
-# One request in so many takes no account of endpoints that stall now and then, to learn whether they still do.
+# One request in this many ignores that an endpoint stalls now and then, to learn whether it still does.
 TRIAL_EVERY = 50
 
 Pieces: TypeAlias = Generator[GeneratedText, None, None]

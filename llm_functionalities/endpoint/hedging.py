@@ -25,10 +25,10 @@ T = TypeVar("T")
 # Hedges that may be sent at once after a time without any.
 MOST_SAVED = 10.0
 
-# The 95th percentile is that of so many last requests, computed once there are enough, and after every few.
+# The 95th percentile covers the last LATENCIES requests. It is computed from ENOUGH_LATENCIES on, after every EVERY.
 LATENCIES, ENOUGH_LATENCIES, EVERY = 512, 20, 16
 
-# An endpoint stalls if so many of its last requests were late by far, or were answered by a hedge.
+# An endpoint stalls if STALLS of its RECENT requests were late by far, or were answered by a hedge.
 RECENT, STALLS = 50, 3
 LATE_BY_FAR = 2.0
 

@@ -138,7 +138,7 @@ class ModelClient:
     async def pieces(
         self, context: CallContext, prompt: str, generation: GenerationParameters, deadline: Deadline
     ) -> AsyncGenerator[Answer[str], None]:
-        """Yields the model's answer in pieces, as it writes them, the last of which says why it ends."""
+        """Yields the model's answer in pieces, as it writes them; the last one says why it ends."""
         async with aclosing(self.model.stream(prompt, generation, deadline, context.headers)) as answers:
             async for answer in answers:
                 context.tell_reasons([answer])

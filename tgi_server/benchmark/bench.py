@@ -32,7 +32,7 @@ class DoesNotFit(StartupError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of so many prompts of so many tokens each, which get so many tokens each."""
+    """A batch: the number of prompts, the tokens of each, and the tokens generated for each."""
 
     batch_size: int
     sequence_length: int

@@ -19,9 +19,9 @@ _JUMP_FORWARD_AT_ONCE = 32
 class ForwardPlan:
     """The forward pass of a step, and the sequences that get a token from it.
 
-    decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
-    the order of the rows that they have, or take once their prompt is complete. first_row: of the first of them.
-    picked: the indices of their logits among those that the pass yields.
+    decoding: the number of rows that decode; they come first. chunks: what is computed beside them. sequences: those
+    that get a token, in the order of the rows that they have, or take once their prompt is complete. first_row: of the
+    first of them. picked: the indices of their logits among those that the pass yields.
     """
 
     decoding: int
@@ -51,7 +51,7 @@ class RunningBatch:
     """
 
     def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int, cheap_tokens: int) -> None:
-        """cheap_tokens: a step that computes up to so many tokens takes about as long as one that computes one."""
+        """cheap_tokens: the most tokens for which a step takes about as long as for one."""
         self.id = batch_id
         self.rows: list[RunningSequence] = []
         self.prefilling: dict[int, RunningSequence] = {}

@@ -54,7 +54,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.
 _OFFSET_POSITIONS = ("roberta", "camembert", "mpnet", "xlm")
 # The marks of conversations in the form of Qwen3-Reranker, which answers yes or no.
 _CONVERSATION = "<|im_start|>"
-# A batch of texts that has so many tokens is closed rather than filled with texts that are much shorter.
+# A batch of texts with this many tokens is closed rather than filled with texts that are much shorter.
 _ENOUGH_TOKENS = 512
 _MOST_PADDING = 1 / 8
 

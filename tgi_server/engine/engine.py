@@ -279,7 +279,7 @@ class Engine:
         return TorchSampler(rows, self.info.vocab_size, self._device, self._watermark, row_kernel=row_kernel)
 
     def _rehearse_sampling(self, logits: Tensor) -> None:
-        """Samples from logits, [rows, vocab_size], as requests do of which each asks for everything.
+        """Samples from logits, [rows, vocab_size], as requests that use every option.
 
         Then proves the kernel that samples, where there is one; a fall-back is noted where it fails.
         """

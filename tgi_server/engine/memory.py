@@ -107,7 +107,7 @@ class DeferredFree:
 
 
 def read_once(tensor: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yields so many rows of a tensor at a time, and forgets the pages of a file in which they lie before the next."""
+    """Yields a tensor in pieces of `rows` rows, and forgets the pages of a file in which they lie before the next."""
     files = _mapped_files()
     for part in tensor.split(rows):
         yield part

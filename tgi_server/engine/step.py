@@ -178,7 +178,7 @@ class Step:
         return alive
 
     def _going_on(self, taken: Iterable[_Taken]) -> dict[int, int]:
-        """Returns the tokens, by request id, of the sequences of which another may be chosen at once."""
+        """Returns the tokens, by request id, of the sequences that allow another token to be chosen at once."""
         return {
             sequence.request_id: generation.token_id
             for generation, sequence in taken

@@ -57,7 +57,7 @@ class Constraint:
     ) -> None:
         """matcher: this sequence's own. hints: tokens by the marker that they stand for. eos: the first is preferred.
 
-        max_new_tokens: the sequence ends after so many, hints included. ignore_eos: the text goes on for as long as the
+        max_new_tokens: the most tokens of the sequence, hints included. ignore_eos: the text goes on for as long as the
         grammar lets it. closing: ranks tokens for `close`. on_fault: called when the matcher has failed.
         """
         self.error: str | None = None

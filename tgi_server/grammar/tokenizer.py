@@ -22,7 +22,7 @@ _SPECIAL = b"\xff"
 # Strings, regular expressions and comments of a Lark grammar, in which angle brackets are text; and names in them.
 _LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|<[^<>\s]+>')
 
-# Files of which `transformers` makes a fast tokenizer where there is no tokenizer.json.
+# Files from which `transformers` makes a fast tokenizer where there is no tokenizer.json.
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 

@@ -1,4 +1,4 @@
-"""Facts for a bug report: the machine, and the versions of what is installed, of which nothing is imported."""
+"""Facts for a bug report: the machine, and the versions of what is installed. Nothing is imported for it."""
 
 import platform
 import subprocess
@@ -65,7 +65,7 @@ def describe_cpu() -> str:
 
 def _memory() -> str:
     facts = _table(Path("/proc/meminfo"))
-    return f"{facts.get('MemTotal', UNKNOWN)}, of which available {facts.get('MemAvailable', UNKNOWN)}"
+    return f"{facts.get('MemTotal', UNKNOWN)}, available {facts.get('MemAvailable', UNKNOWN)}"
 
 
 def _table(path: Path) -> dict[str, str]:

@@ -67,7 +67,7 @@ def quantize_folder(
 
 
 class _Layers:
-    """A model of which some decoder layers are loaded at a time. paths: of all of them."""
+    """A model that is loaded some decoder layers at a time. paths: of all of them."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> None:
         self._folder = folder

@@ -83,8 +83,8 @@ def _inverse_factors(hessian: Tensor, damping: float) -> Tensor:
 def _round_rows(weight: Tensor, factors: Tensor, size: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rounds a weight, which is changed, with a thread for each part of its outputs.
 
-    Each of thousands of inputs takes some ten short operations, at the end of which torch's own threads would mostly
-    wait for each other. Outputs do not depend on each other.
+    Each of thousands of inputs takes some ten short operations, after each of which torch's own threads would
+    mostly wait for each other. Outputs do not depend on each other.
     """
     threads = max(1, min(torch.get_num_threads(), len(weight) // _ROWS_PER_THREAD))
     with ThreadPoolExecutor(threads, "rounding", initializer=partial(torch.set_num_threads, 1)) as pool:

@@ -66,7 +66,7 @@ class RequestTimes:
 
 
 class RequestMetrics:
-    """One request's life, told by the HTTP side."""
+    """One request's life, reported by the HTTP side."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._count = Counter("tgi_request_count", "Generation requests received.", registry=registry)
@@ -125,7 +125,7 @@ class RequestMetrics:
         self._by_adapter.labels(name).inc()
 
     def accepted_drafts(self, tokens: int) -> None:
-        """Told by the scheduler, where shards speculate, for each request in each step."""
+        """Counts drafted tokens of a request in a step. Called by the scheduler, where shards speculate."""
         self._skipped_tokens.observe(tokens)
 
     def succeeded(self, times: RequestTimes, generated_tokens: int) -> None:
@@ -139,7 +139,7 @@ class RequestMetrics:
         self._generated_tokens.observe(generated_tokens)
 
     def answered(self, seconds: float, input_length: int) -> None:
-        """A request that generates nothing was answered."""
+        """Counts an answer to a request that generates nothing."""
         self._success.inc()
         self._total.observe(seconds)
         self._input_length.observe(input_length)
@@ -164,7 +164,7 @@ class _MethodMetrics:
 
 
 class BatchMetrics:
-    """The queue and the running batch, told by the scheduler."""
+    """The queue and the running batch, reported by the scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._queue_size = Gauge("tgi_queue_size", "Requests that wait for a place in a batch.", registry=registry)
@@ -237,12 +237,12 @@ class BatchMetrics:
         self._preemptions.inc(requests)
 
     def looked_up(self, tokens: int, hits: int) -> None:
-        """A prompt of `tokens` tokens was looked up in the prefix cache, and so many of them were found."""
+        """Counts a prompt's tokens that were looked up in the prefix cache, and those of them that were found."""
         self._prefix_lookups.inc(tokens)
         self._prefix_hits.inc(hits)
 
     def speculated(self, drafted: int, accepted: int) -> None:
-        """A step computed so many drafted tokens, and so many of them were right."""
+        """Counts the drafted tokens that a step computed, and those of them that were right."""
         self._speculated.inc(drafted)
         self._accepted.inc(accepted)
 
@@ -280,7 +280,7 @@ class GatewayMetrics(Collector):
         self._changed_at = 0.0
 
     def adapters(self, most: int, ready: Iterable[str], waiting: Iterable[str]) -> None:
-        """Notes the adapters in memory, of which there may be `most`, and those that requests wait for."""
+        """Notes the adapters in memory, their highest number, `most`, and those that requests wait for."""
         now = str(most), ",".join(sorted(ready)), ",".join(sorted(waiting))
         if now != self._adapters:
             self._adapters, self._changed_at = now, time()

@@ -267,7 +267,7 @@ class ServingSettings(ServiceSettings):
 
     @property
     def api_keys(self) -> list[ApiKey]:
-        """Keys of which a request must carry one; none: it need not."""
+        """The keys: a request must carry one of them. Empty: it need not."""
         keys = _read_keys(self.api_key_file) if self.api_key_file else []
         own = [ApiKey(self.api_key)] if self.api_key and all(each.text != self.api_key for each in keys) else []
         return [*own, *keys]

@@ -84,7 +84,7 @@ class Submitter(Protocol):
         """Forgets the request within one decode step; its sink hears nothing more. Unknown ids are ignored."""
 
 
-# Limits of OpenAI's interface: answers to one prompt, and the likeliest tokens that are told at each position. It takes
+# Limits of OpenAI's interface: answers to one prompt, and the likeliest tokens reported at each position. It takes
 # 4 stop sequences; evaluation suites send more.
 _OPENAI_CHOICES = 128
 _OPENAI_TOP_LOGPROBS = 20

@@ -139,7 +139,7 @@ class EncoderQueue:
         return finished(values, dimensions, unit=unit)
 
     async def run(self, work: Callable[[Callable[[], None], float], T], target_gap_s: float | None) -> T:
-        """Returns what `work` returns. It computes in pieces, of which it is given the seconds, and calls the function
+        """Returns what `work` returns. It computes in pieces of the seconds that it is given, and calls the function
         that it is given before each.
         """
         return await asyncio.wrap_future(self._thread.submit(self._run, work, _layer_seconds(target_gap_s)))
@@ -206,7 +206,7 @@ class EncoderQueue:
             self.turns.pause()
 
     def _most_tokens(self, task: Task, layer_seconds: float) -> int:
-        """Returns the tokens of a batch of which a layer takes so many seconds at most."""
+        """Returns the most tokens of a batch whose layers take at most these seconds each."""
         if not self._beside:
             return _MOST_TOKENS
         cost = self._token_seconds[task]

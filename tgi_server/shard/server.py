@@ -1,4 +1,4 @@
-"""Runs one shard: loads the engine, then serves it on a Unix socket until told to stop."""
+"""Runs one shard: loads the engine, then serves it on a Unix socket until it is stopped."""
 
 import asyncio
 import gc

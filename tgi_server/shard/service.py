@@ -165,7 +165,7 @@ class TextGenerationService(TextGenerationServiceServicer):
                 self._running = None
 
     def end_run(self, reason: str) -> None:
-        """Ends the stream that is open, if there is one, and forgets its batch. reason: what its router is told."""
+        """Ends the stream that is open, if there is one, and forgets its batch. reason: what its router receives."""
         if self._running is not None:
             self._running.end(reason)
 

@@ -18,7 +18,7 @@ from tgi_server.engine.models.spec import DecoderSpec, Family
 
 # Takes the head's input, [rows, hidden_size], and the inputs of some layers, [tokens, hidden_size] each.
 Keep = Callable[[Sequence[Tensor]], None]
-# Makes what computes the LoRA deltas of a layer of so many outputs, which is made of so many of the base model.
+# Makes what computes a layer's LoRA deltas, from its outputs and the number of the base model's layers that it joins.
 MakeLora = Callable[[int, int], LoraBackend]
 
 
@@ -109,7 +109,7 @@ class PagedModel(ABC):
         return []
 
     def fix_length(self, tokens: int) -> None:
-        """Fixes rotary positions that depend on a text's length to those of a text of so many tokens."""
+        """Fixes rotary positions that depend on a text's length to those of a text of this length."""
         self._rope.fix(tokens)
 
 

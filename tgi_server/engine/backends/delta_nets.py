@@ -1,4 +1,4 @@
-"""Gated delta nets, of which the CPU's kernels compute in one call all that lies between their projections."""
+"""Gated delta nets: the CPU's kernels compute all that lies between their projections in one call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -29,12 +29,12 @@ from tgi_server.engine.backends.threads import FEW_TOKENS
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
 
-# Layers of which a mixture gives each only some of the rows: which rows those are, nobody knows outside.
+# Layers that get only some of the rows in a mixture of experts: which ones is not known outside.
 _OF_EXPERTS = ".experts."
 # Layers whose weight the model reads without calling them, of Mamba; and those that choose experts.
 _NOT_FOR_ROWS = (".dt_proj", ".router")
-# Mixers make hundreds of short loops of a prompt, too. With up to so many threads their meetings cost more than threads
-# beside the first one save.
+# Mixers make hundreds of short loops of a prompt, too. With more threads than this, waiting for each
+# other costs more than threads beside the first one save.
 _FEW_THREADS = 4
 
 

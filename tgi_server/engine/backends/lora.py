@@ -17,7 +17,7 @@ class AdapterRows:
 
     numbers: [rows] int32 on the device, the number of each row's adapter; 0: none. present: the numbers that occur,
     without 0; None: unknown, because a captured step reads them when it runs.
-    wanted: [wanted] int64, the rows of which the head computes logits; None: of all, or of each sequence's last.
+    wanted: [wanted] int64, the rows whose logits the head computes; None: of all, or of each sequence's last.
     """
 
     numbers: Tensor
@@ -33,7 +33,7 @@ class AdapterRows:
         return cls(to_device(numbers, torch.int32, device), present) if present else None
 
     def of(self, count: int) -> Tensor:
-        """Returns the numbers, [count] int32, for a layer that is given so many rows.
+        """Returns the numbers, [count] int32, for a layer whose input has this many rows.
 
         They are those of the pass, or those whose logits are wanted; or, of a padded pass, several of each sequence.
         """
@@ -47,7 +47,7 @@ class AdapterRows:
         return self._by_count[count]
 
     def order(self, count: int) -> Tensor:
-        """Returns the rows of a layer that is given so many, sorted by their adapters' numbers: [count] int64."""
+        """Returns the indices of a layer's rows, sorted by their adapters' numbers: [count] int64."""
         if count not in self._orders:
             self._orders[count] = self.of(count).argsort(stable=True)
         return self._orders[count]
@@ -94,7 +94,7 @@ class LoraBackend(ABC):
         """Forgets an adapter, if it changes this layer."""
 
     def warm_up(self, inputs: int, dtype: torch.dtype) -> None:  # noqa: B027
-        """Compiles what `apply` needs, for x of so many inputs, where something is compiled."""
+        """Compiles what `apply` needs for this number of inputs, if it compiles anything."""
 
     @abstractmethod
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:

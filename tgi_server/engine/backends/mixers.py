@@ -31,7 +31,7 @@ from tgi_server.engine.backends.recurrent import (
 )
 from tgi_server.engine.backends.states import Part, SequenceStates, causal_convolution, delta_rule, selective_scan
 
-# A chunk of up to so many tokens is computed one token after the other where there is a function for that.
+# A chunk of up to this many tokens is computed one token after the other where there is a function for that.
 _FEW_TOKENS = 8
 
 # Takes tensors by name; returns the outputs and the state behind them.

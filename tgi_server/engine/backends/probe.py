@@ -292,7 +292,7 @@ def _blocks_of(tokens: int, block_size: int) -> int:
 def _pass(model: PagedModel, tables: Tensor, spans: list[tuple[int, int, int]], decoding: int) -> Tensor:
     """Computes parts of two texts. Returns the logits of the last token of each: [spans, vocab_size].
 
-    spans: (row of the tables, first position, tokens) of each part. decoding: so many of them decode; the others are
+    spans: (row of the tables, first position, tokens) of each part. decoding: how many of them decode; the others are
     chunks of prompts.
     """
     device, size = model.attention.device, model.attention.block_size

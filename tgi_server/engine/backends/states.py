@@ -67,7 +67,7 @@ class SequenceStates:
             part[target] = part[source]
 
     def clear(self, slot: int) -> None:
-        """Makes a slot that of a text of which nothing is computed."""
+        """Makes a slot that of a text that is not computed yet."""
         for part in self._parts.values():
             part[slot].zero_()
 
@@ -130,7 +130,7 @@ def causal_convolution(
         initial_state = hidden_states.new_zeros(*hidden_states.shape[:2], before)
     inputs = torch.cat([initial_state, hidden_states], dim=-1)
     tokens, wide, taps = hidden_states.shape[-1], inputs.float(), weight.float()
-    # A sum over the few taps: torch's convolution of so many channels, each by itself, takes several times as long.
+    # A sum over the few taps: torch's convolution of many channels, each by itself, takes several times as long.
     convolved = wide[..., :tokens] * taps[:, :1]
     for tap in range(1, before + 1):
         convolved.addcmul_(wide[..., tap : tap + tokens], taps[:, tap : tap + 1])

@@ -65,8 +65,8 @@ def load_shard(
 
     Nothing but the shard is ever in memory, and one quantised weight. config: the model's. quantization: of its
     weights. facts: what all shards have to agree on beside the model and the versions of libraries, by its name. Raises
-    UnsupportedModel for a model that cannot be split over so many shards, or when the shards differ in what they are to
-    load.
+    UnsupportedModel for a model that cannot be split over this many shards, or when the shards are to load
+    different things.
     """
     plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
@@ -216,7 +216,7 @@ def _check_vocabulary(model: PreTrainedModel, tensors: Checkpoint, plan: Shardin
 def _linears(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
     """Returns the weights of linear layers that stay quantised.
 
-    Others, of layers of another kind or of which `transformers` makes others, become dense as they are read. The head
+    Weights of other layers, and weights that `transformers` converts, become dense as they are read. The head
     is not rounded.
     """
     head = model.get_output_embeddings()
@@ -295,7 +295,7 @@ def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
 def _by_model_names(model: PreTrainedModel, tensors: Checkpoint) -> Checkpoint:
     """Returns the tensors by the names in the files, and by those that `transformers` gives them in the model.
 
-    Tensors of which it makes others as it loads them have none.
+    Tensors that it converts as it loads them have none.
     """
     changes = get_model_conversion_mapping(model)
     renamed: Checkpoint = {}

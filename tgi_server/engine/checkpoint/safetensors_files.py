@@ -27,7 +27,7 @@ _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlicedTensor:
-    """A tensor of a file of which a shard needs a slice; `[...]` reads it, as with the slices of safetensors.
+    """A tensor of a file, to read a shard's slice from; `[...]` reads it, as with the slices of safetensors.
 
     source: what `get_slice` of an open safetensors file returns. part: the slice; None: all of the tensor.
     """
@@ -79,7 +79,7 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """A tensor of a quantised checkpoint of which a shard needs a slice, `part`.
+    """A tensor of a quantised checkpoint, to read a shard's slice, `part`, from.
 
     `[...]` reads it as a dense tensor, `weights` as it is stored. plain: the tensor in a checkpoint that is not
     quantised itself, which `[...]` then reads. transposed: the model has it as [inputs, outputs].

@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 # One of the files of a model that has several; their numbers say if they are all there.
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# The names of tensors of which every expert of a layer has one: layer, expert and the rest.
+# The names of tensors that every expert of a layer has: layer, expert and the rest.
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 

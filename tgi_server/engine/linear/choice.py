@@ -42,12 +42,12 @@ _DISTINCT = 48
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A kind of weights, all of which are multiplied by the same kernels.
+    """A kind of weights that the same kernels multiply.
 
     kind: "dense", "rounded" (dense weights rounded to 8 bits with their inputs), or of quantized weights `kind_of`.
     dtype: of the inputs. bits: of a weight. kernels: the engine's kernels that run on this CPU, the default first.
     by_name: kernels that are used only if they are named.
-    make: returns a layer of so many outputs and inputs, with these kernels.
+    make: returns a layer with these numbers of outputs and inputs, and these kernels.
     """
 
     kind: str

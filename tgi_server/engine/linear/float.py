@@ -36,7 +36,7 @@ class FloatLinear(KernelLinear):
 def packed_in_parts(
     weight: Tensor, numbers: int, convert: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Arranges a weight for the kernels, about so many numbers at a time: little of it is in memory twice.
+    """Arranges a weight for the kernels, in pieces of about this many numbers, so that little of it is in memory twice.
 
     convert: returns what is arranged of some outputs, [outputs, inputs], and other facts about each of them.
     Returns all that is arranged, and the facts of all outputs.

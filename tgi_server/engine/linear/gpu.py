@@ -26,8 +26,8 @@ _OUTPUTS = 256
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 # By which rounding inputs to FP8 may change outputs, besides; as shares of their norm.
 _FP8_TOLERANCE = 5e-2
-# The product of FP8 takes multiples of so many inputs and outputs, on devices of this compute capability and newer.
-# With scales for blocks of so many inputs, on the other one alone.
+# The product of FP8 takes multiples of this many inputs and outputs, on devices of this compute capability and newer.
+# With scales for blocks of this many inputs, on the other one alone.
 _UNIT, _BLOCK = 16, 128
 _OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 

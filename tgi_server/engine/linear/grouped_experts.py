@@ -233,7 +233,7 @@ class _AllExperts(nn.Module):
     def forward(
         self, x: Tensor, bias: Tensor | None, rows: Any, of_token: int = 0, shares: Tensor | None = None, *, dense: bool
     ) -> Tensor:
-        """Returns what `multiply_groups` does. dense: there are so many rows that weights are dequantized first."""
+        """Returns what `multiply_groups` does. dense: weights are dequantized first, since there are many rows."""
         from tgi_server.engine.kernels.triton.grouped_gemm import multiply_dequantized_groups, multiply_quantized_groups
 
         return (multiply_dequantized_groups if dense else multiply_quantized_groups)(

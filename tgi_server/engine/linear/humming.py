@@ -15,7 +15,7 @@ from tgi_server.engine.linear.kernel_table import KernelTable
 HUMMING = "humming"
 # What the library takes as zero where none is given.
 _MIDDLE = 8
-# Multiples of so many outputs and inputs are taken.
+# Outputs and inputs have to be multiples of these.
 _UNIT = 128
 _CODES_OF_WORD = 8
 

@@ -36,7 +36,7 @@ class KernelTable:
         return ",".join(name if rows == 1 else f"{name}@{rows}" for name, rows in pairs)
 
     def at(self, rows: int) -> str:
-        """Returns the kernel for so many rows."""
+        """Returns the kernel for this number of rows."""
         return next(
             name for name, first in reversed(list(zip(self.kernels, self.from_rows, strict=True))) if first <= rows
         )

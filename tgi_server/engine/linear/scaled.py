@@ -8,7 +8,7 @@ from tgi_server.engine.kernels.triton.fp8 import rounded
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 
-# For one row torch's product takes longer than for so many, on an H200 by a third.
+# For one row torch's product takes longer than for this many: on an H200 by a third.
 _LEAST_ROWS = 16
 
 

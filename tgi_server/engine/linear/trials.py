@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Numbers of rows that are timed. A table says nothing finer.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-# A kernel takes over from the one for more rows only if it is so many times as fast: below that it may be noise. From
+# A kernel takes over from the one for more rows only if it is WORTH times as fast: below that it may be noise. From
 # many rows down, since more time is lost with many.
 WORTH = 1.1
 BUDGET_SECONDS = 1.5
@@ -92,8 +92,8 @@ def measure(
 ) -> dict[str, dict[int, float]]:
     """Returns the times of candidates: seconds of all layers together, by the number of rows.
 
-    outputs_by_depth: how many outputs all layers with so many inputs have together. candidates: weights, all for inputs
-    of one dtype, and the kernel that multiplies them. seconds: how long it may take.
+    outputs_by_depth: by the number of inputs, the outputs of all layers with that number together. candidates: weights,
+    all for inputs of one dtype, and the kernel that multiplies them. seconds: how long it may take.
     """
     dtype = next(weights.dtype for weights, _ in candidates.values())
     times = {name: dict.fromkeys(numbers_of_rows, 0.0) for name in candidates}

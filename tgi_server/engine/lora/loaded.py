@@ -27,7 +27,7 @@ from tgi_server.engine.parallel.shares import Share, share_of
 
 logger = logging.getLogger(__name__)
 
-# The adapters that were used last are cached in the host's memory: up to so many bytes, and this share of what is free.
+# The adapters that were used last are cached in the host's memory: up to these bytes, and this share of what is free.
 _MOST_RECENT_BYTES = 1 << 30
 _SHARE_OF_RAM = 0.1
 

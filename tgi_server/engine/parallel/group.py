@@ -254,7 +254,7 @@ def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeo
 
 
 def share_cores(processes: int) -> None:
-    """Makes this process compute on its part of the cores, of which a container's quota may leave less than there are.
+    """Makes this process compute on its part of the cores that a container's quota leaves.
 
     processes: that share them. Where the user has set OMP_NUM_THREADS, the quota does not count.
     """

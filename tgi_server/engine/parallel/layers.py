@@ -41,7 +41,7 @@ class RowParallel(ShardedLayer):
 
 
 class SummedExperts(ShardedLayer):
-    """Experts of which each computes all tokens, and each shard some features: their sum is one over all shards."""
+    """Experts that each compute all tokens. Each shard has some features: the output is a sum over all shards."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [experts * tokens, hidden_size], expert by expert. Returns the sum as the first expert's output."""
@@ -52,7 +52,7 @@ class SummedExperts(ShardedLayer):
 
 
 class VocabParallelEmbedding(ShardedLayer):
-    """An embedding of which every shard has a part of the vocabulary."""
+    """An embedding whose vocabulary is split over the shards."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [...] int64. Returns [..., hidden_size]."""
@@ -64,7 +64,7 @@ class VocabParallelEmbedding(ShardedLayer):
 
 
 class VocabParallelHead(ShardedLayer):
-    """A head of which every shard computes the logits of a part of the vocabulary, and gets all of them."""
+    """A head: each shard computes the logits of its part of the vocabulary, and gets all of them."""
 
     vocab_size: int
 
@@ -84,7 +84,7 @@ class VocabParallelHead(ShardedLayer):
 
 
 class ShardedQueryNorm(ShardedLayer):
-    """Root mean square normalisation over all heads, of which each shard has some.
+    """Root mean square normalisation over all heads, which are split over the shards.
 
     whole_size: elements of all heads. copies: the number of shards that have the same heads.
     """

@@ -59,12 +59,12 @@ class Split:
 
 
 def column_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
-    """A linear layer of which each shard computes some outputs. transposed: weights are [inputs, outputs]."""
+    """A linear layer: each shard computes some of its outputs. transposed: weights are [inputs, outputs]."""
     return Split({"weight": Slice(1 if transposed else 0, layout), "bias": Slice(0, layout)})
 
 
 def row_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
-    """A linear layer of which each shard has some inputs."""
+    """A linear layer: each shard has some of its inputs."""
     return Split({"weight": Slice(0 if transposed else 1, layout), "bias": FIRST_ONLY}, RowParallel)
 
 

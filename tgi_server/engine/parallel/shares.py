@@ -113,7 +113,7 @@ def sections(*each: tuple[int, Layout]) -> Layout:
 
 
 def grouped_values(key_size: int, *value_sizes: int) -> Layout:
-    """Returns a layout of groups: `key_size` indices of a KV head, then for each kind so many of its query heads'."""
+    """Returns a layout of groups, one for each KV head: `key_size` indices, then the value sizes of each query head."""
 
     def layout(share: Share, _: int) -> list[range]:
         group = share.heads.queries // share.heads.keys

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Up to so many bytes every GPU reads all of every other's tensor; beyond that each sums up a part, which the others
+# Up to this many bytes every GPU reads all of every other's tensor; beyond that each sums up a part, which the others
 # read. From the largest size on NCCL is as fast.
 ONE_SHOT_BYTES = 256 << 10
 MOST_BYTES = 4 << 20

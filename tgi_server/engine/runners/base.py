@@ -1,4 +1,4 @@
-"""The interface of a way to run a model, of which there are two: the paged and the padded one."""
+"""The interface of the two ways to run a model: paged and padded."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ class Runner(ABC):
     fallbacks: why parts of the model are computed in a slower way than the device has. backend: what the model computes
     with.
     argmax_ids: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
-    it: these are the next inputs of the rows, too, unless `accept` is told of others.
+    it: these are the next inputs of the rows, too, unless `accept` is given others.
     """
 
     paged: bool
@@ -142,7 +142,7 @@ class Runner(ABC):
 
     @abstractmethod
     def join(self, sequence: RunningSequence) -> None:
-        """Takes in a sequence of which nothing is computed yet."""
+        """Takes in a sequence that is not computed yet."""
 
     def leave(self, sequence: RunningSequence) -> None:  # noqa: B027
         """Takes back what a sequence had beside its row and its blocks."""

@@ -16,7 +16,7 @@ from tgi_server.engine.sampling import argmax
 
 T = TypeVar("T")
 
-# Steps with drafted tokens are captured for at most so many rows: beside more, no draft is worth its time.
+# Steps with drafted tokens are captured for at most this many rows: beside more, no draft is worth its time.
 _MOST_DRAFTING_ROWS = 64
 
 
@@ -54,20 +54,20 @@ class StepCapture:
         self._faults = faults
 
     def decoding(self, sizes: Sequence[int], *, any_adapters: bool = False) -> DecodeGraphs | None:
-        """Captures steps in which so many rows decode. any_adapters: with whatever adapters they have."""
+        """Captures steps in which `rows` rows decode. any_adapters: with whatever adapters they have."""
         step = partial(self._decode, any_adapters=any_adapters)
         what = "decoding with adapters" if any_adapters else "decoding"
         return self._captured(what, lambda: DecodeGraphs(sizes, step, self._capture))
 
     def drafting(self, sizes: Sequence[int]) -> DecodeGraphs | None:
-        """Captures steps of so many rows, or fewer, each with the most drafted tokens."""
+        """Captures steps of up to this many rows, each with the most drafted tokens."""
         few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
         if not few:
             return None
         return self._captured("checking drafts", lambda: DecodeGraphs(few, self._draft, self._capture))
 
     def prompts(self, most: int, block_size: int) -> PromptGraphs | None:
-        """Captures steps with prompts, of at most so many tokens."""
+        """Captures steps with prompts, up to this many tokens."""
         counts, rows, tables = graph_token_counts(most), len(self._batch), self._batch.block_tables.table
         return self._captured(
             "computing prompts", lambda: PromptGraphs(counts, rows, tables, block_size, self._run, self._capture)

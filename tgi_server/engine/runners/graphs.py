@@ -60,7 +60,7 @@ class DecodeGraphs:
     """Captured steps in which sequences only decode. What `run` returns is overwritten by the next run."""
 
     def __init__(self, sizes: Iterable[int], step: Callable[[int], tuple[Tensor, ...]], capture: Capture) -> None:
-        """step: computes so many rows, which are the first dimension of whatever it returns.
+        """step: computes a number of rows, the first dimension of whatever it returns.
 
         Raises RuntimeError if the step cannot be captured. The largest one is captured first: the others find room in
         the memory that it has taken.

@@ -331,7 +331,7 @@ class PagedRunner(Runner):
         self._batch.truncate(rows)
 
     def _check(self, sequence: RunningSequence, blocks: list[int]) -> None:
-        """Raises InvalidCall for blocks that were never handed out: kernels write wherever they are told to."""
+        """Raises InvalidCall for blocks that were never handed out: kernels write to whatever block they are given."""
         if not blocks:
             return
         highest = max(blocks)

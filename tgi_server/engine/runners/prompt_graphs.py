@@ -20,7 +20,7 @@ TOKEN_COUNTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 
 
 
 def graph_token_counts(most: int) -> list[int]:
-    """Returns the token counts to capture, smallest first, where steps have at most so many tokens."""
+    """Returns the token counts to capture, smallest first, where steps have at most `most` tokens."""
     return sorted({*(count for count in TOKEN_COUNTS if count < most), min(most, TOKEN_COUNTS[-1])})
 
 
@@ -73,7 +73,7 @@ class PromptGraphs:
         return self._steps[min(counts)]()[0][:wanted]
 
     def _room(self, count: int) -> int:
-        """Returns how many logits a step of so many tokens may want."""
+        """Returns the most logits of a step with this many tokens."""
         return min(count, self._rows)
 
     def _copy(self, inputs: PassInput) -> None:

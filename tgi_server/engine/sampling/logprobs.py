@@ -72,7 +72,7 @@ class ChosenReport:
 
 @dataclass(frozen=True, slots=True)
 class TopReport:
-    """The likeliest tokens, `[k, width]`, of which the row at positions[i] wants the best counts[i]."""
+    """The likeliest tokens, `[k, width]`. The row at positions[i] reports the best counts[i]."""
 
     positions: Sequence[int]
     counts: Sequence[int]

@@ -200,7 +200,7 @@ class MetadataBuilder:
         self._rows_at_once = max(1, elements // vocab_size)
 
     def build(self, rows: Sequence[int], state: Mapping[int, Row]) -> tuple[SamplingMetadata, ...]:
-        """Returns the metadata of `rows`, so many at once as memory allows; nothing when an argmax will do.
+        """Returns the metadata of `rows`, in groups as large as memory allows; nothing when an argmax will do.
 
         state: the rows that need more than an argmax.
         """

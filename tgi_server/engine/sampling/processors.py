@@ -79,7 +79,7 @@ class WatermarkSettings:
 class WatermarkScore:
     """The evidence for a watermark.
 
-    z: standard deviations above chance. p: the probability that chance alone gives so many green tokens.
+    z: standard deviations above chance. p: the probability that chance alone gives at least as many green tokens.
     """
 
     z: float

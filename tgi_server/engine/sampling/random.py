@@ -8,7 +8,7 @@ at position `step` of the sequence that begins at the hash of the seed.
 Sums of floats depend on the order of addition, and that order depends on the device and on the number of rows in the
 batch. Sums of integers do not. So all decisions between tokens (how many fill `top_p`, which one is drawn) are taken on
 probabilities as integers, the tokens' weights. So that these are the same integers everywhere, their exponential is
-computed here in steps of which each is rounded alike by any device, and `kernels/cpu/sampling/` takes the same steps.
+computed here in steps that every device rounds alike, and `kernels/cpu/sampling/` takes the same steps.
 """
 
 import torch
@@ -39,7 +39,7 @@ _SECOND_MULTIPLIER = as_int64(0x94D049BB133111EB)
 
 
 def mix64(bits: Tensor) -> Tensor:
-    """Returns SplitMix64's finaliser of int64 of any shape: a bijection, each bit of which depends on all bits."""
+    """Returns SplitMix64's finaliser of int64 of any shape: a bijection; each bit of the result depends on all bits."""
     bits = (bits ^ _shift_right(bits, 30)) * _FIRST_MULTIPLIER
     bits = (bits ^ _shift_right(bits, 27)) * _SECOND_MULTIPLIER
     return bits ^ _shift_right(bits, 31)

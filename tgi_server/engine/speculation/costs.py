@@ -18,8 +18,8 @@ from tgi_server.engine.sequence import RunningSequence
 
 # Tokens of the steps that are measured.
 _MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-# All are measured in turns, so that a busy moment spoils none for good: again and again, until so many rounds in a row
-# have found none so many times as fast as before. After the least rounds, so many seconds suffice.
+# All are measured in turns, so that a busy moment spoils none for good: until _QUIET_ROUNDS rounds in a row have found
+# none _MUCH_FASTER times as fast as before, or, after _LEAST_ROUNDS, for _SECONDS.
 _QUIET_ROUNDS = 2
 _MUCH_FASTER = 1.2
 _LEAST_ROUNDS = 3
@@ -143,7 +143,7 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
 
 
 def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup | None) -> Line:
-    """Measures what computes a number of rows, at most so many. All shards go by what the first one measured."""
+    """Measures a function of the number of rows, up to a bound. All shards go by what the first one measured."""
     rows = [each for each in _MEASURED_TOKENS if each <= most]
     return Line(dict(zip(rows, _fastest([partial(compute, each) for each in rows], group), strict=True)))
 

@@ -16,8 +16,8 @@ from tgi_server.engine.sequence import RunningSequence
 class _Progress:
     """The progress of a sequence.
 
-    tokens: so many of its first ones. before: stands for all tokens before the block in which the next one lies.
-    drafted: tokens that were computed behind those, as a draft.
+    tokens: the number of computed ones, from its beginning. before: stands for all tokens before the block in which the
+    next one lies. drafted: tokens that were computed behind those, as a draft.
     """
 
     tokens: int
@@ -62,7 +62,7 @@ class DraftCache:
             self._blocks.pop(block, None)  # what it held of another sequence is overwritten
 
     def _found(self, sequence: RunningSequence) -> _Progress:
-        """Returns the progress of a sequence that has not been seen yet: of which others had the same beginning."""
+        """Returns the progress of a new sequence: that of others with the same beginning."""
         progress = _Progress(0, 0, [])
         for block in sequence.blocks:
             before, held = self._blocks.get(block, (0, []))

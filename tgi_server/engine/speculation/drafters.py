@@ -9,7 +9,7 @@ from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.last_pass import LastPass
 
-# A text is looked up by so many of its last tokens, first by more of them: what follows those is surer.
+# A text is looked up by this many of its last tokens. The longer match comes first: what follows it is surer.
 _LOOKUP_TOKENS = (4, 2)
 
 
@@ -38,7 +38,7 @@ class ModelDrafter(Drafter):
 
     @abstractmethod
     def seconds(self, tokens: int, sequences: int) -> float:
-        """Returns how long it takes to draft `tokens` tokens for each of so many sequences."""
+        """Returns the seconds that drafting `tokens` tokens for each sequence takes."""
 
 
 class StateDrafter(ModelDrafter):

@@ -18,7 +18,7 @@ from tgi_server.engine.speculation.last_pass import LastPass
 from tgi_server.engine.speculation.mtp_model import MtpModel
 from tgi_server.engine.speculation.paged_drafter import MissingTokens, PagedDrafter
 
-# Features of so many tokens of a sequence are stored until a draft for it is worth its time. With more, the layer
+# Features of this many tokens of a sequence are stored until a draft for it is worth its time. With more, the layer
 # computes them at once.
 _MAX_STORED = 32
 

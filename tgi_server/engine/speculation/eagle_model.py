@@ -66,7 +66,7 @@ class EagleModel(nn.Module):
         return KVShape(heads=(self.config.num_key_value_heads,), head_dim=self.head_dim)
 
     def hold(self, rows: int) -> None:
-        """Makes room for what so many rows carry from one pass to the next."""
+        """Makes room for what the rows carry from one pass to the next."""
         self.carried = self.carried.new_zeros(rows, self.config.hidden_size)
 
     def forward(self, inputs: PassInput, attention: AttentionBackend) -> Tensor:

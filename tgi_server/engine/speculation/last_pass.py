@@ -34,7 +34,7 @@ class Span:
 class LastPass:
     """Finds tokens of a pass, and the logits from which the last token of a sequence was chosen.
 
-    chunks: of prompts, those of which the pass has computed.
+    chunks: the chunks of prompts that the pass has computed.
     """
 
     def __init__(self, rows: Sequence[RunningSequence], chunks: Sequence[PromptChunk], drafts: Sequence[Draft]) -> None:

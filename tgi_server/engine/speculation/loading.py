@@ -78,7 +78,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def hidden_layers(config: EngineConfig, layers: int) -> tuple[int, ...]:
-    """Returns the indices of the decoder layers, of so many, whose inputs the drafter reads. Raises an EngineError."""
+    """Returns the indices of the decoder layers whose inputs the drafter reads. Raises an EngineError."""
     settings = _settings(config.speculative_model) if config.speculative_model else {}
     if not _is_eagle(settings):
         return ()

@@ -56,7 +56,7 @@ class PagedDrafter(ModelDrafter):
     def _draft(
         self, chunks: Sequence[MissingTokens], rows: Sequence[RunningSequence], lengths: Sequence[int]
     ) -> list[list[int]]:
-        """Computes chunks, and returns drafts of so many tokens, the longest first.
+        """Computes chunks, and returns drafts of the given lengths, the longest first.
 
         rows: the sequences whose chunk is their last one, in the order of the chunks.
         """

@@ -50,7 +50,7 @@ class Speculation:
             if isinstance(drafter, ModelDrafter):
                 drafter.warm_up(capacity, self._group)
         self.costs = measure_costs(runner, capacity, self._group)
-        logger.info("steps of so many tokens take: %s", self.costs)
+        logger.info("duration of steps, by their number of tokens: %s", self.costs)
 
     def plan(self, sequences: Sequence[RunningSequence], rows: int, block_size: int) -> list[Draft]:
         """Returns the drafts of a step that computes `rows` tokens besides, and yields a token of each sequence."""

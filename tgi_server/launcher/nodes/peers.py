@@ -74,7 +74,7 @@ class Peers:
     ) -> None:
         """store_port: where the shards of all nodes meet, on node 0. first: True on node 0.
 
-        close: ends node 0's server, or the channel to it, within so many seconds.
+        close: ends node 0's server, or the channel to it, within a number of seconds.
         """
         self.store_port = store_port
         self.first = first

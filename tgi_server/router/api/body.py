@@ -18,7 +18,7 @@ T = TypeVar("T")
 # A client that is still sending does not read an answer, so what is too much is read and thrown away, up to this.
 _PATIENCE = 64 * 2**20
 
-# A body of so many bytes takes less than a millisecond to read, whatever is in it.
+# A body of this many bytes takes less than a millisecond to read, whatever is in it.
 SMALL = 8_192
 
 _MOST_FAULTS = 10
@@ -116,7 +116,7 @@ def _fault(detail: ErrorDetails) -> str:
 
 
 async def _discard(request: Request, size: int) -> None:
-    """Reads what still comes of a body of which `size` bytes are announced or read."""
+    """Reads the rest of a body. size: its bytes, as announced, or as read so far."""
     if request.headers.get("expect", "").lower() == "100-continue":
         return
     while size <= _PATIENCE:

@@ -324,7 +324,7 @@ class Exchange:
         last_words: Callable[[], bytes] = bytes,
         trailer: bytes = b"",
     ) -> StreamEnd:
-        """Returns what is told of the end of each sequence; after the last one nothing more is generated."""
+        """Returns what is reported at the end of each sequence; after the last one nothing more is generated."""
         return StreamEnd(outbox, self.path, self.release, sequences, last_words, trailer)
 
     def stream(self, outbox: Outbox, *, characters: int, collects: bool = False) -> EventStream:

@@ -85,7 +85,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _cut_quietly(app: ASGIApp) -> ASGIApp:
-    """Returns `app`, of which a request that is cancelled after the drain ends without a traceback in the log."""
+    """Returns `app`, which logs no traceback of a request that is cancelled after the drain."""
 
     async def cut(scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -95,7 +95,7 @@ def _cut_quietly(app: ASGIApp) -> ASGIApp:
 
 
 def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
-    """Returns `app`, of which each request has a lease of the account until nothing runs for it any more."""
+    """Returns `app`, with a lease of the account for each request until nothing runs for it any more."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         lease = Lease(account, network_of(scope["client"][0]), scope["state"][BREAK_OFF])
@@ -275,7 +275,7 @@ class ReservedSocket(socket.socket):
 
 
 def reserve(hostname: str, port: int, flag: str) -> ReservedSocket:
-    """Takes the port before anything is loaded, so that a port in use is told at once. Raises StartupError."""
+    """Takes the port before anything is loaded, so that a port in use is reported at once. Raises StartupError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

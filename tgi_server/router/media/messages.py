@@ -53,7 +53,7 @@ def write(stream: BinaryIO, message: msgspec.Struct, *parts: Any) -> None:
 
 
 def read(stream: BinaryIO, size: int) -> bytes:
-    """Returns so many bytes. Raises EOFError if the other end is gone."""
+    """Returns this many bytes. Raises EOFError if the other end is gone."""
     data = stream.read(size)
     if len(data) < size:
         raise EOFError("the other end is gone")

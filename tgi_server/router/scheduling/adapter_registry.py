@@ -125,7 +125,7 @@ class Adapters:
         return adapter.ready
 
     def missing_bytes(self, places: int) -> int:
-        """Returns the memory of a shard that so many adapters need beside those that are held already."""
+        """Returns the memory of a shard that this many adapters need beside those that are held already."""
         largest = max((each.bytes for each in self), default=0)
         return max(0, min(places, self.max_loras) * largest - sum(each.bytes for each in self._held.values()))
 

@@ -186,7 +186,7 @@ class Batch:
                 self.memory.rebuild(self)
 
     def disown(self, sequence: Sequence) -> None:
-        """Takes out a sequence of which it is not certain what it holds, or has computed: nothing of it is kept."""
+        """Takes out a sequence whose blocks and progress are not certain, and drops all of it."""
         self.filter_due |= self._remove(sequence)
         self.memory.rebuild(self)
 
@@ -205,7 +205,7 @@ class Batch:
         return True
 
     def _short_of(self, tokens: int) -> list[Sequence]:
-        """Returns the jumping sequences without blocks for the next step and so many tokens more.
+        """Returns the jumping sequences without blocks for the next step and `tokens` tokens more.
 
         Each step after the last answered one computes the token that the one before it yielded; and what more that
         yields fits into the blocks that the sequence had then.

@@ -36,7 +36,7 @@ class Forecast:
         self._margin = _MARGIN
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
-        """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
+        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         self._times.observe(replies, prompt_tokens, seconds)
         if replies:
             self._steps.append(seconds)

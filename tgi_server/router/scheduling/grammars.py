@@ -12,7 +12,7 @@ from tgi_server.wire import grammar_to_message
 class PinnedGrammars:
     """Has the shards compile grammars and keep them for as long as a request needs them.
 
-    A request needs its grammar for as long as anything refers to the object. The shards are told that they may forget
+    A request needs its grammar for as long as anything refers to the object. The shards learn that they may forget
     it when the next one is compiled, which is when they need the room.
     """
 

@@ -19,7 +19,7 @@ from tgi_server.router.scheduling.snapshots import Snapshots
 _FIRST_IMAGE_KEY = 2**31
 # Prompts that are kept at once.
 _MOST_KEPT = 64
-# A request waits for the call being built if that computes at least so many tokens which it can share then.
+# A request waits for the call being built if that computes at least this many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64
 
 

@@ -100,7 +100,7 @@ class Order:
     def gives_way(self, sequence: Sequence, running: Collection[Sequence]) -> Sequence | None:
         """Returns the running sequence that is preempted for one that waits; None if that one waits for its turn.
 
-        It is one of a lower class; or else one of a tenant that runs so many more, by its weight, that it still runs no
+        It is one of a lower class; or else one of a tenant that runs more, by its weight, and still runs no
         fewer afterwards.
         """
         last = max(running, key=_place, default=None)

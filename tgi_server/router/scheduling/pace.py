@@ -31,7 +31,7 @@ class StepTimes:
         self._token_s = recent()
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
-        """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
+        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         if not prompt_tokens:
             self._decode_s[replies.bit_length()].append(seconds)
         elif prompt_tokens >= self._block_size and (decode_s := self.decode_s(max(replies, 1))) is not None:
@@ -69,17 +69,17 @@ class PromptPace:
         self._times = StepTimes(block_size)
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
-        """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
+        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         if replies:
             self._times.observe(replies, prompt_tokens, seconds)
 
     def tokens_beside(self, replies: int, expected: int) -> int:
-        """Returns how many prompt tokens a step may compute that continues so many replies.
+        """Returns how many prompt tokens a step may compute that continues `replies` replies.
 
         They fill whole KV blocks, at least one, so that prompts always progress.
 
-        expected: replies once all that wait for their first token have it. The default target is that of so many, and
-        longer by the square of the share of them that runs already, up to half a second.
+        expected: replies once all that wait for their first token have it. The default target is that for this many,
+        and longer by the square of the share of them that runs already, up to half a second.
         """
         decode_s, goal_s = self._times.decode_s(replies), self._target_gap_s
         expected = max(replies, expected)

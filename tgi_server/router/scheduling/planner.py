@@ -121,7 +121,7 @@ class StepPlanner:
     """Moves sequences from the queue into the batch and back, and says each move in a plan.
 
     The caller sends what `plan` returns, in this order, before it changes anything else. An exception in planning one
-    sequence is told to `on_fault`, which takes that sequence out of queue and batch; the others are planned without it.
+    sequence is reported to `on_fault`, which takes it out of queue and batch; the others are planned without it.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class StepPlanner:
         return plan if plan.chunks or plan.decode else None
 
     def _prefill_budget(self, replies: int) -> int:
-        """Returns how many prompt tokens the next step may compute, beside so many replies that it continues."""
+        """Returns how many prompt tokens the next step may compute, beside the replies that it continues."""
         limits = self._policy.limits
         if not replies or not self._batch.memory.chunks:
             return limits.max_batch_prefill_tokens

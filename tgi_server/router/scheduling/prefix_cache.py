@@ -113,7 +113,7 @@ class PrefixCache:
     def insert(self, space: Space, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
         """Keeps what a sequence has computed; if `fresh`, some of it only by the call being built.
 
-        tokens: 4 bytes each; blocks: the sequence's, the first of which hold them.
+        tokens: 4 bytes each; blocks: the sequence's; the first of them hold the tokens.
         """
         node, matched = self._root(space), 0
         for child, shared in self._walk(space, tokens):

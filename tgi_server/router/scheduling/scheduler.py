@@ -405,7 +405,7 @@ class Scheduler:
         await asyncio.sleep(0)  # requests that come together are admitted together
 
     async def _work_within(self, seconds: float) -> bool:
-        """Returns False if nothing comes within so many seconds."""
+        """Returns False if nothing comes within this time."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._work.wait(), seconds)
         return self._work.is_set()

@@ -47,7 +47,7 @@ class Sequence:
 
     speculates: one step may yield several tokens, those that the shards drafted and found right.
     adapter: the one that computes it beside the model, if any.
-    message: what the shards are told of it when it joins their batch. size: bytes of that, its grammar and its images.
+    message: what the shards receive when it joins their batch. size: bytes of that, its grammar and its images.
     image_keys: the place of each image, in bytes, and what the prefix cache has in place of its tokens.
     tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
         prompt has, and how many there may be in the end. known: how many there were on admission; the
@@ -57,7 +57,7 @@ class Sequence:
     blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
         token that the one before it yielded.
-    newest: tokens of its last generation, of which no step may have computed any.
+    newest: tokens of its last generation; perhaps no step has computed them yet.
     save_lengths: of its prompt, at which its states are worth a snapshot. saved: the length of the last snapshot since.
     without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
     submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before

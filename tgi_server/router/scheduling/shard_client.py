@@ -93,7 +93,7 @@ class ShardClient:
         return response
 
     def release(self, pin: int) -> None:
-        """The shard may forget the grammar. It is told with the next one that it compiles, which may need the room."""
+        """Lets the shard forget the grammar: it learns so with the next one to compile, which may need the room."""
         self._released.append(pin)
 
     def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
@@ -195,7 +195,7 @@ class ShardedClient:
     """
 
     def __init__(self, shards: Sequence[ShardClient], *, call_timeout_s: float = 300.0) -> None:
-        """call_timeout_s: after so many seconds a call counts as failed."""
+        """call_timeout_s: seconds after which a call counts as failed."""
         self._shards = tuple(shards)
         self._timeout = call_timeout_s
         self._streams: CallStreams | None = None

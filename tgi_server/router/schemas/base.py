@@ -28,7 +28,7 @@ M = TypeVar("M", bound=BaseModel)
 
 # Numbers that fit into the messages to the shards (proto/generate.proto).
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
-# A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold.
+# A list of a bounded length. Its first wrong item is the one that is reported: there may be as many as a body can hold.
 Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 
 

@@ -71,7 +71,7 @@ class FunctionDefinition(RequestModel):
         description="JSON schema of the arguments.",
     )
     strict: bool | None = Field(
-        default=None, description="Refuse a JSON schema of which not all can be enforced; otherwise a header tells."
+        default=None, description="Refuse a JSON schema that cannot be fully enforced. Else a header names the rest."
     )
 
 
@@ -137,7 +137,7 @@ class AllowedToolNames(RequestModel):
 
 
 class AllowedTools(RequestModel):
-    """Some of the tools, of which one may or must be called."""
+    """Some of the tools; one of them may or must be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolNames

@@ -14,7 +14,7 @@ class JsonSchemaConfig(BaseModel):
     definition: dict[str, Any] | bool = Field(alias="schema", description="The JSON schema itself.")
     strict: bool | None = Field(
         default=None,
-        description="Refuse a schema of which not all can be enforced. Unset: yes in `value`, no in `json_schema`.",
+        description="Refuse a schema that cannot be enforced as a whole. Unset: yes in `value`, no in `json_schema`.",
     )
 
 

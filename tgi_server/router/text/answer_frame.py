@@ -152,7 +152,7 @@ class FrameWriter:
         return f"%schema {json.dumps(arguments.place_of(parameter))} {'' if tags.separator else end}"
 
     def _list(self, rule: str, separator: str, parameters: Sequence[TaggedParameter]) -> Iterator[str]:
-        """Yields the rules of arguments with a separator between them, of which some may be left out."""
+        """Yields the rules of arguments with a separator between them; some arguments may be left out."""
         # From the last to the first: what may follow when something has been written, and when nothing has.
         after = first = _quoted("")
         for i, each in reversed(list(enumerate(parameters))):
@@ -180,7 +180,7 @@ class FrameWriter:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    """Returns the regular expression of some texts, of which the longest is found; None without any."""
+    """Returns the regular expression of some texts, which matches the longest; None without any."""
     found = sorted(filter(None, names), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
 

@@ -206,7 +206,7 @@ class ChatTemplate:
     def _takes_json(self, template: Template, in_parts: Collection[str]) -> bool:
         """Returns True if the template shows the arguments of calls only as JSON, and not as an object.
 
-        in_parts: roles of which it takes content as a list.
+        in_parts: roles whose content it takes as a list.
         """
         arguments = {_SOUGHT: _SOUGHT}
         shown = []

@@ -119,7 +119,7 @@ class ServedEncoder:
     async def of_pairs(
         self, pairs: Sequence[tuple[str, str]], fitting: Fitting, *, instruction: str | None = None
     ) -> list[pb.EncodeInput]:
-        """Returns the tokens of pairs, of which only the second text may be cut.
+        """Returns the tokens of pairs; only the second text may be cut.
 
         instruction: for a model that answers yes or no. Raises InvalidRequest for a pair that is too long.
         """

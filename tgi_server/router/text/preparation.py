@@ -42,7 +42,7 @@ class PreparedRequest:
         return StopSequences(options.stop, reveal=options.include_stop) if options.stop else None
 
     def times(self, sequences: int) -> "list[PreparedRequest]":
-        """Returns the request so many times over, each with a seed of its own: the request's, and those after it."""
+        """Returns copies of the request, each with a seed of its own: the request's, and those after it."""
         return [replace(self, options=options) for options in with_seeds(self.options, sequences)]
 
 

@@ -55,7 +55,7 @@ REASONING_PARSERS = ("auto", "none", *_PARSERS)
 def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     """Returns the tags around reasoning; None if reasoning is not separated from the text.
 
-    parser: one of REASONING_PARSERS, of which `auto` goes by the source of the chat template.
+    parser: one of REASONING_PARSERS; `auto` goes by the source of the chat template.
     """
     if parser != "auto":
         return _PARSERS.get(parser)

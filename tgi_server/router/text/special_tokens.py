@@ -239,7 +239,7 @@ def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
 
 
 def _spellings(hidden: Iterable[str]) -> re.Pattern[str]:
-    """Returns the pattern of private spellings, each of which is one character so many times over."""
+    """Returns the pattern of private spellings, each of them one character repeated."""
     by_length: defaultdict[int, list[str]] = defaultdict(list)
     for each in hidden:
         by_length[len(each)].append(each[0])

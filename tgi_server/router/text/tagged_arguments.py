@@ -48,7 +48,7 @@ class ArgumentTags:
     """The tags around an argument.
 
     begin: the texts before and after its name, in front of the value. end: the text behind the value. separator: what
-    stands between arguments that are listed, of which only texts have an end; if that is empty, texts are JSON, too.
+    stands between arguments that are listed; only texts have an end; if that is empty, texts are JSON, too.
     quote: what stands in front of a text. words: those of JSON that the model writes otherwise.
     """
 

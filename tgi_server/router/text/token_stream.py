@@ -90,8 +90,8 @@ class TokenStream(Generic[F]):
     ) -> None:
         """input_ids: the prompt; the first generated token may read differently behind it.
         stops: stop sequences, if the request has any. stop_ids: tokens that end the text, and are no part of it.
-        on_end: told once that nothing more comes, with the error if the sequence did not end as it should.
-        min_tokens: nothing that the request names ends the text within so many tokens.
+        on_end: called once, at the end, with the error if the sequence did not end as it should.
+        min_tokens: before this many tokens, nothing that the request names ends the text.
         shown: special tokens that are part of the text.
         observe_gap: called with the seconds between the tokens of one step and those of the next.
         """

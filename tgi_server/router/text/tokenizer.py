@@ -30,7 +30,7 @@ _LONG = 32_768
 # Texts with more characters for each token that is allowed are tokenised in pieces first, until there are too many.
 _PLAUSIBLE = 4
 _PIECE = 65_536
-# A cut through a text may add so many tokens.
+# A cut through a text may add this many tokens.
 _CUT = 128
 # A space that becomes a mark of three bytes makes texts three times as long.
 _MOST_GROWTH = 64

@@ -1,4 +1,4 @@
-"""Truncation: the last tokens of a long text, of which usually only the end is tokenised."""
+"""Truncation: the last tokens of a long text; usually only its end is tokenised."""
 
 from collections.abc import Callable
 

@@ -12,7 +12,7 @@ _ELEMENTS_AT_ONCE = 1 << 27
 
 
 def pieces(rows: int, elements: int) -> Iterator[slice]:
-    """Yields pieces of some rows, each with so many intermediate elements at most, but with at least one row."""
+    """Yields pieces of some rows, each with at most this many intermediate elements, but with at least one row."""
     at_once = max(1, _ELEMENTS_AT_ONCE // max(1, elements))
     for first in range(0, rows, at_once):
         yield slice(first, min(first + at_once, rows))

@@ -54,5 +54,5 @@ def _scale(name: str, tensor: Any) -> float:
 def _layer(name: str) -> int:
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise InvalidWeights(f"tensor {name} does not say of which layer it is; leave --kv-cache-dtype out")
+        raise InvalidWeights(f"tensor {name} does not name its layer; leave --kv-cache-dtype out")
     return numbers[0]

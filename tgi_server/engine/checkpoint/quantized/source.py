@@ -92,7 +92,7 @@ def size(files: Files, name: str, dimensions: int = 2) -> tuple[int, ...]:
 
 
 def words_of(numbers: int, bits: int) -> int:
-    """Returns the words of 32 bits that so many numbers take."""
+    """Returns the number of 32-bit words that hold this many numbers."""
     return -(-numbers * bits // 32)
 
 
@@ -109,7 +109,7 @@ def codes_of(words: Tensor, bits: int, inputs: int) -> Tensor:
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """Returns `count` numbers of so many bits each, low bits first: [count, n] uint8 from words, [words, n] int32.
+    """Returns `count` numbers of `bits` bits each, low bits first: [count, n] uint8 from words, [words, n] int32.
 
     A number of 3, 5, 6 or 7 bits may begin in one word and end in the next one.
     """

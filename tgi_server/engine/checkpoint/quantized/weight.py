@@ -205,7 +205,7 @@ class QuantizedWeight:
         )
 
     def _widens(self, inputs: int) -> bool:
-        """Returns True if the numbers of the codes, of so many inputs, are integers of 8 bits in groups of one size."""
+        """Returns True if the numbers of the codes are integers of 8 bits in groups of one size."""
         if self.shape[1] != inputs or self.group_size is None:
             return False
         book = self.codebook

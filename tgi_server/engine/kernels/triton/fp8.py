@@ -56,9 +56,9 @@ def encoded(x, scale, mantissa: tl.constexpr):
 def rounded(x: Tensor, together: int | None = None, least_rows: int = 1) -> tuple[Tensor, Tensor]:
     """Rounds x, [rows, inputs]. Returns e4m3 numbers, and the scales to multiply by, [rows, groups] float32.
 
-    together: inputs that share a scale, of which rows are whole multiples; None: all of a row. Scales of several groups
-    are transposed: those of a group are neighbours. least_rows: of what is returned; rows that x does not have are
-    uninitialised.
+    together: inputs that share a scale; a row's length is a multiple of it. None: all of a row. Scales of several
+    groups are transposed: those of a group are neighbours. least_rows: of what is returned; rows that x does not have
+    are uninitialised.
     """
     size, rows = together or x.shape[1], max(len(x), least_rows)
     groups = x.shape[1] // size

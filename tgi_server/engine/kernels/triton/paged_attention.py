@@ -219,7 +219,7 @@ def _attend_key_tile(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scale = score_scaling
     if capped:
-        # tanh, of which Triton has none of its own
+        # tanh, which Triton does not have
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * score_scaling) + 1.0))
         scale = 1.0
     if alibi:

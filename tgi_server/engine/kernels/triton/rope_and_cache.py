@@ -111,7 +111,7 @@ def _kept(x, scale, mantissa: tl.constexpr):
 
 @triton.jit
 def _turned(x, cosine, sine, token, column, head_dim: tl.constexpr, rotated: tl.constexpr):
-    """Returns the elements at x, [heads, 1], of which the first `rotated` are turned in pairs, in their dtype."""
+    """Returns the elements at x, [heads, 1], with the first `rotated` turned in pairs, in their dtype."""
     own = tl.load(x + column, mask=column < head_dim, other=0.0)
     if rotated == 0:
         return own

@@ -32,7 +32,7 @@ def choose(
     """Returns the tokens that are drawn, int64 [rows], from scores, float32 [rows, tokens], contiguous.
 
     settings: float64 [rows, 3]: temperature, top_p and min_p; 1, 1 and 0 leave out their rule. top_k: int64 [rows]; 0
-    leaves it out. seeds, steps: int64 [rows], of which the random numbers are a function. warped: where the scores go
+    leaves it out. seeds, steps: int64 [rows], which determine the random numbers. warped: where the scores go
     with excluded tokens at minus infinity, of their shape; None: nowhere.
     """
     rows, tokens = scores.shape

@@ -18,7 +18,7 @@ from torch import Tensor
 from tgi_server.engine.kernels.triton import QueryTiles, multiprocessors
 
 _PROGRAMS_PER_PROCESSOR = 2
-# A tile has at most so many parts, so that one look joins them; and no part has fewer key tiles, unless it is alone.
+# The most parts of a tile, so that one pass joins them; and the fewest key tiles of a part, unless it is alone.
 MOST_PARTS = 64
 _FEWEST_KEY_TILES = 2
 # Of prompts, whose parts have more rows to join.

@@ -1,7 +1,7 @@
 """Products with quantized weights on a GPU: one Triton kernel for all kinds of them, and few rows.
 
 A program takes some rows and some outputs, and goes over a part of the inputs (split-K), block by block. The inputs of
-a block belong to one group; its codes lie in words, of which 16 make a block: the first code of each belongs to the
+a block belong to one group; its codes lie in words, 16 to a block: the first code of each belongs to the
 first 16 inputs, the second to the next 16. They become numbers of the input's dtype in registers, tensor cores multiply
 these, and the sums of a block are scaled. For many rows the weight is dequantized first, and cuBLAS multiplies.
 """
@@ -24,7 +24,7 @@ from tgi_server.engine.kernels.triton.fp8 import E4M3_UNIT, decoded
 # Words of a block: inputs of the smallest product that tensor cores compute.
 WORDS = 16
 _FEW_ROWS = 16
-# From so many rows on it pays to write a dense weight and read it again.
+# From this many rows on it pays to write a dense weight and read it again.
 DENSE_ROWS = 129
 # Programs that a multiprocessor needs to load without a pause, and the fewest blocks of a part that repay its start.
 _PROGRAMS_PER_PROCESSOR = 8

@@ -52,8 +52,8 @@ class ChatAnswer:
         *,
         show_thoughts: bool = True,
     ) -> None:
-        """reader: takes the text apart; None: all of it is text. most: alternatives that are told of each token; None:
-        no log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them.
+        """reader: takes the text apart; None: all of it is text. most: alternatives reported for each token; None: no
+        log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them.
         """
         self.writer = writer
         self._reader = reader

@@ -13,7 +13,7 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 class LogprobEntries:
     """Collects entries until they are written. `top_logprobs` has the token itself, and the likeliest in its place.
 
-    A token of which the text shows nothing (a special token, a part of a character) takes no room in it.
+    A token that does not show in the text (a special token, a part of a character) takes no room in it.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, show_special: bool, as_text: bool = False) -> None:
@@ -55,7 +55,7 @@ class LogprobEntries:
         self._add(token_id, "" if hidden else piece, logprob, top or pb.TopTokens())
 
     def _add(self, token: int, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
-        """shown: what the text grows by. top: None where nothing can be told."""
+        """shown: what the text grows by. top: None where nothing can be reported."""
         name = self._name(token)
         likeliest: dict[str, float | None] | None = None
         if top is not None:

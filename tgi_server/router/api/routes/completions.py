@@ -63,7 +63,7 @@ _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 class _Plan:
     """A request that keeps the rules.
 
-    prompts: as text. sequences: `attempts` for each prompt, in their order, of which `choices` are shown. logprobs:
+    prompts: as text. sequences: `attempts` for each prompt, in their order; `choices` of them are shown. logprobs:
     alternatives that are reported for each token; None: no log-probabilities are. generates: False for a request that
     only wants to know of its prompts; a token is computed all the same.
     """

@@ -167,7 +167,7 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
 
 
 def _told(stream: AnyStream, text: str, visible: str) -> str:
-    """Returns the text that is told of a token. The last one ends with the stop sequence, as the whole text does."""
+    """Returns the text reported for a token. The last one ends with the stop sequence, as the whole text does."""
     return visible if visible and stream.finish_reason is FinishReason.STOP_SEQUENCE else text
 
 

@@ -135,7 +135,7 @@ async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
 
 
 def _scorer(exchange: Exchange, model: str | None) -> ServedEncoder:
-    """Returns the rerank model. Raises InvalidRequest for a model of several labels, of which none is the score."""
+    """Returns the rerank model. Raises InvalidRequest for a model of several labels: none of them is the score."""
     encoder = exchange.encoder("rank", model)
     if encoder.info.columns > 1:
         raise InvalidRequest(

@@ -69,7 +69,7 @@ def _four_bits(name: str, state_name: str, files: Files) -> TensorSource:
         else:
             codes = (pairs >> 4 | pairs << 4).view(outputs, inputs // 2)
         codebook = read(files, quant_map, (CODES,)).float()
-        # No block ends inside of so many inputs of an output.
+        # No block ends within this many inputs of an output.
         group_size = math.gcd(inputs, block)
         places = torch.arange(outputs).unsqueeze(1) * inputs + torch.arange(inputs // group_size) * group_size
         scales = block_scales(-(-count // block))[places // block]
