@@ -13,7 +13,7 @@ import httpx2
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _KEY_VARIABLES: Final = ("OATMILL_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS: Final = 5.0
-# How the message of a server begins that loads its model, and the seconds until it is asked again.
+# How the message of a server begins that loads its model, and the seconds until the next try.
 _LOADING: Final = "Loading model"
 _POLL_SECONDS: Final = 0.5
 _DIM, _PLAIN = "\033[2m", "\033[0m"

@@ -90,7 +90,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
             resumed = response.status_code == 206
             if resumed and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
                 part.unlink()
-                raise _Interrupted("the server sent a part that was not asked for")
+                raise _Interrupted("the server sent a part that was not requested")
             if not resumed:
                 _remember_version(response, mark)
             _receive(response, file, part, have if resumed else 0)
@@ -153,4 +153,4 @@ def _verify(file: RemoteFile, path: Path) -> None:
     with path.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != file.sha256:
-        raise ChecksumError(f"{file.url}: its SHA-256 is {found}, not {file.sha256}; nothing of it was kept")
+        raise ChecksumError(f"{file.url}: its SHA-256 is {found}, not {file.sha256}; it was deleted")

@@ -30,7 +30,7 @@ LOAD_FACTOR = 1.25
 TRIAL_EVERY = 50
 
 Pieces: TypeAlias = Generator[GeneratedText, None, None]
-# How an endpoint is asked.
+# How requests reach an endpoint.
 Ask: TypeAlias = Callable[[Endpoint, Call], Pieces]
 
 # After one of these errors nothing was generated, so the request may be sent to another endpoint.

@@ -2,7 +2,7 @@
 
 `socket.getaddrinfo` cannot be bounded: with a name server that never answers it holds its thread for 10 seconds and
 more. So names are looked up here in the order of nsswitch's usual `files dns`: IP addresses, then the names in
-`/etc/hosts` and `localhost`, then the name servers of `resolv.conf`, asked with dnspython.
+`/etc/hosts` and `localhost`, then the name servers of `resolv.conf`, through dnspython.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ RESOLV_CONF = Path("/etc/resolv.conf")
 LOOPBACK = ("127.0.0.1", "::1")
 MAX_ALIASES = 8
 
-# A datagram may get lost, so each name server is asked this often before a name is given up.
+# A datagram may get lost, so each name server gets this many queries before the look-up fails.
 ROUNDS = 2
 
 # An address is remembered for no longer than this, whatever its time to live, because containers move.
@@ -53,7 +53,7 @@ class _Remembered:
 class Resolver:
     """Finds addresses within `bound` seconds. All who ask for a name during a look-up share it.
 
-    `servers` (address, port) are asked in place of those in `resolv_conf`, which is read anew for each look-up.
+    `servers` (address, port) are queried in place of those in `resolv_conf`, which is read anew for each look-up.
     """
 
     def __init__(

@@ -237,7 +237,7 @@ class BoundedTransport(httpx2.BaseTransport):
         )
         if (encoding := bounded_response.headers.get("content-encoding", "identity").lower()) != "identity":
             bounded_response.close()
-            raise BadResponse(f"the response is encoded as {encoding}, which was not asked for")
+            raise BadResponse(f"the response is encoded as {encoding}, which was not requested")
         if bounded_response.has_redirect_location and request.method == "POST":
             bounded_response.close()
             location = bounded_response.headers["location"][:200]

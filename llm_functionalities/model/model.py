@@ -59,7 +59,7 @@ class Question(Generic[T]):
 class Answer(Generic[T]):
     """The outcome of a question. `value` is None without an answer; then `reason` and `message` say why.
 
-    Nothing was asked when both `value` and `reason` are None. generated: what the server said of the text.
+    No model was called when both `value` and `reason` are None. generated: what the server said of the text.
     """
 
     value: T | None

@@ -17,7 +17,7 @@ class EngineConfig:
 
     model_path: a local folder in `transformers` format.
     dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
-    kv_cache_dtype: one of KV_CACHE_DTYPES, in which keys and values are kept; None: in dtype.
+    kv_cache_dtype: one of KV_CACHE_DTYPES, of cached keys and values; None: dtype.
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.

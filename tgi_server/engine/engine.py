@@ -504,7 +504,7 @@ class Engine:
         )
 
     def _finish_chunks(self, batch: RunningBatch, plan: ForwardPlan, logits: Tensor) -> None:
-        """Reports what was asked about prompts, and gives rows to the sequences whose prompt is complete."""
+        """Reports prompts' log-probabilities where requested, and gives rows to sequences whose prompt is complete."""
         start = plan.decoding
         for chunk in plan.chunks:
             end = start + chunk.logits

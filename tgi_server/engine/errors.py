@@ -14,7 +14,7 @@ class InvalidWeights(EngineError):
 
 
 class UnsupportedModel(EngineError):
-    """The model cannot be run, or not in the way that was asked for."""
+    """The model cannot be run, or not with these settings."""
 
 
 class InvalidAdapter(EngineError):
@@ -22,7 +22,7 @@ class InvalidAdapter(EngineError):
 
 
 class NotEnoughMemory(EngineError):
-    """The KV cache or the sequences asked for do not fit beside the model's weights."""
+    """The requested KV cache or sequences do not fit beside the model's weights."""
 
 
 class InvalidCall(EngineError):

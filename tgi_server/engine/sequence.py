@@ -23,7 +23,7 @@ from tgi_server.grammar import Constraint, LimitedThoughts
 class PromptTokens:
     """The prompt, and the log-probability of each of its tokens after those before it; NaN for the first.
 
-    top: the likeliest tokens (id, logprob) in the place of each, if they were asked for; none for the first.
+    top: the likeliest tokens (id, logprob) in the place of each, if requested; none for the first.
     """
 
     ids: list[int]

@@ -38,7 +38,7 @@ def main(program: str = PROGRAM, arguments: Sequence[str] | None = None) -> None
 
     program: the command that was typed, which begins messages. arguments: None: those of the process.
 
-    Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line.
+    Exit codes: 0 stopped by a signal, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
     settings = read_settings(LauncherSettings, program, sys.argv[1:] if arguments is None else arguments)
     if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
@@ -69,7 +69,7 @@ def main(program: str = PROGRAM, arguments: Sequence[str] | None = None) -> None
 
 
 async def _launch(settings: LauncherSettings) -> None:
-    """Runs the server until it was asked to stop and has stopped. Raises LauncherError."""
+    """Runs the server until a signal has stopped it. Raises LauncherError."""
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     check_gpus()

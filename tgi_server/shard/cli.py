@@ -174,7 +174,7 @@ def _let_idle_threads_sleep() -> None:
     """Shortens the loop in which GNU OpenMP's idle threads look for work before they sleep, from about 1 ms to 0.1 ms.
 
     0.1 ms is enough for the next kernel of a step to come; after that the router should have the core. OpenMP reads the
-    variable once, when torch is loaded. A value that the user has set is kept.
+    variable once, when torch is loaded. A value that the user has set stays.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -238,6 +238,6 @@ class GrammarQueue:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    """Takes the place of a grammar that need not be kept."""
+    """Takes the place of a grammar that need not be stored."""
     parts = (grammar.type.value, grammar.value, grammar.text, grammar.frame, *grammar.lenient)
     return hashlib.sha256(b"\0".join(part.encode(errors="surrogatepass") for part in parts)).digest()

@@ -103,7 +103,7 @@ def short_name(name: str, question: str) -> str:
 class SessionRewriting:
     """The replaced ingredients of a session, put into its task: into each of its steps, then into its requirements.
 
-    The parts are worked on by worker threads, in any order. What needs no model is changed when a part is asked for.
+    The parts are worked on by worker threads, in any order. What needs no model is changed when a part is requested.
     """
 
     def __init__(self, session: llm_pb2.Session) -> None:

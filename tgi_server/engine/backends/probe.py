@@ -54,7 +54,7 @@ class _Recorder(GatherAttention):
     """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
 
     def __init__(self, model: PreTrainedModel, tokens: int = 1, kv_format: KVFormat | None = None) -> None:
-        """tokens: of the longer of two texts. kv_format: None: keys and values are kept as they come."""
+        """tokens: of the longer of two texts. kv_format: None: keys and values are cached as they come."""
         super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype, kv_format)
         self._blocks = 2 * _blocks_of(tokens, self.block_size) + 1
         self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
@@ -160,7 +160,7 @@ class LogitsProbe:
         known: tuple[_Recorder, Tensor] | None = None,
     ) -> None:
         """group: the shards of the model, when this is one of them. long: of texts of several blocks. kv_format: how
-        keys and values are kept; None: as they come. known: a backend with such logits, where it has computed them.
+        keys and values are cached; None: as they come. known: a backend with such logits, where it has computed them.
         """
         source = model.source
         self._group = group

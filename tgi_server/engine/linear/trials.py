@@ -30,7 +30,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 # many rows down, since more time is lost with many.
 WORTH = 1.1
 BUDGET_SECONDS = 1.5
-# What takes longer was measured beside programs that wanted the cores, too, and is not kept for later starts.
+# What takes longer was measured beside programs that wanted the cores, too, and is not stored for later starts.
 _QUIET_SECONDS = 2 * BUDGET_SECONDS
 # Bytes of weights that are timed, of all candidates together: enough that they come from memory, as the model's do, not
 # from a cache, and no more, since they stand beside those of the model.
@@ -170,4 +170,4 @@ def _write(place: Path, table: KernelTable) -> None:
         scratch.write_text(str(table))
         os.replace(scratch, place)
     except OSError as error:
-        logger.info("the choice of kernels cannot be kept, so the next start measures again: %s", error)
+        logger.info("the choice of kernels cannot be stored, so the next start measures again: %s", error)

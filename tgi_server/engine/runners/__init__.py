@@ -27,7 +27,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
     alone: False: this process runs a larger model, too, and the number of threads suits that one.
 
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
-    cannot be quantised as asked. All shards of a model come to the same decision.
+    cannot be quantised in this format. All shards of a model come to the same decision.
     """
     progress(PACKING)
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -14,7 +14,7 @@ class HiddenStates:
     """Holds the inputs of a model's head and of some of its layers, which it taps. The next pass overwrites them.
 
     head: [rows, hidden_size]; what the logits of the last pass were made from, in their order.
-    layers: [tokens, hidden_size] each; the inputs of the layers that were asked for, in ascending order.
+    layers: [tokens, hidden_size] each; the inputs of the requested layers, in ascending order.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -24,7 +24,7 @@ class HiddenStates:
         self.indices = sorted(layers)
 
     def capturing(self, capture: Capture) -> Capture:
-        """Returns a capture of steps that, when they run again, leave what is kept of them as they left it before."""
+        """Returns a capture of steps that, when they run again, leave the captured tensors as they left them before."""
 
         def captured(step: Callable[[], T]) -> Callable[[], T]:
             replay = capture(step)

@@ -128,7 +128,7 @@ class Sampled:
 class Tokens:
     """The tokens of a step on the host, one id for each row of the logits.
 
-    logprobs, top_tokens (id, logprob): by row, where asked for.
+    logprobs, top_tokens (id, logprob): by row, where requested.
     """
 
     ids: list[int]

@@ -208,7 +208,7 @@ class TorchSampler(Sampler):
 def _draw(scores: Tensor, sampling: SamplingTensors, steps: Tensor, *, reports: bool) -> tuple[Tensor, Tensor]:
     """Returns the scores after the warpers, and the tokens that are drawn from them.
 
-    steps: int64 `[k]`. reports: the scores are asked for; else they may be those before.
+    steps: int64 `[k]`. reports: the caller reads the scores; else they may be those before.
     """
     if (settings := sampling.fused) is not None:
         from tgi_server.engine.kernels.triton.sampling import choose
@@ -237,7 +237,7 @@ def _warp(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _report(scores: Tensor, chosen: Tensor, metadata: SamplingMetadata, sampled: Sampled) -> None:
-    """Adds what requests asked to know. In TGI, too, probabilities are those after all processors and warpers."""
+    """Adds log-probabilities where requested. In TGI, too, probabilities are those after all processors and warpers."""
     if (wanted := metadata.logprobs) is not None:
         logprobs = torch.log_softmax(wanted.row_index.take(scores), -1)
         sampled.chosen.append(ChosenReport(wanted.positions, chosen_logprobs(logprobs, wanted.row_index.take(chosen))))

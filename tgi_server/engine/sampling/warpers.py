@@ -39,7 +39,7 @@ def top_k(scores: Tensor, counts: Tensor, largest: int) -> Tensor:
 def top_p(scores: Tensor, masses: Tensor) -> Tensor:
     """Keeps the best tokens until their probabilities add up to `masses` (float64).
 
-    Of tokens that are equally likely, only as many are kept as it takes, those with the highest ids.
+    Of tokens that are equally likely, only as many remain as it takes, those with the highest ids.
     """
     weights = token_weights(scores)
     target = _share(weights, masses)

@@ -64,7 +64,7 @@ class Supervisor:
             peers.on_stop(self._stop_for_peers)
 
     def stop(self) -> None:
-        """Asks `run` to end all processes in order; asked a second time, it ends them at once."""
+        """Makes `run` end all processes in order; a second call makes it end them at once."""
         if self._asked:
             self._stopping.set()
             for child in self._children:
@@ -83,7 +83,7 @@ class Supervisor:
     def _stop_for_peers(self) -> None:
         if not self._asked:
             self._asked = True
-            logger.info("stopping, because another node was asked to stop")
+            logger.info("stopping, because another node stops")
         self._stopping.set()
 
     async def run(self) -> None:

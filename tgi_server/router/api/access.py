@@ -18,7 +18,7 @@ from tgi_server.router.settings import ApiKey
 _TENANT, _KEY = "tenant", "key"
 _ANY = "*"
 _KEPT = "/v1/responses/"
-# Pages may send these anywhere without being asked, and programs have no reason to. A third one is curl's default.
+# Browsers let pages send these anywhere, and programs have no reason to. A third one is curl's default.
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
 
 

@@ -51,7 +51,7 @@ _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 # Of unknown fields: names of one request that are reported, their characters, and names that are logged.
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
 
-# For which a prompt with a `prompt_cache_key` is kept, as OpenAI keeps it.
+# Seconds for which a prompt with a `prompt_cache_key` is held, as OpenAI does.
 _KEPT_SECONDS = 300.0
 
 # Of a token in an answer that is held as a whole, and of each alternative to it.

@@ -36,7 +36,7 @@ _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left.
+    """Serves `app`; `should_exit` ends it, after which requests have `grace` seconds left.
 
     patience: seconds that a client may take to send a request, and to take what is sent. connections: how many may be.
     """

@@ -39,7 +39,7 @@ class BlockPool:
             return []
         taken = self._free[-blocks:]
         del self._free[-blocks:]
-        assert len(taken) == blocks, f"{blocks} blocks were asked for and {len(taken)} were free"
+        assert len(taken) == blocks, f"{blocks} blocks were requested and {len(taken)} were free"
         for block in taken:
             self.users[block] = 1
         return taken

@@ -17,7 +17,7 @@ from tgi_server.router.scheduling.snapshots import Snapshots
 
 # In the prefix cache, numbers from here on are parts of images.
 _FIRST_IMAGE_KEY = 2**31
-# Prompts that are kept at once.
+# Prompts that may be held at once.
 _MOST_KEPT = 64
 # A request waits for the call being built if that computes at least this many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64
@@ -46,7 +46,7 @@ class Memory(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are kept for prompts to come, and given up when sequences need the memory."""
+        """Tokens that are cached for later prompts, until sequences need the memory."""
 
     def check_length(self, sequence: Sequence) -> None:
         """Raises InvalidRequest when the sequence, at its longest, does not fit even while nothing else runs."""
@@ -61,7 +61,7 @@ class Memory(Protocol):
         """Returns True if that many sequences can have one block more each."""
 
     def grow(self, sequence: Sequence) -> int:
-        """Gives a sequence one block more; `can_grow` has been asked. Returns the block."""
+        """Gives a sequence one block more; `can_grow` was True. Returns the block."""
 
     def computed(self, sequence: Sequence) -> None:
         """Notes that the call being built computes tokens of the sequence's prompt, as its `computed` says."""
@@ -82,7 +82,7 @@ class Memory(Protocol):
         """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
-        """Makes the books anew from what `sequences`, all that are left, hold. Nothing else is kept, or cached."""
+        """Rebuilds the account from what `sequences`, all that are left, hold. Nothing else stays, or is cached."""
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Compares the books with what `sequences`, all that hold something, have. Raises AssertionError."""
@@ -107,7 +107,7 @@ class PagedMemory:
         num_snapshots: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """prefix_caching: what one sequence has computed is kept for others. num_snapshots: of the states behind it;
+        """prefix_caching: what one sequence has computed is cached for others. num_snapshots: of the states behind it;
         0: sequences have no states. clock: in seconds.
         """
         self._num_snapshots = num_snapshots
@@ -292,7 +292,7 @@ class PagedMemory:
         return self._pool.take(blocks)
 
     def _use_kept(self) -> None:
-        """Makes the kept prompts the most recently used ones, which are given up last."""
+        """Makes the held prompts the most recently used ones, which are evicted last."""
         now = self._clock()
         self._kept = {name: kept for name, kept in self._kept.items() if kept[0] > now}
         for _, space, tokens in self._kept.values():
@@ -343,7 +343,7 @@ class PaddedMemory:
         raise AssertionError("a padded sequence has its memory from the start; the planner must not grow it")
 
     def computed(self, sequence: Sequence) -> None:
-        """Does nothing: no tokens are kept for other sequences."""
+        """Does nothing: no tokens are cached for other sequences."""
 
     def sent(self) -> None:
         """Does nothing: no memory depends on the order of calls."""
@@ -352,7 +352,7 @@ class PaddedMemory:
         return ()
 
     def keep(self, sequence: Sequence) -> None:
-        """Does nothing: no tokens are kept for other sequences."""
+        """Does nothing: no tokens are cached for other sequences."""
 
     def unseen(self, sequence: Sequence) -> list[Image]:
         return list(sequence.request.images)

@@ -97,7 +97,7 @@ class PrefixCache:
         return match
 
     def continuation(self, space: Space, tokens: bytes, most: int) -> bytes:
-        """Returns what follows `tokens` where they were kept last, at most `most` tokens (4 bytes each)."""
+        """Returns what follows `tokens` where they were cached last, at most `most` tokens (4 bytes each)."""
         node, matched = None, 0
         for node, shared in self._walk(space, tokens):
             matched = node.start + shared

@@ -85,14 +85,14 @@ class Scheduler:
         """info, capacity: what the shards responded to Info and Warmup.
 
         adapters: those that requests may name; None: none.
-        prefix_caching: what one request has computed is kept for others.
+        prefix_caching: what one request has computed is cached for others.
         fair: tenants get equal shares of the tokens, by their weights.
         admission: requests that would surely miss their deadlines are refused.
         target_gap_ms: between two tokens of a reply while images are computed; 0: the shards' default.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
-            and how long to wait before they are asked again.
+            and how long to wait before the next question.
         """
         self._shards = shards
         self._metrics = metrics

@@ -75,7 +75,7 @@ class ShardClient:
     async def compile(
         self, grammar: pb.Grammar, pin: int, tried: pb.CompileResponse | None, timeout_s: float
     ) -> pb.CompileResponse:
-        """Has the grammar compiled, and kept until its pin is released. tried: what another shard answered.
+        """Has the grammar compiled, and stored until its pin is released. tried: what another shard answered.
 
         Raises Overloaded, and what else gRPC raises.
         """
@@ -313,7 +313,7 @@ class ShardedClient:
     async def load_adapter(
         self, adapter_id: str, folder: str, *, check_only: bool = False, timeout_s: float = 300.0
     ) -> pb.LoadAdapterResponse:
-        """Has every shard read an adapter from a folder; steps go on meanwhile. check_only: it is not kept.
+        """Has every shard read an adapter from a folder; steps go on meanwhile. check_only: it is dropped afterwards.
 
         Raises InvalidRequest when it does not fit the model, and Unhealthy.
         """

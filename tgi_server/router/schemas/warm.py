@@ -6,7 +6,7 @@ from tgi_server.router.schemas.base import ResponseModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 
-_TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt is kept.")
+_TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt is held.")
 
 
 class WarmChatRequest(ChatRequest):

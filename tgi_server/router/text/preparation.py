@@ -169,7 +169,7 @@ class Preparer:
         return list(ids[-truncate:] if truncate else ids)
 
     def _max_new_tokens(self, input_length: int, asked: int) -> int:
-        """Returns the tokens to generate. asked: 0: as many as fit."""
+        """Returns the tokens to generate. asked: those of the request; 0: as many as fit."""
         limits = self._limits
         if input_length > limits.max_input_tokens:
             raise ContextOverflow.of_prompt(input_length, limits.max_input_tokens)

@@ -43,7 +43,7 @@ F = TypeVar("F", bound=Formatter, covariant=True)
 class TokenStream(Generic[F]):
     """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
 
-    prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token. cached_tokens: of
+    prefill: the prompt's tokens and logprobs, if requested. last_id: of the last token. cached_tokens: of
     the prompt, those that had been computed for another request. drafted: the last token had been drafted before it was
     chosen.
 

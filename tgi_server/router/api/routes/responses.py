@@ -70,7 +70,7 @@ def response_routes(service: Service) -> APIRouter:
 
     @router.get(
         "/v1/responses/{response_id}",
-        summary="A response that is kept",
+        summary="A stored response",
         response_class=Response,
         responses=_KEPT_ERRORS | answered_by(ResponseObject),
         openapi_extra=_ID,
