@@ -97,8 +97,8 @@ class ModelSettings(CheckpointSettings):
     image_memory: ByteSize = Field(
         ByteSize(256 << 20),
         ge=0,
-        description="memory for what the vision tower made of images, which is used again for the same images; 0: do "
-        "not load the tower, and refuse images",
+        description="memory in bytes, such as 256MiB, for outputs of the vision tower, which are reused when an image "
+        "comes again; 0: do not load the tower, and refuse images",
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
