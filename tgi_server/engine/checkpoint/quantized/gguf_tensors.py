@@ -14,16 +14,8 @@ from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized
 from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
-from tgi_server.gguf.architectures import (
-    ROPE_TENSORS,
-    Architecture,
-    Change,
-    Order,
-    architecture_of,
-    layer_of,
-    part_of,
-)
-from tgi_server.gguf.configuration import Metadata
+from tgi_server.gguf.architectures import ROPE_TENSORS, Architecture, architecture_of, config_of, layer_of, part_of
+from tgi_server.gguf.changes import Change, Order
 from tgi_server.gguf.file import Bytes, Gguf, GgufError, GgufTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -126,15 +118,14 @@ GgufWeight = BlockTensor | JoinedTensor
 def gguf_tensors(file: Gguf) -> dict[str, GgufWeight]:
     """Returns the tensors by their names in `transformers`. Raises InvalidWeights for one that has none there."""
     try:
-        architecture = architecture_of(file)
+        architecture, config = architecture_of(file), config_of(file)
     except GgufError as error:
         raise InvalidWeights(str(error)) from error
-    given = Metadata(file)
     found: dict[str, GgufWeight] = {}
     for name, tensor in file.tensors.items():
-        if name in ROPE_TENSORS or ((layer := layer_of(name)) is not None and layer >= given.layers):
+        if name in ROPE_TENSORS or ((layer := layer_of(name)) is not None and layer >= config["num_hidden_layers"]):
             continue  # part of the configuration, or of a layer that only drafts
-        change = architecture.changes(given, part_of(name))
+        change = architecture.changes(config, part_of(name))
         place = architecture.place(name)
         if place is None:
             if name.endswith(".attn_gate.weight") and architecture.joins_gate:
@@ -204,11 +195,6 @@ def _experts_together(file: Gguf, tensor: GgufTensor, place: str) -> dict[str, G
 def _plain(file: Gguf, architecture: Architecture, tensor: GgufTensor, change: Change) -> BlockTensor:
     raw, shape = tensor.raw, tensor.shape
     part = part_of(tensor.name)
-    if architecture.interleaved and part in ("attn_q", "attn_k"):
-        heads = file.metadata[f"{file.architecture}.attention.head_count{'_kv' if part == 'attn_k' else ''}"]
-        raw = raw if len(shape) > 1 else raw.reshape(shape[0], -1)
-        order = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
-        return BlockTensor(tensor.kind.name, shape, (partial(np.take, raw, order, 0),), (tensor.raw,))
     if part == "ffn_gate_inp_shexp" and len(shape) == 1:  # a linear layer with one output
         shape = (1, *shape)
     added = architecture.norm_offset if part.endswith("norm") and part != "ssm_norm" else 0.0
