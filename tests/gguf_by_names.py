@@ -181,3 +181,9 @@ def _of_delta_rule(config: dict[str, Any], name: str, tensor: torch.Tensor) -> d
     if "A_log" in name:
         return {name: by_value(-tensor.exp(), 1)}
     return {name: tensor if "norm" in name or "in_proj_ba" in name else by_value(tensor, 1)}
+
+
+def by_value_head(config: dict[str, Any], path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix of an adapter of a delta rule: outputs, or the inputs of its out_proj, as files order them."""
+    (changed,) = _of_delta_rule(config, path, tensor).values()
+    return changed

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from tgi_server.gguf import changes, configuration, tensor_names
 from tgi_server.gguf.changes import Change
 from tgi_server.gguf.configuration import Config, Metadata
-from tgi_server.gguf.file import Gguf, GgufError
+from tgi_server.gguf.file import Gguf
+from tgi_server.gguf.paths import GgufError
 
 # Tensors that are part of the configuration.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -68,6 +69,10 @@ def part_of(name: str) -> str:
 
 def architecture_of(file: Gguf) -> Architecture:
     """Returns the architecture of a file. Raises GgufError for one that is not served."""
+    if file.is_adapter:
+        raise GgufError(
+            f"{file.path} is an adapter, not a model; serve its base model with --lora-adapters NAME={file.path}"
+        )
     name = file.architecture
     if name == "llama" and file.metadata.get("llama.expert_count"):
         name = "mixtral"

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from tgi_server.gguf.file import Gguf, GgufError
+from tgi_server.gguf.file import Gguf
+from tgi_server.gguf.paths import GgufError
 
 Config = dict[str, Any]
 

@@ -5,7 +5,6 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 import hashlib
 import math
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-SUFFIX = ".gguf"
+from tgi_server.gguf.paths import GgufError, gguf_parts
+
 # The names of types of quantised weights: those in blocks.
 QUANTIZED = frozenset(kind.name for kind, (block, _) in GGML_QUANT_SIZES.items() if block > 1)
 _MAGIC = b"GGUF"
@@ -27,13 +27,8 @@ _TEXT, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 # The least bytes of a pair of metadata, and of what says where a tensor is.
 _LEAST_PAIR, _LEAST_INFO = 13, 24
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 Bytes = NDArray[np.uint8]
-
-
-class GgufError(ValueError):
-    """Raised for a file that is damaged, or that is not read; the text says which file, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +57,10 @@ class Gguf:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
 
+    @property
+    def is_adapter(self) -> bool:
+        return self.metadata.get("general.type") == "adapter"
+
 
 def read_gguf(path: Path, *, texts: bool = True) -> Gguf:
     """Reads a file, or all parts of a model when it is one of several. Raises GgufError.
@@ -79,24 +78,6 @@ def read_gguf(path: Path, *, texts: bool = True) -> Gguf:
     if len(parts) > 1 and expected != len(tensors):
         raise GgufError(f"the parts of {path} have {len(tensors)} tensors, not {expected}; download them again")
     return Gguf(first.path, first.metadata, tensors, " ".join(part.fingerprint for part in parts))
-
-
-def gguf_parts(path: Path) -> list[Path]:
-    """Returns all files of the model that a file belongs to, in order. Raises GgufError when one is missing."""
-    match = _PART.fullmatch(path.name)
-    count = int(match[3]) if match else 1
-    names = (
-        [f"{match[1]}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)] if match else [path.name]
-    )
-    if missing := [name for name in names if not (path.parent / name).is_file()]:
-        raise GgufError(f"there is no file {path.parent / missing[0]}" + ("; download all parts" if match else ""))
-    return [path.parent / name for name in names]
-
-
-def first_part(name: str) -> bool:
-    """Returns False for a file that is a later part of a model."""
-    match = _PART.fullmatch(name)
-    return match is None or int(match[2]) == 1
 
 
 def _read(path: Path, texts: bool) -> Gguf:

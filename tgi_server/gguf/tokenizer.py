@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tgi_server.gguf.file import Gguf, GgufError
+from tgi_server.gguf.file import Gguf
+from tgi_server.gguf.paths import GgufError
 
 # Types of tokens in `tokenizer.ggml.token_type`.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4

@@ -12,8 +12,10 @@ from typing import Any
 
 from shared.control_groups import available_ram
 from shared.gpus import has_gpu
+from tgi_server.gguf.adapters import read_gguf_adapter
 from tgi_server.gguf.architectures import architecture_of
-from tgi_server.gguf.file import QUANTIZED, SUFFIX, GgufError, first_part, read_gguf
+from tgi_server.gguf.file import QUANTIZED, read_gguf
+from tgi_server.gguf.paths import SUFFIX, GgufError, first_part
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
@@ -41,14 +43,40 @@ def check_model(settings: LauncherSettings, folder: Path) -> None:
     tensors = _tensors(folder)
     _check_quantize(folder, config, tensors, settings.quantize)
     for adapter in settings.lora_adapters:
-        check_adapter(adapter, tensors)
+        check_adapter(adapter, config, tensors)
     if not has_gpu():
         _check_memory(settings, tensors)
 
 
-def check_adapter(adapter: AdapterSource, base: Header) -> None:
-    """Raises CannotStartError for an adapter that is not a LoRA of this base model. base: the model's tensors."""
-    folder = Path(adapter.place)
+def check_adapter(adapter: AdapterSource, config: Mapping[str, Any], base: Header) -> None:
+    """Raises CannotStartError for an adapter that is not a LoRA of this base model.
+
+    config, base: the model's configuration and its tensors.
+    """
+    place = Path(adapter.place)
+    if place.suffix == SUFFIX:
+        _check_gguf_adapter(adapter.id, place, config, base)
+    else:
+        _check_peft_adapter(adapter, place, base)
+
+
+def _check_gguf_adapter(adapter_id: str, file: Path, config: Mapping[str, Any], base: Header) -> None:
+    text_config = config.get("text_config")
+    own = text_config if isinstance(text_config, dict) else config
+    try:
+        found = read_gguf_adapter(file, str(own.get("model_type", config.get("model_type"))))
+    except GgufError as error:
+        raise CannotStartError(f"--lora-adapters: {adapter_id}: {error}") from None
+    for name, (a, _) in found.matrices.items():
+        weight = base.get(found.architecture.place(name) or "")
+        if weight and not _takes(weight, a.shape):
+            raise CannotStartError(
+                f"--lora-adapters: {adapter_id}: {name}.lora_a is {list(a.shape)}, but that weight of the model is "
+                f"{weight['shape']}; the adapter was made for another model"
+            )
+
+
+def _check_peft_adapter(adapter: AdapterSource, folder: Path, base: Header) -> None:
     config = _read_object(folder / ADAPTER_CONFIG)
     where = f"--lora-adapters: {adapter.id}: {folder / ADAPTER_CONFIG}"
     if (kind := config.get("peft_type")) != "LORA":

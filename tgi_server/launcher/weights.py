@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from tgi_server.gguf.file import SUFFIX
+from tgi_server.gguf.paths import SUFFIX, GgufError, adapter_file
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -40,17 +40,25 @@ async def fetch_further_models(settings: LauncherSettings) -> None:
 
 
 async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:
-    """Returns the adapters of --lora-adapters, each with its folder. Fetches from the hub what is not here yet.
+    """Returns the adapters of --lora-adapters, each with its folder, or its GGUF file. Fetches from the hub what is not
+    here yet.
 
     Raises CannotStartError for a folder that has no adapter, and ModelMissingError when one cannot be fetched.
     """
     found = []
     for adapter in settings.lora_adapters:
-        folder = adapter.folder or await _download(commands.download_adapter(settings, adapter))
-        if not (folder / ADAPTER_CONFIG).is_file():
-            why = f"{folder} has no {ADAPTER_CONFIG}" if folder.is_dir() else f"there is no folder {folder}"
+        place = adapter.path or await _download(commands.download_adapter(settings, adapter))
+        try:
+            file = adapter_file(place)
+        except GgufError as error:
+            raise CannotStartError(f"--lora-adapters: {adapter.id}: {error}") from None
+        if file is not None and not file.is_file():
+            raise CannotStartError(f"--lora-adapters: {adapter.id}: there is no file {file}")
+        if file is None and not (place / ADAPTER_CONFIG).is_file():
+            nothing = f"{place} has neither an {ADAPTER_CONFIG} nor a GGUF file"
+            why = nothing if place.is_dir() else f"there is no folder {place}"
             raise CannotStartError(f"--lora-adapters: {adapter.id}: {why}")
-        found.append(adapter.at(folder.resolve()))
+        found.append(adapter.at((file or place).absolute()))  # files of the hub's cache are links to others
     return found
 
 

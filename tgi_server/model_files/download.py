@@ -23,11 +23,11 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
-from tgi_server.gguf.file import SUFFIX
+from tgi_server.gguf.paths import SUFFIX
 from tgi_server.model_files.converted_models import convert, converted_copy
 from tgi_server.model_files.copies import CODE, MEDUSA_FILE, METADATA, TEMPLATES, permission_hint
 from tgi_server.model_files.errors import ModelUnavailable
-from tgi_server.model_files.gguf_models import GgufChoice, described, gguf_of_folder, split_kind
+from tgi_server.model_files.gguf_models import GgufChoice, described, gguf_of_folder, is_gguf_adapter, split_kind
 from tgi_server.model_files.merged_models import base_of, is_adapter, merge, merged_copy
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def download_model(
 ) -> Path:
     """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
 
-    For a GGUF file it is a folder that describes it.
+    For a GGUF file it is a folder that describes it; for an adapter in a GGUF file the file itself.
 
     Files that are there already are not fetched again. Of an adapter the folder is its own, or with `merge_lora` that
     of its base model with the adapter merged. Of Medusa heads the model that they were made for is fetched as well, and
@@ -151,7 +151,8 @@ def _download(
         folder = _snapshot(model_id, revision, extension, trust_remote_code=trust_remote_code)
         if auto_convert and not _has_weights(folder, ".safetensors"):
             if _has_gguf(model_id, revision):
-                return described(_fetched_gguf(model_id, revision, GgufChoice(), local_files_only=False))
+                file = _fetched_gguf(model_id, revision, GgufChoice(), local_files_only=False)
+                return file if not merge_lora and is_gguf_adapter(file) else described(file)
             pickled = ".bin" if _base_of_heads(folder) is None else ".pt"
             logger.info("%s has no safetensors files; fetching its %s files", model_id, pickled)
             folder = _snapshot(model_id, revision, pickled, trust_remote_code=trust_remote_code)

@@ -11,7 +11,8 @@ from pathlib import Path, PurePath
 from huggingface_hub import constants
 
 from tgi_server.gguf.architectures import config_of
-from tgi_server.gguf.file import SUFFIX, GgufError, first_part, gguf_parts, read_gguf
+from tgi_server.gguf.file import read_gguf
+from tgi_server.gguf.paths import SUFFIX, GgufError, first_part, gguf_parts
 from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
 from tgi_server.model_files.copies import TEMPLATES, files_path, permission_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
@@ -84,6 +85,14 @@ def gguf_of_folder(folder: Path, choice: GgufChoice) -> Path | None:
     names = [str(file.relative_to(folder)) for file in folder.glob(f"**/*{SUFFIX}")]
     name = choice.of(names, str(folder))
     return None if name is None else folder / name
+
+
+def is_gguf_adapter(file: Path) -> bool:
+    """Returns True for an adapter. Raises ModelUnavailable for a file that is damaged."""
+    try:
+        return read_gguf(file, texts=False).is_adapter
+    except GgufError as error:
+        raise ModelUnavailable(str(error)) from error
 
 
 def described(file: Path) -> Path:

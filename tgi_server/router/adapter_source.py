@@ -1,10 +1,12 @@
-"""Adapters as --lora-adapters names them: ID, ID=FOLDER, ID=OWNER/NAME, each with @REVISION where it is of the hub."""
+"""Adapters as --lora-adapters names them: ID, ID=FOLDER, ID=FILE.gguf, ID=OWNER/NAME; of the hub with @REVISION."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, BeforeValidator
+
+from tgi_server.gguf.paths import SUFFIX
 
 LONGEST_ID = 256
 
@@ -13,7 +15,7 @@ LONGEST_ID = 256
 class AdapterSource:
     """An adapter's id, by which requests name it, and the place that it is read from.
 
-    place: a folder, or an id of the hub. revision: branch, tag or commit on the hub; None for a folder.
+    place: a folder or a GGUF file, or an id of the hub. revision: branch, tag or commit on the hub, else None.
     """
 
     id: str
@@ -27,25 +29,27 @@ class AdapterSource:
         Raises ValueError.
         """
         adapter_id, given, place = (part.strip() for part in text.partition("="))
-        named, revision = (place, None) if given and Path(place).is_dir() else _split(place if given else adapter_id)
+        named, revision = (place, None) if given and Path(place).exists() else _split(place if given else adapter_id)
         source = cls(adapter_id if given else named, named, revision)
         check_id(source.id)
         if not source.place or revision == "":
-            raise ValueError(f"{text!r} is not ID, ID=FOLDER or ID=OWNER/NAME, with @REVISION where it is of the hub")
-        if revision is not None and source.folder is not None:
+            raise ValueError(
+                f"{text!r} is not ID, ID=FOLDER, ID=FILE.gguf or ID=OWNER/NAME, with @REVISION where it is of the hub"
+            )
+        if revision is not None and source.path is not None:
             raise ValueError(f"{text!r}: a folder has no revision; leave @{revision} out")
         return source
 
     @property
-    def folder(self) -> Path | None:
-        """The folder on this machine; None if the place is an id of the hub."""
+    def path(self) -> Path | None:
+        """The folder or file on this machine; None if the place is an id of the hub."""
         path = Path(self.place).expanduser()
         is_id = self.place.count("/") <= 1 and not path.is_absolute() and not self.place.startswith(".")
-        return None if is_id and not path.is_dir() else path
+        return None if is_id and not path.is_dir() and path.suffix != SUFFIX else path
 
-    def at(self, folder: Path) -> Self:
-        """Returns the adapter as it lies in a folder."""
-        return replace(self, place=str(folder), revision=None)
+    def at(self, path: Path) -> Self:
+        """Returns the adapter as it lies in a folder, or in a file."""
+        return replace(self, place=str(path), revision=None)
 
     def __str__(self) -> str:
         """Returns the text that `of` reads."""

@@ -139,7 +139,7 @@ class ServingSettings(ServiceSettings):
     )
     lora_adapters: AdapterSources = Field(
         default=[],
-        description="LoRA adapters that requests may name: ID, ID=FOLDER or ID=OWNER/NAME, with @REVISION on the hub.",
+        description="LoRA adapters of requests: ID, ID=FOLDER, ID=FILE.gguf, ID=OWNER/NAME, of the hub with @REVISION.",
     )
     allow_adapter_updates: bool = Field(
         default=False,

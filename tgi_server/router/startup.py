@@ -245,10 +245,10 @@ async def _connect(path: str) -> ShardedClient:
 
 async def _add_adapters(adapters: Adapters, settings: RouterSettings) -> None:
     for source in settings.lora_adapters:
-        if source.folder is None:
+        if source.path is None:
             raise StartupError(f"--lora-adapters: there is no folder {source.place}; the launcher fetches adapters")
         try:
-            adapter = await adapters.add(source.id, str(source.folder))
+            adapter = await adapters.add(source.id, str(source.path))
         except RouterError as error:
             raise StartupError(f"--lora-adapters: {source.id}: {error}") from error
         logger.info("the adapter %s has the rank %d", adapter.id, adapter.rank)

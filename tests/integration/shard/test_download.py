@@ -274,3 +274,19 @@ def test_a_gguf_file_is_fetched_by_its_kind(download: Download, hub: Hub, tmp_pa
     assert "has several GGUF files; choose one with --gguf-file: tiny-Q4_K_M.gguf, tiny-Q8_0.gguf" in complaint_of(
         download("maker/tiny-GGUF")
     )
+
+
+@pytest.mark.slow
+def test_an_adapter_in_a_gguf_file_is_fetched(download: Download, hub: Hub, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tests.adapters import make_adapter
+    from tests.gguf_adapters import write_gguf_adapter
+
+    model = make_llama(tmp_path / "tiny")
+    peft, _ = make_adapter(AutoModelForCausalLM.from_pretrained(model), tmp_path / "peft", target_modules=["q_proj"])
+    file = write_gguf_adapter(peft, model, tmp_path / "chef.gguf")
+    hub.models["maker/chef"] = Repository({"chef.gguf": file.read_bytes(), "README.md": b"# Chef"})
+    fetched = folder_of(download("maker/chef", "--no-merge-lora"))
+    assert (fetched.name, fetched.read_bytes()) == ("chef.gguf", file.read_bytes())
+    assert "chef.gguf is an adapter, not a model" in complaint_of(download("maker/chef", "--merge-lora"))

@@ -8,7 +8,8 @@ import pytest
 from gguf import GGUFWriter
 
 from tgi_server.gguf.architectures import config_of
-from tgi_server.gguf.file import GgufError, read_gguf
+from tgi_server.gguf.file import read_gguf
+from tgi_server.gguf.paths import GgufError
 
 ROWS = np.arange(64, dtype=np.float32).reshape(2, 32)
 

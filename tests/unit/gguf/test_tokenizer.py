@@ -13,7 +13,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.published_tokenizers import PUBLISHED
 from tgi_server.gguf import tokenizer
-from tgi_server.gguf.file import Gguf, GgufError
+from tgi_server.gguf.file import Gguf
+from tgi_server.gguf.paths import GgufError
 from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
 
 TEXTS = (

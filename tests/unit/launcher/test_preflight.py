@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.settings import read_settings
+from tests.gguf_adapters import write_gguf_adapter
 from tgi_server.engine.checkpoint.quantized.recognition import find_quantization
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.launcher.errors import CannotStartError
@@ -169,3 +170,19 @@ def test_a_cache_that_is_larger_than_the_machine(folder: Path) -> None:
     told = complaint(folder, "--cpu-memory=900TiB")
     assert told.startswith("--cpu-memory is 921600.0 GiB and the model's weights take 0.0 GiB, but ")
     assert told.endswith("; lower --cpu-memory")
+
+
+def test_an_adapter_in_a_gguf_file(folder: Path, tmp_path: Path) -> None:
+    peft = adapter(tmp_path / "peft", width(folder), lora_alpha=4).partition("chef=")[2]
+    file = write_gguf_adapter(Path(peft), folder, tmp_path / "chef.gguf")
+    flag = f"--lora-adapters=chef={file}"
+    check(folder, flag)
+    change(folder, model_type="qwen2")
+    assert complaint(folder, flag) == (
+        f"--lora-adapters: chef: {file} is for models of the architecture 'llama' (general.architecture), and the base "
+        "model is 'qwen2', which GGUF files call 'qwen2'"
+    )
+    change(folder, model_type="llama")
+    peft = adapter(tmp_path / "wide", 4096, lora_alpha=4).partition("chef=")[2]
+    write_gguf_adapter(Path(peft), folder, file)
+    assert "chef: blk.0.attn_q.weight.lora_a is [2, 4096], but that weight of the model is [" in complaint(folder, flag)

@@ -56,11 +56,24 @@ async def test_adapters_are_found_in_their_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     asked = [f"chef={tmp_path}/chef", f"{tmp_path}/empty"]
     found = await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters={asked[0]}"]))
-    assert [(each.id, each.folder) for each in found] == [("chef", tmp_path / "chef")]
-    with pytest.raises(CannotStartError, match=r"--lora-adapters: .*/empty: .*/empty has no adapter_config.json"):
+    assert [(each.id, each.path) for each in found] == [("chef", tmp_path / "chef")]
+    with pytest.raises(CannotStartError, match=r".*/empty: .*/empty has neither an adapter_config.json nor a GGUF"):
         await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters={','.join(asked)}"]))
     with pytest.raises(CannotStartError, match=r"--lora-adapters: x: there is no folder .*/absent"):
         await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters=x={tmp_path}/absent"]))
+
+
+async def test_adapters_are_found_in_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "chef.gguf").touch()
+    for place in ("chef.gguf", "."):
+        flags = [f"--lora-adapters=chef={tmp_path}/{place}"]
+        (found,) = await find_adapters(read_settings(LauncherSettings, "launcher", flags))
+        assert found.path == tmp_path / "chef.gguf"
+    (tmp_path / "poet.gguf").touch()
+    with pytest.raises(CannotStartError, match=r"chef: .* has several GGUF files; name one of them: chef.gguf, poet.g"):
+        await find_adapters(read_settings(LauncherSettings, "launcher", flags))
+    with pytest.raises(CannotStartError, match=r"--lora-adapters: x: there is no file .*absent\.gguf"):
+        await find_adapters(read_settings(LauncherSettings, "launcher", ["--lora-adapters=x=absent.gguf"]))
 
 
 async def test_the_folder_of_an_adapter_is_not_ready_to_be_served(tmp_path: Path) -> None:
@@ -80,8 +93,8 @@ async def test_adapters_of_the_hub_are_fetched(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         flags = ["--lora-adapters=chef=maker/chef@v2", f"--huggingface-hub-cache={tmp_path}"]
         (found,) = await find_adapters(read_settings(LauncherSettings, "launcher", flags))
-        assert found.folder is not None
-        assert {file.name: file.read_bytes() for file in found.folder.iterdir()} == files
+        assert found.path is not None
+        assert {file.name: file.read_bytes() for file in found.path.iterdir()} == files
         with pytest.raises(ModelMissingError):
             await find_adapters(read_settings(LauncherSettings, "launcher", ["--lora-adapters=maker/absent"]))
 

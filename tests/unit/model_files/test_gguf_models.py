@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from tests.adapters import make_adapter
+from tests.gguf_adapters import write_gguf_adapter
 from tests.gguf_models import make_gguf
 from tests.tiny_models import make_llama
 from tgi_server.model_files.download import find_model
@@ -101,3 +104,11 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"model\.gguf is incomplete") as error:
         find_model(str(tmp_path / "model.gguf"), None)
     assert "\n" not in str(error.value)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "llama")
+    peft, _ = make_adapter(AutoModelForCausalLM.from_pretrained(model), tmp_path / "peft", target_modules=["q_proj"])
+    file = write_gguf_adapter(peft, model, tmp_path / "chef.gguf")
+    with pytest.raises(ModelUnavailable, match=r"is an adapter, not a model; serve its base model with --lora-a"):
+        find_model(str(file), None)

@@ -16,13 +16,14 @@ from tgi_server.router.adapter_source import AdapterSource, AdapterSources
         ("chef=maker/chef:v2", "chef", "maker/chef", "v2"),
         ("chef=/data/chef", "chef", "/data/chef", None),
         ("/data/chef", "/data/chef", "/data/chef", None),
+        ("chef=adapters/chef.gguf", "chef", "adapters/chef.gguf", None),
     ],
 )
 def test_every_form_of_tgi_is_read(text: str, adapter_id: str, place: str, revision: str | None) -> None:
     source = AdapterSource.of(text)
     assert source == AdapterSource(adapter_id, place, revision)
     assert AdapterSource.of(str(source)) == source
-    assert (source.folder is None) == (place == "maker/chef")
+    assert (source.path is None) == (place == "maker/chef")
 
 
 def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
@@ -35,8 +36,8 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("=maker/chef", "an adapter's id has 1 to 256 printable characters"),
-        ("chef=", "is not ID, ID=FOLDER or ID=OWNER/NAME"),
-        ("maker/chef@", "is not ID, ID=FOLDER or ID=OWNER/NAME"),
+        ("chef=", "is not ID, ID=FOLDER, ID=FILE.gguf or ID=OWNER/NAME"),
+        ("maker/chef@", "is not ID, ID=FOLDER, ID=FILE.gguf or ID=OWNER/NAME"),
         ("chef=/data/chef@v2", "a folder has no revision"),
         ("ch\tef=/data/chef", "printable"),
         ("_other=/data/chef", "'_other' cannot be an adapter's id"),

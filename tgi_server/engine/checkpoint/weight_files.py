@@ -14,7 +14,8 @@ from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
-from tgi_server.gguf.file import SUFFIX, Gguf, GgufError, first_part, read_gguf
+from tgi_server.gguf.file import Gguf, read_gguf
+from tgi_server.gguf.paths import SUFFIX, GgufError, first_part
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -73,12 +73,13 @@ class BaseWeights:
 class BaseModel:
     """A base model as its adapters see it: whole, also where it is computed by several shards or in other layers.
 
-    layers: its linear layers, by their paths in the model of `transformers`. prefix: of the paths in the part without
-    the head. tied: the paths of a head and of embeddings that share their weight, as far as there are such. may_untie:
-    the model computes the same when they do not, and have equal weights.
+    config: that of its text. layers: its linear layers, by their paths in the model of `transformers`. prefix: of the
+    paths in the part without the head. tied: the paths of a head and of embeddings that share their weight, as far as
+    there are such. may_untie: the model computes the same when they do not, and have equal weights.
     """
 
     folder: Path
+    config: PretrainedConfig
     layers: Mapping[str, BaseLayer]
     prefix: str
     tied: Mapping[str, str]
@@ -104,7 +105,8 @@ class BaseModel:
         prefix = f"{model.base_model_prefix}."
         # T5 scales what its head gets only where the weight is shared.
         may_untie = not config.is_encoder_decoder
-        return cls(folder, layers, prefix, tied, may_untie, find_quantization(folder, config, None))
+        text = plain.get_text_config(decoder=True)
+        return cls(folder, text, layers, prefix, tied, may_untie, find_quantization(folder, config, None))
 
     def names(self, path: str) -> list[str]:
         """Returns the names that a checkpoint may have for the module at a path."""

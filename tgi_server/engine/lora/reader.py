@@ -1,4 +1,4 @@
-"""Reads an adapter's folder: the tensors that `peft` saved, checked against the base model."""
+"""Reads an adapter, of `peft` or of llama.cpp, and checks its tensors against the base model."""
 
 import re
 from collections import defaultdict
@@ -16,7 +16,9 @@ from tgi_server.engine.checkpoint.pickled import load_pickled
 from tgi_server.engine.errors import InvalidAdapter, InvalidWeights
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.base_model import BaseLayer, BaseModel, BaseWeights
+from tgi_server.engine.lora.gguf_adapter import read_gguf
 from tgi_server.engine.lora.peft_config import MAX_RANK, PeftConfig
+from tgi_server.gguf.paths import GgufError, adapter_file
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED_WEIGHTS = "adapter_model.bin"
@@ -39,12 +41,18 @@ Parts = dict[str, str]
 
 
 def read_adapter(folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK) -> dict[str, AdapterLayer]:
-    """Returns the layers of the adapter in a folder that `peft` wrote, by their paths in the base model, in float32.
+    """Returns the layers of an adapter, by their paths in the base model, in float32.
+
+    folder: of the files that `peft` wrote; or a GGUF file, or a folder that holds one.
 
     Raises InvalidAdapter, which names the setting or the tensor, for what is not supported and what does not fit.
     """
-    config = PeftConfig.of(folder)
-    tensors = _tensors(folder)
+    try:
+        file = adapter_file(folder)
+    except GgufError as error:
+        raise InvalidAdapter(str(error)) from error
+    config, tensors = (PeftConfig.of(folder), _tensors(folder)) if file is None else read_gguf(file, base)
+    _check_numbers(folder, tensors)
     with base.weights() as weights:
         reader = _Reader(folder, config, base, tensors, weights, max_rank)
         layers: dict[str, AdapterLayer] = {}
@@ -68,13 +76,16 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         raise InvalidAdapter(str(error)) from error
     if not any(map(_NAME.fullmatch, tensors)):
         raise InvalidAdapter(f"{folder}: the adapter's file has no tensor of a LoRA")
+    return tensors
+
+
+def _check_numbers(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidAdapter(f"{folder}: tensor {name} has the dtype {tensor.dtype}; it must be of floats")
         # Least and largest number show what is not finite, and take no memory.
         if tensor.numel() and not torch.stack(tensor.float().aminmax()).isfinite().all():
             raise InvalidAdapter(f"{folder}: tensor {name} has numbers that are not finite; train the adapter again")
-    return tensors
 
 
 @dataclass(frozen=True, slots=True)

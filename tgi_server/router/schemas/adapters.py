@@ -19,7 +19,9 @@ class LoadAdapterBody(RefusingModel):
 
     lora_name: Annotated[str, AfterValidator(_checked)] = Field(description="The id by which requests name it.")
     lora_path: str = Field(
-        min_length=1, max_length=4096, description="Its folder, below the one of --adapter-root, or relative to that."
+        min_length=1,
+        max_length=4096,
+        description="Its folder or GGUF file, below the folder of --adapter-root, or relative to that.",
     )
 
 

@@ -16,7 +16,8 @@ from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
 from tgi_server.gguf.architectures import ROPE_TENSORS, Architecture, architecture_of, config_of, layer_of, part_of
 from tgi_server.gguf.changes import Change, Order
-from tgi_server.gguf.file import Bytes, Gguf, GgufError, GgufTensor
+from tgi_server.gguf.file import Bytes, Gguf, GgufTensor
+from tgi_server.gguf.paths import GgufError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Numbers of a weight that are unpacked at a time.
@@ -143,6 +144,11 @@ def gguf_tensors(file: Gguf) -> dict[str, GgufWeight]:
         else:
             found[place] = _plain(file, architecture, tensor, change)
     return found
+
+
+def gguf_numbers(tensor: GgufTensor) -> Tensor:
+    """Returns the numbers of a tensor as it is in the file, in floats. Raises InvalidWeights."""
+    return _numbers(tensor.kind.name, tensor.raw.reshape(-1, tensor.raw.shape[-1])).reshape(tensor.shape)
 
 
 def gguf_types(file: Gguf) -> list[str]:

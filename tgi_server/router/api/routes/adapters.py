@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from tgi_server.gguf.paths import GgufError, adapter_file
 from tgi_server.router.api.body import parse, read_body
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described, described_body
 from tgi_server.router.api.exchange import DirectRoute
@@ -41,9 +42,9 @@ def adapter_routes(service: Service) -> APIRouter:
         asked = parse(LoadAdapterBody, await read_body(request, _LONGEST_BODY))
         if service.model.is_named(asked.lora_name):
             raise InvalidRequest(f"{asked.lora_name!r} is a name of the model itself; choose another `lora_name`")
-        folder = await asyncio.to_thread(_folder_below, root, asked.lora_path)
-        adapter = await service.adapters.add(asked.lora_name, str(folder))
-        logger.info("the adapter %s is loaded from %s; its rank is %d", adapter.id, folder, adapter.rank)
+        place = await asyncio.to_thread(_place_below, root, asked.lora_path)
+        adapter = await service.adapters.add(asked.lora_name, str(place))
+        logger.info("the adapter %s is loaded from %s; its rank is %d", adapter.id, place, adapter.rank)
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.id}' added successfully.")
 
     @route("/v1/unload_lora_adapter", summary="Unload an adapter", openapi_extra=described_body(UnloadAdapterBody))
@@ -64,13 +65,22 @@ def _root(service: Service) -> Path:
     return service.policy.adapter_root
 
 
-def _folder_below(root: Path, path: str) -> Path:
-    """Returns the adapter's folder. Raises InvalidRequest alike for one that is not there and for one elsewhere."""
+def _place_below(root: Path, path: str) -> Path:
+    """Returns the adapter's folder, or its GGUF file.
+
+    Raises InvalidRequest alike for one that is not there and for one elsewhere.
+    """
     try:
-        folder, top = (root / path).resolve(), root.resolve()
-        found = folder.is_relative_to(top) and (folder / "adapter_config.json").is_file()
+        place, top = (root / path).resolve(), root.resolve()
+        if place.is_relative_to(top):
+            file = adapter_file(place)
+            place = place if file is None else file.resolve()
+            if place.is_relative_to(top) and (place if file else place / "adapter_config.json").is_file():
+                return place
+    except GgufError as error:
+        raise InvalidRequest(f"`lora_path`: {error}") from error
     except (OSError, ValueError):
-        found = False
-    if not found:
-        raise InvalidRequest("`lora_path` is not the folder of an adapter below the one that --adapter-root names")
-    return folder
+        pass
+    raise InvalidRequest(
+        "`lora_path` is not the folder or the GGUF file of an adapter below the folder that --adapter-root names"
+    )

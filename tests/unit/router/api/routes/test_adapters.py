@@ -30,6 +30,15 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / place / "adapter_config.json").write_text("{}")
     (tmp_path / "root/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root/empty").mkdir()
+    (tmp_path / "root/gguf").mkdir()
+    (tmp_path / "root/gguf/chef.gguf").touch()
+    (tmp_path / "elsewhere/out.gguf").touch()
+    (tmp_path / "root/out.gguf").symlink_to(tmp_path / "elsewhere/out.gguf")
+    (tmp_path / "root/outside").mkdir()
+    (tmp_path / "root/outside/out.gguf").symlink_to(tmp_path / "elsewhere/out.gguf")
+    (tmp_path / "root/several").mkdir()
+    for name in "ab":
+        (tmp_path / f"root/several/{name}.gguf").touch()
     return tmp_path / "root"
 
 
@@ -124,7 +133,15 @@ async def test_adapters_come_and_go(updatable: tuple[RouterService, httpx.AsyncC
     assert (again.status_code, again.json()["error"]["code"]) == (404, "model_not_found")
 
 
-NOT_BELOW = "is not the folder of an adapter below"
+async def test_adapters_may_be_gguf_files(updatable: tuple[RouterService, httpx.AsyncClient], root: Path):
+    router, client = updatable
+    for name, path in (("file", "gguf/chef.gguf"), ("folder", "gguf")):
+        loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+        assert loaded.status_code == 200, loaded.text
+    assert [each.folder for each in router.service.adapters] == [str(root / "gguf/chef.gguf")] * 2
+
+
+NOT_BELOW = "is not the folder or the GGUF file of an adapter below"
 
 
 async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.AsyncClient], root: Path):
@@ -138,6 +155,10 @@ async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.Asyn
         ("x", "absent", NOT_BELOW),
         ("x", "empty", NOT_BELOW),
         ("x", "a\0b", NOT_BELOW),
+        ("x", "absent.gguf", NOT_BELOW),
+        ("x", "out.gguf", NOT_BELOW),
+        ("x", "outside", NOT_BELOW),
+        ("x", "several", "several has several GGUF files; name one of them: a.gguf, b.gguf"),
         ("x", "broken", "broken has no adapter_config.json"),
         ("maker/model", "cook", "is a name of the model itself"),
         (" ", "cook", "an adapter's id has 1 to 256 printable characters"),
