@@ -60,3 +60,18 @@ def following_fault(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequenc
         if constraint.error is not None:
             return f"{written}: {constraint.error}"
     return None if constraint.ended else "the text has not ended"
+
+
+def takes(grammar: Grammar | None, *answer: str | int) -> bool:
+    """Returns True if the demo model could write the answer, and end it there. Numbers are tokens."""
+    assert grammar is not None
+    assert compiler_fault(grammar) is None
+    compiler = demo_compiler()
+    matcher = compiler.constraint(grammar, [], 10_000, ignore_eos=False).matcher.deep_copy()
+    matcher.reset()
+    tokens = [
+        token
+        for part in answer
+        for token in ([part] if isinstance(part, int) else compiler.tokenizer.lookup.tokenize_str(part))
+    ]
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())

@@ -24,7 +24,10 @@ ToolCallParser = Literal[
     "seed_oss",
     "gemma4",
     "kimi_k2",
+    "olmo3",
     "granite",
+    "phi4_mini",
+    "functools",
     "lfm2",
     "pythonic",
     "mistral",
@@ -32,9 +35,24 @@ ToolCallParser = Literal[
     "llama3_json",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
     "harmony",
     "functionary",
     "json",
+]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "qwen3",
+    "harmony",
+    "gemma4",
+    "granite",
+    "granite33",
+    "kimi_vl",
+    "mistral",
+    "seed_oss",
 ]
 
 # A number of tokens or sequences; messages to the shards have 32 bits for it.
@@ -99,9 +117,7 @@ class ServingSettings(ServiceSettings):
     tool_call_parser: ToolCallParser = Field(
         default="auto", description="Format in which the model calls tools; auto: read from its chat template."
     )
-    reasoning_parser: Literal[
-        "auto", "none", "deepseek_r1", "qwen3", "harmony", "gemma4", "granite", "kimi_vl", "mistral", "seed_oss"
-    ] = Field(
+    reasoning_parser: ReasoningParser = Field(
         default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")

@@ -77,7 +77,7 @@ class Model:
                 written += json.dumps(arguments, ensure_ascii=False) + form.tail
             else:
                 texts = {key: value if tags.end else json.dumps(value) for key, value in arguments.items()}
-                told = (tags.tag(key) + tags.quote + value + tags.end for key, value in texts.items())
+                told = (tags.tag(key, text=True) + tags.quote + value + tags.end for key, value in texts.items())
                 written += tags.separator.join(told) + form.tail
         return written + form.end
 
@@ -232,6 +232,28 @@ async def test_a_text_beside_tools(model: Model):
 async def test_thoughts_before_json(model: Model):
     written = json.dumps(ROME)
     assert await model.answers(model.thought() + model.said(written), response_format=FORMAT) == answer(model, written)
+
+
+async def test_thoughts_that_a_variable_turns_on(model: Model):
+    """They begin in the prompt, or the prompt says that there may be some. Their number is bounded."""
+    if model.published.name not in ("deepseek_v3.1", "deepseek_v3.2", "granite3.3"):
+        pytest.skip("its template has no such variable")
+    on: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "thinking_token_budget": 7}
+    begins = "'<think>' if thinking" in model.published.template
+    thought = (THOUGHTS + "</think>") if begins else f"<think>{THOUGHTS}</think>"
+    around = ("<response>", "</response>") if "</response>" in model.published.template else ("", "")
+    called, written = ("weather", PARIS), json.dumps(ROME)
+    for begin, end in {around, ("", "")}:
+        text = f"{thought}\n{begin}It rains.{end}"
+        assert await model.answers(text, **on) == answer(model, "It rains.")
+        assert await model.answers(text, tools=TOOLS, **on) == answer(model, "It rains.")
+        budget = model._router.shard.received[-1].thought_budget
+        assert (budget.tokens, budget.open, budget.end) == (7, begins, "</think>")
+        text = f"{thought}\n{begin}{written}{end}"
+        assert await model.answers(text, response_format=FORMAT, **on) == answer(model, written)
+    text = f"{thought}\n{model.call(called)}"
+    assert await model.answers(text, tools=TOOLS, **on) == answer(model, None, called)
+    assert await model.answers(text, tools=TOOLS, tool_choice="required", **on) == answer(model, None, called)
 
 
 async def test_added_tokens_within_json(model: Model):

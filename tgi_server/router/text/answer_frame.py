@@ -2,13 +2,20 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.text.response_template import Mark
 from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
 from tgi_server.router.text.tool_formats import JSON_PARTS, NUMBER, ToolFormat
 
+# Regular expressions without anchors, references and conditions, which are the same in grammars.
+_PORTABLE = re.compile(
+    r"(?>\\[sSwWdDnt]|\\[^\w/]|\[\^?([^\[\]\\/]|\\[^/])+\]|\((\?P<\w+>|\?:|(?!\?))|\)|[*+?]\??|[^\\\[\](){}*+?^$])*+"
+)
+_BACKSLASH = re.compile(r"\\(?=\W)")
 # Of one answer: a weak model may not find an end.
 _MOST_CALLS = 32
 
@@ -45,6 +52,36 @@ class FrameWriter:
         calls: those that it may have. schema: the place of the schema of an answer without calls; None: any text.
         thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
         """
+        return self._behind_thoughts(partial(self._answers, calls, schema), thoughts, open_=open_)
+
+    def one_call(
+        self, marks: Sequence[tuple[Mark, Mark]], thoughts: ReasoningTags | None, *, open_: bool
+    ) -> str | None:
+        """Returns the grammar of an answer that ends behind its first call, of which nothing is known but its marks.
+
+        marks: the beginning and the end of each kind of calls. None: a grammar cannot have one of them.
+        """
+        rules: list[str] = []
+        closed = [self._until_mark(end, f"called{i}", [], rules) for i, (_, end) in enumerate(marks)]
+
+        def answers(opening: str, others: Sequence[str], lines: list[str]) -> Iterator[str]:
+            lines += rules
+            for i, (begin, _) in enumerate(marks):
+                yield f"({self._until_mark(begin, f'prelude{i}', others, lines)}) ({closed[i]})"
+            lines.append(f"OTHER: {_beginning_without(others)}")
+            yield "OTHER"
+
+        possible = all(self._until_mark(begin, "prelude", [], []) for begin, _ in marks) and all(closed)
+        return self._behind_thoughts(answers, thoughts, open_=open_) if possible else None
+
+    def _behind_thoughts(
+        self,
+        written: Callable[[str, Sequence[str], list[str]], Iterator[str]],
+        thoughts: ReasoningTags | None,
+        *,
+        open_: bool,
+    ) -> str:
+        """Returns the grammar of thoughts and then one of the answers that `written` yields (see `_answers`)."""
         lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]{0,4}/"]
         may_think = thoughts is not None and not open_
         # A text that might also be thoughts, or a call, would hide them.
@@ -57,11 +94,15 @@ class FrameWriter:
             lines.append(f"BEGIN: /{others[0]}/")
             begin = "BEGIN"
         opening = self._literal(thoughts.opening) if thoughts is not None else ""
-        answers = list(self._answers(calls, schema, opening, others, lines))
+        answers = list(written(opening, others, lines))
         if thoughts is not None:
             thought = self._until(thoughts.end, "thought", [], lines)
             blank = "" if opening else "BLANK"
-            known = [f"{begin} {thought} {blank} {each}" for each in answers]
+            behind = answers
+            if thoughts.around is not None and "OTHER" not in answers[-1]:  # which is any text
+                first, last = map(self._literal, thoughts.around)
+                behind = [*answers, *(f"{first} BLANK ({each}) BLANK {last}" for each in answers)]
+            known = [f"{begin} {thought} {blank} {each}" for each in behind]
             answers = known + answers if may_think else known
         return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
 
@@ -116,21 +157,21 @@ class FrameWriter:
             yield f"{rule}: {' | '.join(bodies)}"
         for i, arguments in enumerate(calls.arguments.values()):
             yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)
-        if calls.form.tags is not None and any(each.tagged for each in calls.arguments.values()):
-            end = calls.form.tags.end
-            if not end:
-                return
-            if self._begins_special(end):
-                yield f"tagged_text: TEXT {self._literal(end)}"
-            else:
-                yield rf"tagged_text[lazy]: /(.|\n)*/ {_quoted(end)}"
+        tags = calls.form.tags
+        if tags is not None and tags.end and any(each.tagged for each in calls.arguments.values()):
+            lines: list[str] = []
+            yield f"tagged_text: {self._until(tags.end, 'untagged', [], lines)}"
+            yield from lines
 
     def _argument_rules(self, rule: str, tags: ArgumentTags | None, arguments: Arguments) -> Iterator[str]:
         if tags is None or arguments.tagged is None:
             yield f"{rule}: %schema {json.dumps(arguments.place)}"
             return
         for i, each in enumerate(arguments.tagged):
-            yield f"{rule}_{i}: {self._literal(tags.tag(each.name))} {self._value(tags, each, arguments)}"
+            value = f"{self._literal(tags.tag(each.name, text=each.text))} {self._value(tags, each, arguments)}"
+            if each.nullable and tags.begin_text is not None:
+                value += f" | {self._literal(tags.tag(each.name, text=False) + 'null' + tags.end)}"
+            yield f"{rule}_{i}: {value}"
         if tags.separator:
             yield from self._list(rule, tags.separator, arguments.tagged)
             return
@@ -142,7 +183,7 @@ class FrameWriter:
         end = self._literal(tags.end)
         if parameter.text:
             texts = " | ".join(map(_quoted, parameter.values))
-            null = _quoted("null") if parameter.nullable else ""
+            null = _quoted("null") if parameter.nullable and tags.begin_text is None else ""
             if tags.separator:
                 value = f"{self._literal(tags.quote)} {f'({texts}) {end}' if texts else 'tagged_text'}"
                 return f"({value} | {null})" if null else value
@@ -164,9 +205,29 @@ class FrameWriter:
 
     def _until(self, marker: str, rule: str, others: Sequence[str], lines: list[str]) -> str:
         """Returns the grammar of a text up to the first `marker`. others: patterns that it must not begin with."""
-        if self._begins_special(marker):
+        special = self._special.search(marker) if self._special is not None else None
+        if special is not None and special.start() == 0 and not others:
             return f"TEXT {self._literal(marker)}"
+        if special is not None:  # which ends the text, and what the marker begins with is the last of that
+            before = marker[: special.start()]
+            lines.append(f"{rule.upper()}: {_beginning_without(others, _pattern(before))}")
+            return f"{rule.upper()} {self._literal(marker[special.start() :])}"
         lines.append(f"{rule}[lazy]: {_beginning_without(others)} {_quoted(marker)}")
+        return rule
+
+    def _until_mark(self, mark: Mark, rule: str, others: Sequence[str], lines: list[str]) -> str | None:
+        """Returns the grammar of a text up to the first such mark; None for a pattern that a grammar cannot have."""
+        if mark.texts:
+            return " | ".join(self._until(text, f"{rule}_{i}", others, lines) for i, text in enumerate(mark.texts))
+        pattern = mark.pattern.pattern
+        begun = _BACKSLASH.sub("", pattern.removeprefix(r"\s*"))
+        special = self._special.search(begun) if self._special is not None else None
+        if special is not None and special.start() == 0:
+            return self._until(special[0], rule, others, lines)
+        if special is not None or _PORTABLE.fullmatch(pattern) is None:
+            return None
+        pattern = pattern.replace("/", r"\/").replace("\n", r"\n")
+        lines.append(f"{rule}[lazy]: {_beginning_without(others, pattern)}")
         return rule
 
     def _begins_special(self, text: str) -> bool:
@@ -200,6 +261,7 @@ def _pattern(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _beginning_without(patterns: Sequence[str]) -> str:
-    """Returns Lark for any text, also an empty one, that begins with a match of none of the patterns."""
-    return rf"(/(.|\n)*/ & ~/({'|'.join(patterns)})(.|\n)*/)" if patterns else r"/(.|\n)*/"
+def _beginning_without(patterns: Sequence[str], end: str = "") -> str:
+    """Returns Lark for any text that begins with a match of none of the patterns, and ends with one of `end`."""
+    text = rf"/(.|\n)*{f'({end})' if end else ''}/"
+    return rf"({text} & ~/({'|'.join(patterns)})(.|\n)*/)" if patterns else text

@@ -85,6 +85,7 @@ class AnswerReader:
         self._may_think = thoughts is not None and not thinking
         self._openings = (thoughts.opening, *thoughts.asides) if thoughts is not None and thoughts.opening else ()
         self._opens = bool(self._openings)
+        self._wrap: _Wrap | None = None  # of the answer, once thoughts have come before it
         self._trim = False
 
     @property
@@ -129,6 +130,7 @@ class AnswerReader:
                 if not end:
                     return
                 self._thinking, self._trim, self._may_think = False, True, self._thoughts.repeats
+                self._wrap = _Wrap(*self._thoughts.around) if self._thoughts.around is not None else None
             elif self._opens and any(each.startswith(self._buffer) for each in self._openings):
                 self._buffer = "" if last else self._buffer
                 return
@@ -141,6 +143,8 @@ class AnswerReader:
         self._open()
         self._drop_lines()
         rest, self._buffer = self._buffer, ""
+        if self._wrap is not None:
+            rest = self._wrap.within(rest, last=last)
         if self._calls is None:
             yield Piece(AnswerPart.TEXT, rest)
         else:
@@ -166,6 +170,37 @@ class AnswerReader:
         self._buffer = rest if ended else said[len(said) - held :]
         self._may_think = self._opens = bool(ended)
         yield Piece(AnswerPart.TEXT, said[: len(said) - held])
+
+
+class _Wrap:
+    """Takes away the marks that may stand around an answer, and the blanks within them."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin, self._end = begin, end
+        self._buffer = ""
+        self._first = True
+        self._open = False
+
+    def within(self, text: str, *, last: bool) -> str:
+        """Returns what is certain with `text`. last: nothing more comes."""
+        self._buffer += text
+        if self._first:
+            seen = self._buffer.lstrip()
+            if not last and self._begin.startswith(seen):
+                return ""
+            self._first, self._open = False, seen.startswith(self._begin)
+            self._buffer = seen.removeprefix(self._begin).lstrip("\n") if self._open else self._buffer
+        certain, self._buffer = self._buffer, ""
+        if not self._open:
+            return certain
+        if last:
+            return certain.rstrip().removesuffix(self._end).rstrip()
+        # Blanks, the mark, and more blanks may be the end.
+        stripped = certain.rstrip().removesuffix(self._end).rstrip()
+        held = beginning_held(stripped, self._end)
+        shown = stripped[: len(stripped) - held].rstrip()
+        self._buffer = certain[len(shown) :]
+        return shown
 
 
 class _ReaderPlace(Enum):

@@ -120,10 +120,19 @@ class ChatTemplate:
         self._arguments_as_text = {
             name for name, template in self._templates.items() if self._takes_json(template, self._in_parts[name])
         }
+        self._tools_of_system = {
+            name
+            for name, template in self._templates.items()
+            if "tools" in self._sources[name] and self._takes_tools_of_system(template)
+        }
 
     def shows_tools(self) -> bool:
         """Returns True if the template itself tells the model about tools."""
         return "tools" in self.source
+
+    def reads_tools_of_system(self) -> bool:
+        """Returns True if the template takes tools only as JSON in the member `tools` of the system's message."""
+        return self._name(tools=True) in self._tools_of_system
 
     @property
     def source(self) -> str:
@@ -216,9 +225,16 @@ class ChatTemplate:
         as_python = str(arguments) in shown[0]
         return (_SOUGHT not in shown[0] or as_python) and _SOUGHT in shown[1]
 
-    def _try(self, template: Template, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _takes_tools_of_system(self, template: Template) -> bool:
+        """Returns True if the template shows tools of the system's message, and not those that are given beside it."""
+        messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
+        tool = {"type": "function", "function": {"name": _SOUGHT, "description": "a", "parameters": {"type": "object"}}}
+        inside = [{**messages[0], "tools": json.dumps([tool])}, messages[1]]
+        return _SOUGHT in self._try(template, inside) and _SOUGHT not in self._try(template, messages, [tool])
+
+    def _try(self, template: Template, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """Returns the prompt of a probe; an empty one if the template raises an error."""
-        usual = {"tools": None, "add_generation_prompt": True, ALLOWANCE: Allowance(_PROBE_BYTES)}
+        usual = {"tools": tools, "add_generation_prompt": True, ALLOWANCE: Allowance(_PROBE_BYTES)}
         try:
             return template.render(messages=messages, **usual, **self._tokens)
         except Exception:  # a template may raise anything

@@ -16,6 +16,8 @@ from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tools import ToolSpec
 
 _DEVELOPER = "developer"
+# The system's message of a conversation that has none, for models that are told tools there.
+_TOOLS_BESIDE = "You are a helpful assistant with some tools."
 # Variables with which templates turn a model's reasoning on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
@@ -127,6 +129,10 @@ def render_conversation(
         if told or prompt:
             more = "\n".join(["\n---", *told, prompt])
             shown[-1]["content"] += more if isinstance(shown[-1]["content"], str) else as_parts(more)
+        if template.reads_tools_of_system():
+            if shown[0]["role"] != "system":
+                shown.insert(0, {"role": "system", "content": _TOOLS_BESIDE})
+            shown[0]["tools"] = json.dumps([each["function"] for each in described], ensure_ascii=False)
     rendered = shown, described or None, dict(conversation.variables)
     render = partial(template.render, options=options)
     if special_tokens is None:

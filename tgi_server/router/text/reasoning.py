@@ -16,7 +16,8 @@ class ReasoningTags:
     """The texts around a model's thoughts.
 
     opening: what comes before a text that is the answer. asides: what may come before other texts, which end as
-    thoughts do. repeats: other thoughts and texts may follow at once.
+    thoughts do. repeats: other thoughts and texts may follow at once. around: the marks that may stand around the
+    answer behind thoughts.
     """
 
     begin: str
@@ -24,6 +25,12 @@ class ReasoningTags:
     opening: str = ""
     asides: tuple[str, ...] = ()
     repeats: bool = False
+    around: tuple[str, str] | None = None
+
+    def named_in(self, template: str) -> bool:
+        """Returns True if the source of a chat template has the marks."""
+        marks = (self.begin,) if self.opening else (self.begin, self.end)
+        return any(mark in template for mark in marks) and "".join(self.around or ()) in template
 
     def open_in(self, prompt: str) -> bool:
         """Returns True if the prompt ends within thoughts, so that the answer begins with them."""
@@ -45,6 +52,7 @@ _PARSERS = {
     "harmony": _HARMONY,
     "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
     "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
+    "granite33": ReasoningTags("<think>", "</think>", around=("<response>", "</response>")),
     "kimi_vl": ReasoningTags("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
@@ -60,7 +68,7 @@ def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     if parser != "auto":
         return _PARSERS.get(parser)
     own = (tags for tags in _PARSERS.values() if tags is not _THINK)
-    return next((tags for tags in (*own, _THINK) if (tags.begin if tags.opening else tags.end) in template), None)
+    return next((tags for tags in (*own, _THINK) if tags.named_in(template)), None)
 
 
 def thought_budget(

@@ -115,6 +115,12 @@ class ResponseTemplate:
         return any(each.part is AnswerPart.CALL for each in self.regions)
 
     @property
+    def call_marks(self) -> list[tuple[Mark, Mark]]:
+        """The beginnings and ends of calls. Behind one without an end nothing follows."""
+        marks = ((each.begin, each.end) for each in self.regions if each.part is AnswerPart.CALL)
+        return [(begin, end) for begin, end in marks if begin is not None and end is not None]
+
+    @property
     def marks(self) -> str:
         """All that its marks are made of, in which special tokens are looked up."""
         marks = [mark.pattern.pattern for each in self.regions for mark in (each.begin, each.end) if mark is not None]

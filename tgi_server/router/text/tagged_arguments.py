@@ -47,9 +47,10 @@ _IN_TAGS = re.compile(r"[\n<]")
 class ArgumentTags:
     """The tags around an argument.
 
-    begin: the texts before and after its name, in front of the value. end: the text behind the value. separator: what
-    stands between arguments that are listed; only texts have an end; if that is empty, texts are JSON, too.
-    quote: what stands in front of a text. words: those of JSON that the model writes otherwise.
+    begin: the texts before and after its name, in front of the value. begin_text: those in front of a text, where they
+    are others; null has the usual ones. end: the text behind the value. separator: what stands between arguments that
+    are listed; only texts have an end; if that is empty, texts are JSON, too. quote: what stands in front of a
+    text. words: those of JSON that the model writes otherwise.
     """
 
     begin: tuple[str, str]
@@ -57,10 +58,16 @@ class ArgumentTags:
     separator: str = ""
     quote: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
+    begin_text: tuple[str, str] | None = None
 
-    def tag(self, name: str) -> str:
-        """Returns the tag in front of an argument's value."""
-        return name.join(self.begin)
+    def tag(self, name: str, *, text: bool) -> str:
+        """Returns the tag in front of an argument's value. text: the value is a text."""
+        return name.join(self.begin_text if text and self.begin_text is not None else self.begin)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All fixed texts."""
+        return (*self.begin, *(self.begin_text or ()), self.quote, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +226,9 @@ class Tags:
 
     def __init__(self, form: ArgumentTags, parameters: Sequence[TaggedParameter]) -> None:
         self.form = form
-        self._parameters = {form.tag(each.name): each for each in parameters}
+        self._parameters = {form.tag(each.name, text=each.text): each for each in parameters}
+        if form.begin_text is not None:
+            self._parameters |= {form.tag(each.name, text=False): each.as_json for each in parameters if each.nullable}
         self._beginnings = Beginnings(self._parameters)
 
     def of(self, text: str) -> tuple[str, TaggedParameter] | None:
@@ -280,9 +289,10 @@ class TaggedArgumentsReader:
         form = self._form
         if not self._in_text:
             null = _NULL if form.separator else _NULL + form.end
-            if parameter.nullable and len(text) < len(null) and null.startswith(text):
+            nullable = parameter.nullable and form.begin_text is None
+            if nullable and len(text) < len(null) and null.startswith(text):
                 return text
-            if parameter.nullable and text.startswith(null):
+            if nullable and text.startswith(null):
                 pieces.append(_NULL)
                 self._open = None
                 return text.removeprefix(null)

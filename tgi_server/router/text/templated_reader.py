@@ -23,9 +23,15 @@ class TemplatedReader:
 
     in_arguments = False
 
-    def __init__(self, template: ResponseTemplate, tools: Mapping[str, Any], begun: str) -> None:
-        """tools: JSON schemas of their arguments, by name. begun: the beginning of the answer that the prompt has."""
+    def __init__(
+        self, template: ResponseTemplate, tools: Mapping[str, Any], begun: str, *, parallel: bool = True
+    ) -> None:
+        """tools: JSON schemas of their arguments, by name. begun: the beginning of the answer that the prompt has.
+
+        parallel: there may be several calls; otherwise those behind the first are dropped.
+        """
         self._template = template
+        self._parallel = parallel
         self._tools = tools
         self._allowance = SearchBudget()
         self._region = template.rest
@@ -153,7 +159,7 @@ class TemplatedReader:
             except (ValueError, LookupError, TypeError, AttributeError):
                 made = []
             self._raw = ""
-            for name, arguments in made:
+            for name, arguments in made if self._parallel else made[: 1 - self.calls]:
                 yield Piece(AnswerPart.CALL, name, self.calls)
                 yield Piece(AnswerPart.ARGUMENTS, json.dumps(arguments, ensure_ascii=False), self.calls)
                 self.calls += 1

@@ -81,7 +81,7 @@ class ToolFormat:
         own = "".join((self.begin, *self.head, self.tail, self.separator, self.end))
         if self.tags is None or self.as_json is None:
             return own
-        return "".join((own, *self.tags.begin, self.tags.quote, self.tags.end, self.as_json.markers))
+        return "".join((own, *self.tags.marks, self.as_json.markers))
 
 
 # Stands for the number of a call.
@@ -104,6 +104,7 @@ _CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
     for name in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
 )
 _JSON_HEAD = ('{"name": "', '", "arguments": ')
+_DSML = "\uff5cDSML\uff5c"
 
 HERMES_FORMAT = ToolFormat(
     "hermes", "<tool_call>", ("<tool_call>\n" + _JSON_HEAD[0], _JSON_HEAD[1]), "}\n</tool_call>", "", "\n"
@@ -147,6 +148,31 @@ _LFM_JSON = replace(
     end="]<|tool_call_end|>",
     anywhere=True,
 )
+# One call a line; words as in JSON.
+_OLMO_JSON = replace(
+    _PYTHON_JSON,
+    name="olmo3",
+    trigger="<function_calls>",
+    begin="<function_calls>",
+    separator="\n",
+    end="</function_calls>",
+    anywhere=True,
+)
+
+
+def _dsml(name: str, wrapper: str) -> ToolFormat:
+    """Returns the form of DeepSeek's newer models, between tags that are called so."""
+    trigger, end = f"<{_DSML}{wrapper}>", f"</{_DSML}{wrapper}>"
+    head = (f'<{_DSML}invoke name="', '">\n')
+    tags = ArgumentTags(
+        (f'<{_DSML}parameter name="', '" string="false">'),
+        f"</{_DSML}parameter>\n",
+        begin_text=(f'<{_DSML}parameter name="', '" string="true">'),
+    )
+    as_json = ToolFormat(name, trigger, head, f"\n</{_DSML}invoke>\n", f"{trigger}\n", "", end)
+    return replace(as_json, tail=f"</{_DSML}invoke>\n", tags=tags, as_json=as_json)
+
+
 _FORMATS = {
     each.name: each
     for each in (
@@ -207,7 +233,10 @@ _FORMATS = {
             "<|tool_calls_section_end|>",
             numbered=True,
         ),
+        replace(_OLMO_JSON, head=("", "("), tags=ArgumentTags(("", "="), "", ", "), as_json=_OLMO_JSON),
         ToolFormat("granite", "<|tool_call|>", _JSON_HEAD, "}", "<|tool_call|>[", ", ", "]"),
+        ToolFormat("phi4_mini", "<|tool_call|>", _JSON_HEAD, "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+        ToolFormat("functools", "functools[", _JSON_HEAD, "}", "functools[", ", ", "]"),
         replace(
             _MINIMAX_JSON,
             tail="</invoke>\n",
@@ -244,6 +273,8 @@ _FORMATS = {
             "",
             _CALLS_END,
         ),
+        _dsml("deepseek_v32", "function_calls"),
+        _dsml("deepseek_v4", "tool_calls"),
         ToolFormat(
             "harmony",
             "<|channel|>commentary to=functions.",
@@ -269,7 +300,12 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("seed_oss", ("<seed:tool_call>", "<parameter="), ()),
     ("gemma4", ("<|tool_call>", "call:"), ()),
     ("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"), ()),
+    ("deepseek_v32", (_DSML, "function_calls"), ()),
+    ("deepseek_v4", (_DSML, "tool_calls"), ()),
     ("granite", ("<|tool_call|>",), ("<|/tool_call|>",)),
+    ("functools", ("functools[",), ()),
+    ("phi4_mini", ("<|tool|>", "<|/tool|>"), ()),
+    ("olmo3", ("<function_calls>",), ()),
     ("lfm2", ("<|tool_list_start|>",), ()),
     ("lfm2", ("<|tool_call_start|>",), ()),
     ("pythonic", ("[func_name1(",), ()),

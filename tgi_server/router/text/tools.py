@@ -141,7 +141,9 @@ class AnswerForm:
         prompt. Raises InvalidTool.
         """
         thoughts = self.thoughts(answer)
-        if (not use.tools and (answer is None or thoughts is None)) or self._templated(use, answer) is not None:
+        if (template := self._templated(use, answer)) is not None:
+            return None if use.parallel or not use.tools else self._one_call(template, thinking=thinking)
+        if not use.tools and (answer is None or thoughts is None):
             return answer
         if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
             raise InvalidTool("together with `tools` the form of an answer can be JSON only")
@@ -169,12 +171,20 @@ class AnswerForm:
         """Returns what makes readers, which take such answers apart; None where all of an answer is text."""
         if (template := self._templated(use, answer)) is not None:
             schemas = {tool.name: tool.parameters for tool in use.tools}
-            return partial(TemplatedReader, template, schemas, template.begun(prompt[-_LAST_CHARACTERS:]))
+            begun = template.begun(prompt[-_LAST_CHARACTERS:])
+            return partial(TemplatedReader, template, schemas, begun, parallel=use.parallel)
         thoughts = self.thoughts(answer)
         if not use.tools and thoughts is None:
             return None
         heads = CallHeads(self._calls, self._arguments(use)) if use.tools else None
         return partial(AnswerReader, heads, thoughts, thinking=thinking)
+
+    def _one_call(self, template: ResponseTemplate, *, thinking: bool) -> Grammar | None:
+        """Returns the grammar of an answer with one call at most; None if it cannot be had of the template."""
+        frame = (
+            self._frames.one_call(template.call_marks, self._thoughts, open_=thinking) if template.call_marks else None
+        )
+        return None if frame is None else Grammar(GrammarKind.JSON_SCHEMA, "{}", frame=frame)
 
     def _templated(self, use: ToolUse, answer: Grammar | None) -> ResponseTemplate | None:
         """Returns what takes an answer apart that has no grammar: calls that must come are in TGI's form."""

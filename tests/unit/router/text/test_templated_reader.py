@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
+from tests.grammars import takes
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
 from tgi_server.router.text.response_template import ANSWER_SECONDS, ResponseTemplate, SearchBudget
@@ -212,6 +213,48 @@ def test_long_answers_are_not_given_up():
 def test_faulty_templates(spec: Any, fault: str):
     with pytest.raises(ValueError, match=fault):
         ResponseTemplate.read(spec)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_one_call_at_most(name: str):
+    """By the grammar, and if several are in one region or the grammar cannot have the marks, by the reader."""
+    template = ResponseTemplate.read(TEMPLATES[name])
+    form = AnswerForm(TGI_FORMAT, template.thoughts, {}, template=template)
+    use = ToolUse([ToolSpec(tool, parameters=schema) for tool, schema in TOOLS.items()], parallel=False)
+    grammar = form.grammar(use, None, thinking=False)
+    both = CALLS[name]
+    end = {"json": "</call>", "list": "</calls>", "tags": "</function>", "marks": "<tool_call|>", "lines": "\n\n"}[name]
+    first = both[: both.index(end) + len(end)]
+    for before in ("", "It rains.", "[[ Hm. ]]") if template.thoughts else ("", "It rains."):
+        assert takes(grammar, before + first)
+        assert not takes(grammar, before + first + both)
+        assert not takes(grammar, before + first + " And so on.")
+    assert takes(grammar, "It rains.")
+    if template.thoughts:
+        assert takes(grammar, f"[[ {first} ]]{first}")
+    make = form.readers(use, None, thinking=False, prompt="<answer>")
+    assert make is not None
+    reader = make()
+    pieces = [*reader.feed(both), *reader.end()]
+    assert [piece.text for piece in pieces if piece.part is AnswerPart.CALL] == ["weather"]
+    assert not [piece for piece in pieces if piece.part is AnswerPart.TEXT]
+    assert reader.calls == 1
+
+
+def test_marks_that_no_grammar_has():
+    spec: Any = json.loads(json.dumps(TEMPLATES["tags"]))
+    spec["fields"]["tool_calls"]["open_pattern"] = r"(?<!`)<function=(?P<name>[^>\n]+)>"
+    form = AnswerForm(TGI_FORMAT, None, {}, template=ResponseTemplate.read(spec))
+    assert form.grammar(ToolUse([ToolSpec("clock")], parallel=False), None, thinking=False) is None
+
+
+def test_one_call_at_most_between_special_tokens():
+    marks = {2: "<|tool_call>", 3: "<tool_call|>"}
+    form = AnswerForm(TGI_FORMAT, None, marks, template=ResponseTemplate.read(TEMPLATES["marks"]))
+    grammar = form.grammar(ToolUse([ToolSpec("clock")], parallel=False), None, thinking=False)
+    assert takes(grammar, "Well. ", 2, "call:clock{}", 3)
+    assert not takes(grammar, 2, "call:clock{}", 3, 2, "call:clock{}", 3)
+    assert takes(grammar, "Well.")
 
 
 def test_only_answers_that_have_no_grammar_are_read_so():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.grammars import compiler_fault, demo_compiler
+from tests.grammars import compiler_fault, takes
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.api.routes.chat_prompt import tools_of
 from tgi_server.router.errors import InvalidTool
@@ -28,6 +28,10 @@ AGAIN = "<\uff5ctool▁call▁begin\uff5c>"
 SEP, END, LAST = "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
 PARIS, ROME = '{"place": "Paris"}', '{"place": "Rome}\\""}'
 
+DSML = (
+    '<|CALLS>\n<|invoke name="weather">\n<|parameter name="place" string="true">Paris</|parameter>\n</|invoke>\n'
+    '<|invoke name="a\\"b">\n<|parameter name="place" string="true">Rome}"</|parameter>\n</|invoke>\n</|CALLS>'
+).replace("|", "\uff5cDSML\uff5c")
 # Two calls, as models of each form write them.
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": PARIS}\n</tool_call>\n'
@@ -49,6 +53,12 @@ WRITTEN = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>PARIS"
     '<|tool_call_end|><|tool_call_begin|>functions.a"b:12<|tool_call_argument_begin|>ROME<|tool_call_end|>'
     "<|tool_calls_section_end|>",
+    "olmo3": '<function_calls>weather(place="Paris")\na"b(place="Rome}\\"")</function_calls>',
+    "deepseek_v32": DSML.replace("CALLS", "function_calls"),
+    "deepseek_v4": DSML.replace("CALLS", "tool_calls"),
+    "phi4_mini": '<|tool_call|>[{"name": "weather", "arguments": PARIS}, '
+    '{"name": "a\\"b", "arguments": ROME}]<|/tool_call|>',
+    "functools": 'functools[{"name": "weather", "arguments": PARIS}, {"name": "a\\"b", "arguments": ROME}]',
     "granite": '<|tool_call|>[{"name": "weather", "arguments": PARIS}, {"name": "a\\"b", "arguments": ROME}]',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": PARIS}, {"name": "a\\"b", "arguments": ROME}]',
     "mistral_args": '[TOOL_CALLS]weather[ARGS]PARIS[TOOL_CALLS]a"b[ARGS]ROME',
@@ -78,21 +88,6 @@ MAY, MUST, ONCE = ToolUse(TOOLS), ToolUse(TOOLS, required=True), ToolUse(TOOLS, 
 
 def written_calls(name: str) -> list[tuple[str, str]]:
     return [("weather", PARIS)] if name in ALONE else [("weather", PARIS), ('a"b', ROME)]
-
-
-def takes(grammar: Grammar | None, *answer: str | int) -> bool:
-    """Returns True if the demo model could write the answer, and end it there. Numbers are tokens."""
-    assert grammar is not None
-    assert compiler_fault(grammar) is None
-    compiler = demo_compiler()
-    matcher = compiler.constraint(grammar, [], 10_000, ignore_eos=False).matcher.deep_copy()
-    matcher.reset()
-    tokens = [
-        token
-        for part in answer
-        for token in ([part] if isinstance(part, int) else compiler.tokenizer.lookup.tokenize_str(part))
-    ]
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def read(make: Callable[[], AnswerReader] | None, text: str, size: int) -> tuple[str, str, list[tuple[str, str]]]:
@@ -229,7 +224,7 @@ def test_the_parts_in_which_an_answer_comes_change_nothing(name: str, data: st.D
 def test_the_parts_in_which_thoughts_come_change_nothing(name: str, data: st.DataObject):
     tags = reasoning_tags(name, "")
     assert tags is not None
-    marks = [tags.begin, tags.end, *filter(None, (tags.opening, *tags.asides))]
+    marks = [tags.begin, tags.end, *filter(None, (tags.opening, *tags.asides, *(tags.around or ())))]
     pieces = st.sampled_from([*marks, *marks, "\n", "\n\n", "Hm.", " ", "<", tags.begin[:3]])
     text = "".join(data.draw(st.lists(pieces, max_size=8)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
@@ -314,6 +309,37 @@ def test_thoughts_come_before_calls_and_before_json():
     assert read(form.readers(ToolUse(), None, thinking=True), "only thoughts", 4) == ("only thoughts", "", [])
 
 
+def test_marks_around_the_answer_behind_thoughts():
+    form = AnswerForm(tool_format("granite", ""), reasoning_tags("granite33", ""), {})
+    thought = "<think>Hm.</think>\n"
+    answer = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "boolean"}')
+    for use, asked, text, told in (
+        (ToolUse(), answer, "true", ("Hm.", "true", [])),
+        (MUST, None, WRITTEN["granite"], ("Hm.", "", written_calls("granite"))),
+        (MAY, None, "It </response> rains.", ("Hm.", "It </response> rains.", [])),
+    ):
+        for said in (text, f"<response>\n{text}\n</response>", f"\n<response>{text}</response>"):
+            assert takes(form.grammar(use, asked, thinking=False), thought + said)
+            for size in (1, 2, 3, 7, 1000):
+                assert read(form.readers(use, asked, thinking=False), thought + said, size) == told
+    without = "<response>It rains.</response>"
+    assert read(form.readers(ToolUse(), None, thinking=False), without, 3) == ("", without, [])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "granite", "olmo3"])
+def test_marks_within_text_that_are_special_tokens(name: str):
+    """Behind other characters of a mark, and beside thoughts whose marks are text."""
+    special = {"deepseek_v32": "\uff5cDSML\uff5c", "granite": "<|tool_call|>", "olmo3": "<function_calls>"}[name]
+    form = AnswerForm(tool_format(name, ""), THINK, {2: special})
+    parts = [part for text in WRITTEN[name].split(special) for part in (text, 2)][:-1]
+    thought = "<think>Hm.</think>\n"
+    for before in ("", "Well. ", thought, f"{thought}Well. "):
+        assert takes(form.grammar(MAY, None, thinking=False), before, *parts)
+        assert not takes(form.grammar(MAY, None, thinking=False), before, *parts[:-1])
+        assert takes(form.grammar(MAY, None, thinking=False), before + "It rains.")
+    assert not takes(form.grammar(MAY, None, thinking=False), 2, "whether")
+
+
 def test_messages_of_harmony_follow_each_other():
     thought, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
     form = AnswerForm(tool_format("harmony", ""), reasoning_tags("harmony", ""), {})
@@ -345,6 +371,11 @@ TEMPLATES = {
     "seed_oss": """{{ '<seed:tool_call>\\n<function=' + name + '>' }}<parameter=example_parameter_1>""",
     "gemma4": """{{ '<|tool_call>call:' + name + '{' }}""",
     "kimi_k2": """<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>{{ arguments }}""",
+    "olmo3": """{{ '<function_calls>' + name + '(' + arguments + ')</function_calls>' }}""",
+    "deepseek_v32": """{% set dsml = '\uff5cDSML\uff5c' %}{{ '<' + dsml + 'function_calls>' }}""",
+    "deepseek_v4": """{% set dsml = '\uff5cDSML\uff5c' %}{{ '<' + dsml + 'tool_calls>' }}""",
+    "phi4_mini": """{{ message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}""",
+    "functools": """{{ '<|tool|>' }}formatted as functools[{"name": [function name]}, ...]""",
     "granite": """respond with <|tool_call|> followed by a JSON list of tools used: {"name": "f", "arguments": {}}""",
     "lfm2": """{{ "List of tools: <|tool_list_start|>" }}""",
     "pythonic": """in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]""",
@@ -491,7 +522,7 @@ def test_long_arguments_take_no_longer_than_others(form: ToolFormat):
     begin, end = '{"place": "', '"}'
     if form.tags is not None:
         quote = form.tags.quote if form.tags.end else '"'
-        begin, end = form.tags.tag("place") + quote, form.tags.end or '"'
+        begin, end = form.tags.tag("place", text=True) + quote, form.tags.end or '"'
     pieces = [piece for part in (begin, tail, tail, end) for piece in reader.feed(part)]
     arguments = "".join(piece.text for piece in pieces if piece.part is AnswerPart.ARGUMENTS)
     read_back = arguments if form.as_json is None else json.loads(arguments + "}")["place"]
@@ -526,11 +557,13 @@ def tagged_call(form: ToolFormat, name: str, *parameters: tuple[str, str]) -> st
 
 def tagged_argument(tags: ArgumentTags, name: str, value: str) -> str:
     """Returns an argument of `SEARCH`, or of `weather`, as models write it. value: a text as it is, or JSON."""
+    text = name in ("text", "order", "site", "place", "with") and not (name == "site" and value == "null")
+    tag = tags.tag(name, text=text)
     if not tags.separator:
-        return tags.tag(name) + value + tags.end
-    if name not in ("text", "order", "site", "place", "with") or (name == "site" and value == "null"):
-        return tags.tag(name) + value
-    return tags.tag(name) + (tags.quote + value + tags.end if tags.end else json.dumps(value, ensure_ascii=False))
+        return tag + value + tags.end
+    if not text:
+        return tag + value
+    return tag + (tags.quote + value + tags.end if tags.end else json.dumps(value, ensure_ascii=False))
 
 
 def json_call(form: ToolFormat, name: str, arguments: str, *, first: bool) -> str:
