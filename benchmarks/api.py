@@ -10,8 +10,8 @@ from typing import Any, Self
 # Of sampled loads.
 _TEMPERATURE, _TOP_P = 0.7, 0.9
 
-# {"role": "user" or "assistant", "content": text}
-ChatMessage = dict[str, str]
+# {"role": "user" or "assistant", "content": text, or a list of parts}
+ChatMessage = dict[str, Any]
 
 
 class OpenAi:

@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
-from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -27,10 +26,10 @@ import uvloop
 
 from benchmarks.api import ChatMessage, OpenAi
 from benchmarks.connection import Connection, ServerUnavailable
+from benchmarks.load import stream_texts
 from benchmarks.reply import BadReply, read_reply
 from benchmarks.report import finish, number, percentile, table, tell
 from benchmarks.servers import OURS, ServerDidNotStart, running
-from benchmarks.words import text
 from tgi_server import demo_model
 
 RECORDED = Path(__file__).with_suffix(".json")
@@ -163,22 +162,14 @@ async def _warm(url: str, api: OpenAi, messages: list[ChatMessage], session: int
         connection.close()
 
 
-async def _stream(url: str, api: OpenAi, user: int, ended: asyncio.Event) -> list[float]:
-    """Streams texts until `ended`. Returns when tokens came."""
-    random, times = Random(f"stream {user}"), list[float]()
-    connection = Connection(url)
-    while not ended.is_set():
-        path, body = api.completion(text(random, _WORDS), _NEW_TOKENS, stream=True)
-        times += read_reply(await connection.request("POST", path, body)).token_times
-    connection.close()
-    return times
-
-
 async def measure(url: str, model: str, recorded: dict[str, Any], arguments: argparse.Namespace) -> list[Measured]:
     """Plays sessions without and with warm prompts in turns, beside streams. Raises ServerUnavailable, BadReply."""
     api, ended, sessions = OpenAi(model), asyncio.Event(), count(1)
     pace = Pace(WORDS_PER_SECOND * arguments.speed, arguments.warm_every, arguments.pause, arguments.tokens)
-    streams = [asyncio.create_task(_stream(url, api, user, ended)) for user in range(arguments.streams)]
+    streams = [
+        asyncio.create_task(stream_texts(url, api, user, _WORDS, _NEW_TOKENS, ended))
+        for user in range(arguments.streams)
+    ]
     results = [Measured(warm=False), Measured(warm=True)]
     try:
         for round_ in range(-1, arguments.sessions):
@@ -191,8 +182,8 @@ async def measure(url: str, model: str, recorded: dict[str, Any], arguments: arg
         ended.set()
         token_times = await asyncio.gather(*streams)
     for each in results:
-        for times in token_times:
-            each.add_stream(times)
+        for replies in token_times:
+            each.add_stream([time for times in replies for time in times])
     return results
 
 

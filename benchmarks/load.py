@@ -5,10 +5,12 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from random import Random
 
 from benchmarks.api import ChatMessage, OpenAi
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.reply import BadReply, Reply, read_reply
+from benchmarks.words import text
 from benchmarks.workloads import Workload
 
 _WARM_UP_SEED = -1
@@ -61,6 +63,23 @@ async def run_workload(server: Target, workload: Workload, seed: int = 0, *, war
             connection.close()
 
 
+async def stream_texts(
+    url: str, api: OpenAi, user: int, words: int, new_tokens: int, ended: asyncio.Event
+) -> list[list[float]]:
+    """Streams replies to texts of so many words, one after the other, until `ended`. Returns when the tokens of each
+    came.
+
+    Raises ServerUnavailable, BadReply.
+    """
+    random, times = Random(f"stream {user}"), list[list[float]]()
+    connection = Connection(url)
+    while not ended.is_set():
+        path, body = api.completion(text(random, words), new_tokens, stream=True)
+        times.append(read_reply(await connection.request("POST", path, body)).token_times)
+    connection.close()
+    return times
+
+
 async def _run(server: Target, workload: Workload, seed: int, connections: list[Connection]) -> WorkloadResult:
     outcome = WorkloadResult(workload)
     progress = asyncio.create_task(_show_progress(outcome))
@@ -96,10 +115,10 @@ class _User:
     async def _converse(self, turns: list[str], api: OpenAi) -> None:
         workload = self._outcome.workload
         history: list[ChatMessage] = []
-        for text in turns:
-            history.append({"role": "user", "content": text})
+        for turn in turns:
+            history.append({"role": "user", "content": turn})
             if workload.turns == 1:
-                path, body = api.completion(text, workload.new_tokens, workload.stream)
+                path, body = api.completion(turn, workload.new_tokens, workload.stream)
             else:
                 path, body = api.chat(history, workload.new_tokens, workload.stream)
             reply = await self._ask(path, body)

@@ -6,9 +6,11 @@ python -m benchmarks.synthetic opt-125m llama-360m
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
@@ -25,6 +28,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks import synthetic_vision
 from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
 from benchmarks.words import COMMON
 from benchmarks.workloads import adapter_name, positive
@@ -40,12 +44,13 @@ _ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight",
 class SyntheticModel:
     """A model's shape, its special tokens in the order of their ids, and which of them begins, ends and pads.
 
-    copies: its greedy replies repeat the prompts of W8.
+    copies: its greedy replies repeat the prompts of W8. processor: files of one that reads images, by their names.
     """
 
     config: PretrainedConfig
     special_tokens: tuple[str, ...]
     copies: bool = False
+    processor: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 # The shape of facebook/opt-125m.
@@ -176,6 +181,9 @@ MODELS = {
     "kimi-linear-100m": SyntheticModel(_KIMI_100M, ("<unk>", "<s>", "</s>")),
     "lfm2-100m": SyntheticModel(_LFM2_100M, ("<unk>", "<s>", "</s>")),
     "llama-8b": SyntheticModel(_LLAMA_8B, ("<unk>", "<s>", "</s>")),
+    "smolvlm-500m": SyntheticModel(
+        synthetic_vision.SMOLVLM_500M, synthetic_vision.SPECIAL_TOKENS, processor=synthetic_vision.PROCESSOR
+    ),
 }
 WRITTEN = ("opt-125m", "llama-360m")
 
@@ -183,8 +191,9 @@ WRITTEN = ("opt-125m", "llama-360m")
 def build_model(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Makes a model with random weights where it runs, in evaluation mode; nothing of it is ever in a file."""
     torch.manual_seed(0)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -207,11 +216,12 @@ def write_model(model: SyntheticModel, folder: Path, device: torch.device | str 
     device: makes the random numbers; another kind of device, other numbers.
     """
     config = deepcopy(model.config)
+    text = config.get_text_config()
     config.tie_word_embeddings &= not model.copies
     disable_progress_bar()
     weights = build_model(config, torch.device(device), torch.bfloat16)
     weights.generation_config.do_sample = False
-    tokenizer = build_tokenizer(config.vocab_size, list(model.special_tokens))
+    tokenizer = build_tokenizer(text.vocab_size, list(model.special_tokens))
     if model.copies:
         _make_copying(weights, tokenizer)
     partial = folder.with_name(folder.name + ".partial")
@@ -220,12 +230,14 @@ def write_model(model: SyntheticModel, folder: Path, device: torch.device | str 
     weights.save_pretrained(partial)
     names = model.special_tokens
     roles = {
-        "bos_token": names[config.bos_token_id],
-        "eos_token": names[config.eos_token_id],
-        "pad_token": names[config.pad_token_id],
+        "bos_token": names[text.bos_token_id],
+        "eos_token": names[text.eos_token_id],
+        "pad_token": names[text.pad_token_id],
         "unk_token": "<unk>",
     }
-    save_tokenizer(tokenizer, roles, config.max_position_embeddings, partial)
+    save_tokenizer(tokenizer, roles, text.max_position_embeddings, partial)
+    for name, content in model.processor.items():
+        (partial / name).write_text(json.dumps(content, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

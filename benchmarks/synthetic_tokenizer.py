@@ -15,7 +15,10 @@ _UNSPACED = ("Hello", "World", *COMMON)
 _SPACED = ("World", "Hello", *COMMON)
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 

@@ -267,6 +267,46 @@ class BatchMetrics:
         self._methods[method].filter.observe(seconds)
 
 
+class ImageMetrics:
+    """Images of requests, on their way from the request to the model."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._count = Counter("tgi_image_count", "Images in requests.", registry=registry)
+        self._known = Counter(
+            "tgi_image_known_count", "Images in requests that had been decoded for another request.", registry=registry
+        )
+        self._failure = Counter(
+            "tgi_image_failure", "Images that could not be used, by error type.", ["err"], registry=registry
+        )
+        self._length = _tokens(registry, "tgi_image_length", "Number of prompt tokens of an image.")
+        self._decode = _seconds(
+            registry,
+            "tgi_image_decode_duration",
+            "Time to decode an image and run the image processor, including the wait for a free process.",
+        )
+        self._encode = _seconds(
+            registry, "tgi_image_encode_duration", "Time for the shards to compute the features of an image."
+        )
+
+    def received(self) -> None:
+        self._count.inc()
+
+    def processed(self, tokens: int, *, known: bool) -> None:
+        """An image has so many tokens. known: it was not decoded for this request."""
+        self._length.observe(tokens)
+        if known:
+            self._known.inc()
+
+    def decoded(self, seconds: float) -> None:
+        self._decode.observe(seconds)
+
+    def encoded(self, seconds: float) -> None:
+        self._encode.observe(seconds)
+
+    def failed(self, error_type: str) -> None:
+        self._failure.labels(error_type).inc()
+
+
 class GatewayMetrics(Collector):
     """What Kubernetes' inference gateways choose a server by, under the names of vLLM's metrics.
 
@@ -321,6 +361,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
+        self.images = ImageMetrics(self._registry)
         self.gateway = GatewayMetrics()
         self._registry.register(self.gateway)
         self._event_loop_lag = _seconds(self._registry, "tgi_event_loop_lag_seconds", "Event-loop lag in seconds.")

@@ -23,7 +23,7 @@ from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.media.images import ImageReader
-from tgi_server.router.metrics import Metrics
+from tgi_server.router.metrics import ImageMetrics, Metrics
 from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
@@ -162,7 +162,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
                 "/generate and /v1/completions need none"
             )
-        images, no_images = _image_reader(settings, info, limits, threads.tokenizer)
+        images, no_images = _image_reader(settings, info, limits, threads.tokenizer, metrics.images)
         form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
@@ -213,7 +213,11 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 
 
 def _image_reader(
-    settings: RouterSettings, info: pb.InfoResponse, limits: Limits, tokenizer: TextTokenizer
+    settings: RouterSettings,
+    info: pb.InfoResponse,
+    limits: Limits,
+    tokenizer: TextTokenizer,
+    metrics: ImageMetrics,
 ) -> tuple[ImageReader | None, str]:
     """Returns what reads images for the model; None if it reads none, and the reason."""
     if not info.images:
@@ -230,7 +234,8 @@ def _image_reader(
     from tgi_server.router.media.workers import Workers
 
     workers = Workers(settings.tokenizer_name, settings.validation_workers, settings.max_image_pixels)
-    return ImageReader(Fetcher(settings.allowed_media_domains), workers, token_id, token, limits.max_input_tokens), ""
+    fetcher = Fetcher(settings.allowed_media_domains)
+    return ImageReader(fetcher, workers, token_id, token, limits.max_input_tokens, metrics), ""
 
 
 async def _connect(path: str) -> ShardedClient:

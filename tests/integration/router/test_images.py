@@ -180,6 +180,9 @@ async def test_every_route_takes_images(router: Router) -> None:
         ("/generate_stream", {"inputs": f"One ![]({url})\nand ![]({url})?"}, 2),
         ("/invocations", {"inputs": f"![]({url})"}, 1),
         ("/vertex", {"instances": [{"inputs": f"![]({url})"}]}, 1),
+        ("/v1/completions", {"prompt": f"![]({url})What is it?"}, 1),
+        ("/v1/completions", {"prompt": ["Hello", f"One ![]({url})\nand ![]({url})?"]}, 2),
+        ("/v1/warm", {"prompt": f"![]({url})What is it? Say."}, 1),
     ]
     for path, body, images in calls:
         response = await router.post(path, **body)
@@ -200,6 +203,9 @@ async def test_tokens_are_counted_with_those_of_images(router: Router) -> None:
     tokens = (await router.post("/chat_tokenize", **body)).json()["tokenize_response"]
     await router.post("/v1/chat/completions", **body)
     assert counted == len(tokens) == len(newest(router).input_ids)
+    tokens = (await router.post("/tokenize", inputs=f"![]({url})What?")).json()
+    await router.post("/generate", inputs=f"![]({url})What?")
+    assert [token["id"] for token in tokens] == list(newest(router).input_ids)
 
 
 @in_one_loop
@@ -258,6 +264,23 @@ async def test_fields_that_cannot_be_honoured_are_refused(router: Router) -> Non
         "/generate", inputs=f"![]({as_data_url(photograph(30, 30))})", parameters={"truncate": 3}
     )
     assert "`truncate` cannot be used with images" in response.json()["error"]
+    response = await router.post("/v1/completions", prompt=f"![]({as_data_url(photograph(30, 30))})", echo=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
+
+
+@in_one_loop
+async def test_images_are_counted(router: Router) -> None:
+    names = ("image_count", "image_known_count", 'image_failure{err="validation"}', "image_length_sum")
+    names += ("image_decode_duration_count", "image_encode_duration_count")
+
+    async def counted() -> list[float]:
+        return [await router.metric(f"tgi_{name}") for name in names]
+
+    before = await counted()
+    for _ in range(2):
+        await chat(router, part(100, 60, 8), text("What?"))
+    assert (await chat(router, {"type": "image_url", "image_url": {"url": "data:,"}})).status_code == 400
+    assert [now - then for now, then in zip(await counted(), before, strict=True)] == [3, 1, 1, 16, 1, 1]
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """The synthetic models: what `tokenizers`, `transformers` and the engine read of them."""
 
+import subprocess
+import sys
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 
@@ -8,10 +11,22 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from benchmarks.synthetic import MODELS
+from benchmarks.images import photograph
+from benchmarks.synthetic import MODELS, SyntheticModel, write_model
 from benchmarks.synthetic_tokenizer import build_tokenizer
+from benchmarks.synthetic_vision import PROCESSOR, SMOLVLM_500M, SPECIAL_TOKENS
 from benchmarks.words import text
 from benchmarks.workloads import GREETING
+
+# The text that stands for an image in a prompt, in a process without torch.
+_PROCESSED = """
+import sys
+from pathlib import Path
+from tgi_server.router.media.fetching import data_of
+from tgi_server.router.media.worker import decoded, load_processor, processed
+image = decoded(data_of(sys.argv[2]), 10**6)
+print(processed(load_processor(Path(sys.argv[1])), image, "auto")[0])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +82,18 @@ def test_weights_are_bfloat16_and_spread_as_a_new_model_s(tiny_model: Path) -> N
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.bfloat16"}
     assert weights["model.layers.1.mlp.up_proj.weight"].float().std().item() == pytest.approx(0.02, rel=0.1)
     assert "lm_head.weight" not in weights, "the head shares the embeddings' weights"
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_images_has_a_processor_with_the_tokens_of_its_tower(tmp_path: Path) -> None:
+    config = deepcopy(SMOLVLM_500M)
+    config.vision_config.num_hidden_layers = config.text_config.num_hidden_layers = 1
+    folder = tmp_path / "smolvlm"
+    write_model(SyntheticModel(config, SPECIAL_TOKENS, processor=PROCESSOR), folder)
+    command = [sys.executable, "-c", _PROCESSED, str(folder), photograph("a", 64, 48)]
+    text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    patches, tiles = (512 // 16) ** 2, 5
+    assert text.count("<image>") == tiles * patches // config.scale_factor**2 == 320
+    assert {f"<row_{row}_col_{column}>" in text for row in (1, 2) for column in (1, 2)} == {True}
+    chat = [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "image"}]}]
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False) == "user:What is <image>\n"

@@ -14,6 +14,9 @@ COUNTERS = {
     "tgi_batch_speculated_tokens": (),
     "tgi_batch_accepted_tokens": (),
     "tgi_prefix_cache_lookup_tokens": (),
+    "tgi_image_count": (),
+    "tgi_image_known_count": (),
+    "tgi_image_failure": ("err",),
 }
 GAUGES = (
     "tgi_queue_size",
@@ -43,6 +46,9 @@ HISTOGRAMS = {
     "tgi_batch_decode_duration": ("method",),
     "tgi_batch_filter_duration": ("method",),
     "tgi_event_loop_lag_seconds": (),
+    "tgi_image_length": (),
+    "tgi_image_decode_duration": (),
+    "tgi_image_encode_duration": (),
 }
 
 
@@ -70,6 +76,11 @@ def everything() -> Metrics:
     metrics.batches.called(Method.PREFILL)
     metrics.batches.answered(Method.PREFILL, 0.5, 0.3, 0.1)
     metrics.batches.filtered(Method.DECODE, 0.01)
+    metrics.images.received()
+    metrics.images.processed(300, known=True)
+    metrics.images.decoded(0.2)
+    metrics.images.encoded(2.0)
+    metrics.images.failed("validation")
     return metrics
 
 

@@ -5,11 +5,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from tgi_server.contract import Image, Tensor
-from tgi_server.router.errors import ContextOverflow, DecodingFailed, InvalidRequest
+from tgi_server.router.errors import ContextOverflow, DecodingFailed, InvalidRequest, RouterError
 from tgi_server.router.media.messages import UnusableImage
+from tgi_server.router.metrics import ImageMetrics
 
 if TYPE_CHECKING:  # a server of texts alone needs neither
     from tgi_server.router.media.fetching import Fetcher
@@ -58,7 +60,16 @@ class ImageReader:
     token_id: the token in whose places the model sees an image, and its text. most_tokens: of a prompt.
     """
 
-    def __init__(self, fetcher: "Fetcher", workers: "Workers", token_id: int, token: str, most_tokens: int) -> None:
+    def __init__(
+        self,
+        fetcher: "Fetcher",
+        workers: "Workers",
+        token_id: int,
+        token: str,
+        most_tokens: int,
+        metrics: ImageMetrics,
+    ) -> None:
+        self._metrics = metrics
         self._fetcher = fetcher
         self._workers = workers
         self._token_id = token_id
@@ -75,15 +86,12 @@ class ImageReader:
         """
         images: list[ProcessedImage] = []
         for source in sources:
+            self._metrics.received()
             try:
-                data = await self._fetcher.fetch(source.url)
-                image = await self._processed(data, "low" if source.detail == "low" else "auto")
-            except UnusableImage as error:
-                raise InvalidRequest(
-                    f"`{source.place}`: the image cannot be used: {error}", param=source.place
-                ) from None
-            except DecodingFailed as error:
-                raise DecodingFailed(f"`{source.place}`: {error}") from None
+                image = await self._read(source)
+            except RouterError as error:
+                self._metrics.failed(error.error_type)
+                raise
             hold(image.size)
             images.append(image)
             if (tokens := sum(each.tokens for each in images)) > self._most_tokens:
@@ -108,21 +116,37 @@ class ImageReader:
         self._workers.close()
         await self._fetcher.close()
 
+    async def _read(self, source: ImageSource) -> ProcessedImage:
+        """Raises InvalidRequest or DecodingFailed."""
+        try:
+            data = await self._fetcher.fetch(source.url)
+            return await self._processed(data, "low" if source.detail == "low" else "auto")
+        except UnusableImage as error:
+            raise InvalidRequest(f"`{source.place}`: the image cannot be used: {error}", param=source.place) from None
+        except DecodingFailed as error:
+            raise DecodingFailed(f"`{source.place}`: {error}") from None
+
     async def _processed(self, data: bytes, detail: str) -> ProcessedImage:
         key = await asyncio.to_thread(lambda: sha256(detail.encode() + b"\0" + data).digest())
         if (image := self._remembered.get(key)) is not None:
             self._remembered.move_to_end(key)
+            self._metrics.processed(image.tokens, known=True)
             return image
+        known = key in self._running
         task = self._running.get(key)
         if task is None:
             # A request that is cancelled does not cancel it: others may wait for the same image.
             task = self._running[key] = asyncio.create_task(self._process(key, data, detail))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        image = await asyncio.shield(task)
+        self._metrics.processed(image.tokens, known=known)
+        return image
 
     async def _process(self, key: bytes, data: bytes, detail: str) -> ProcessedImage:
+        began = perf_counter()
         try:
             result, tensors = await self._workers.process(data, detail)
+            self._metrics.decoded(perf_counter() - began)
             tokens = result.text.count(self._token)
             if not tokens:
                 raise UnusableImage(f"the model's processor makes no token {self._token} of it")

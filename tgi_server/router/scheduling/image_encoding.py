@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Protocol
 
 from tgi_server.contract import Image
 from tgi_server.router.errors import InvalidRequest, RouterError
+from tgi_server.router.metrics import ImageMetrics
 from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -28,12 +30,14 @@ class ImageEncoding:
         ready: Callable[[Sequence], None],
         failed: Callable[[Sequence, RouterError], None],
         target_gap_ms: float,
+        metrics: ImageMetrics,
     ) -> None:
         """ready: called with each sequence whose images are computed. failed: with one whose images cannot be.
 
         target_gap_ms: between two tokens of a reply that runs meanwhile; 0: the shards' default.
         """
         self._shards = shards
+        self._metrics = metrics
         self._target_gap_ms = target_gap_ms
         self._ready = ready
         self._failed = failed
@@ -72,8 +76,13 @@ class ImageEncoding:
         return task
 
     async def _encode(self, image: Image) -> None:
+        began = perf_counter()
         try:
             await self._shards.encode_images([image], self._target_gap_ms)
+            self._metrics.encoded(perf_counter() - began)
+        except RouterError as error:
+            self._metrics.failed(error.error_type)
+            raise
         finally:
             del self._images[image.digest]
 

@@ -120,7 +120,7 @@ class Scheduler:
             whole_images=info.whole_images,
         )
         self._longest_image = min(limits.max_batch_prefill_tokens, MOST_WHOLE) if info.whole_images else None
-        self._encoding = ImageEncoding(shards, self._queue, self._end, target_gap_ms)
+        self._encoding = ImageEncoding(shards, self._queue, self._end, target_gap_ms, metrics.images)
         self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
         self._order = Order(fair=fair)
         self._admission = admission

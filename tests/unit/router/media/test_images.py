@@ -14,6 +14,7 @@ from tgi_server.router.errors import ContextOverflow, DecodingFailed, InvalidReq
 from tgi_server.router.media.fetching import Fetcher
 from tgi_server.router.media.images import ImageReader, ImageSource, ProcessedImage
 from tgi_server.router.media.workers import Workers
+from tgi_server.router.metrics import Metrics
 
 FAMILY = "qwen2_5_vl"
 
@@ -26,7 +27,7 @@ async def readers() -> AsyncIterator[Callable[..., tuple[ImageReader, Workers]]]
         token = FAMILIES[model_type].token
         workers = Workers(save_processor(model_type, folder), 1, 1_000_000, **settings)
         token_id = tokenizer_of(model_type).token_to_id(token)
-        made.append(ImageReader(Fetcher([]), workers, token_id, token, most_tokens))
+        made.append(ImageReader(Fetcher([]), workers, token_id, token, most_tokens, Metrics().images))
         return made[-1], workers
 
     yield make

@@ -7,6 +7,7 @@ from tests.fakes.recording_sink import recorded_request
 from tests.timing import eventually
 from tgi_server.contract import Image
 from tgi_server.router.errors import InvalidRequest, RouterError, Unhealthy
+from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.image_encoding import ImageEncoding
 from tgi_server.router.scheduling.sequence import Sequence
 
@@ -32,7 +33,7 @@ def sequence(request_id: int) -> Sequence:
 
 async def test_requests_with_the_same_image_wait_for_one_computation() -> None:
     shards, ready = EncodingShards(), list[int]()
-    encoding = ImageEncoding(shards, lambda each: ready.append(each.id), lambda *_: None, 0.0)
+    encoding = ImageEncoding(shards, lambda each: ready.append(each.id), lambda *_: None, 0.0, Metrics().images)
     one, other = Image(b"1", 0, 2, ()), Image(b"2", 0, 2, ())
     encoding.begin(sequence(1), [one])
     encoding.begin(sequence(2), [one, other])
@@ -50,7 +51,11 @@ async def test_requests_with_the_same_image_wait_for_one_computation() -> None:
 async def test_an_image_that_shards_refuse_fails_its_request_and_other_faults_do_not() -> None:
     shards, ready, failed = EncodingShards(), list[int](), list[str]()
     encoding = ImageEncoding(
-        shards, lambda each: ready.append(each.id), lambda each, error: failed.append(f"{each.id} {error}"), 0.0
+        shards,
+        lambda each: ready.append(each.id),
+        lambda each, error: failed.append(f"{each.id} {error}"),
+        0.0,
+        Metrics().images,
     )
     shards.let.set()
     shards.error = InvalidRequest("too large")

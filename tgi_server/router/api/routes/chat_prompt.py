@@ -1,11 +1,12 @@
 """A chat that is to be answered, whichever interface it came by: its plan, and the prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.exchange import Exchange
 from tgi_server.router.api.routes.openai import openai_options, requested_form
+from tgi_server.router.api.routes.prompt_images import check_images, with_images
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
@@ -105,21 +106,6 @@ def render(service: Service, conversation: Conversation) -> RenderedPrompt:
     check_images(service, conversation.images)
     tool_prompt = service.text.answer_form.tool_prompt
     return render_conversation(service.text.template, conversation, service.text.special_tokens, tool_prompt)
-
-
-def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
-    """Raises InvalidRequest if there are images, and the model reads none."""
-    if sources and service.text.images is None:
-        raise InvalidRequest(f"images are not supported: {service.text.no_images}", param=sources[0].place)
-
-
-async def with_images(
-    service: Service, prompt: RenderedPrompt, sources: Sequence[ImageSource], hold: Callable[[int], None]
-) -> RenderedPrompt:
-    """Returns the prompt with the tokens of its images. hold: counts the bytes of these. Raises InvalidRequest."""
-    if service.text.images is None or not sources:
-        return prompt
-    return prompt.with_images(await service.text.images.read(sources, hold))
 
 
 def tools_of(request: ChatRequest) -> ToolUse:

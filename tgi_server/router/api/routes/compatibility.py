@@ -14,7 +14,8 @@ from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respo
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
-from tgi_server.router.api.routes.generate import generate_whole, prompt_of, stream_generation, tgi_options
+from tgi_server.router.api.routes.generate import generate_whole, stream_generation, tgi_options
+from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatRequest
@@ -126,5 +127,5 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
         prompt = await prompt_for_chat(exchange, plan)
         return prompt.text, prompt.checked
     options = tgi_options(service, instance.parameters or GenerateParameters())
-    rendered = await prompt_of(exchange, instance.inputs)
+    rendered = await markdown_prompt(service, instance.inputs, "inputs", exchange.hold)
     return instance.inputs, await service.preparer.prepare(rendered, options, Dialect.TGI, size=exchange.size)

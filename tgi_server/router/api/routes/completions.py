@@ -24,6 +24,7 @@ from tgi_server.router.api.routes.openai import (
     requested_form,
     usage_of,
 )
+from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.options import Dialect, Given
 from tgi_server.router.schemas.completions import (
@@ -145,6 +146,12 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
         return replace(options, grammar=requested_form(request)), _rendered(service, prompts, options.truncate)
 
     options, rendered = await service.text.threads.handle_text(size, prepare)
+    rendered = [
+        await markdown_prompt(service, each.text, "prompt", exchange.hold) if each.token_ids is None else each
+        for each in rendered
+    ]
+    if request.echo and any(each.images for each in rendered):
+        raise InvalidRequest("`echo` cannot be used with images: their tokens are no text")
     prepare_one, add_special_tokens = service.preparer.prepare, request.add_special_tokens
     checked = [
         await prepare_one(each, options, Dialect.COMPLETIONS, add_special_tokens=add_special_tokens, size=size)

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.routes.chat_prompt import render, with_images
+from tgi_server.router.api.routes.chat_prompt import render
 from tgi_server.router.api.routes.openai import named_adapter
+from tgi_server.router.api.routes.prompt_images import with_images
 from tgi_server.router.api.routes.response_request import input_turns
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect

@@ -1,6 +1,5 @@
 """/generate and /generate_stream."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,7 @@ from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS
 from tgi_server.router.api.encoding import EVENTS, event, known_logprob, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
-from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.media.images import ImageSource
+from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.options import Dialect, check_streaming
 from tgi_server.router.schemas.generate import (
     BestOfSequence,
@@ -33,13 +31,8 @@ from tgi_server.router.schemas.generate import (
 from tgi_server.router.service import Service
 from tgi_server.router.text.grammar import requested_grammar
 from tgi_server.router.text.preparation import PreparedRequest
-from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
-
-_IMAGE_BEGINS = "![]("
-_IMAGE_DATA_BEGINS = f"{_IMAGE_BEGINS}data:image/"
-_IMAGE = re.compile(r"!\[\]\(((?:data:|https?://)[^)\s]*)\)", re.IGNORECASE)
 
 
 def generate_routes(service: Service) -> APIRouter:
@@ -73,32 +66,13 @@ def tgi_options(service: Service, parameters: GenerateParameters, cache_salt: st
     return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
 
 
-async def prompt_of(exchange: Exchange, inputs: str) -> RenderedPrompt:
-    """Returns a prompt in which Markdown images, as TGI has them, are the tokens of images. Raises InvalidRequest.
-
-    For a model that reads none, Markdown with URLs is text; the data of an image is refused.
-    """
-    text = exchange.service.text
-    if text.images is None and _IMAGE_DATA_BEGINS in inputs:
-        raise InvalidRequest(f"images are not supported: {text.no_images}", param="inputs")
-    if text.images is None or _IMAGE_BEGINS not in inputs:
-        return RenderedPrompt(inputs)
-    parts = await text.threads.run(len(inputs), lambda: _IMAGE.split(inputs))
-    sources = [ImageSource(url, f"image {number} of inputs") for number, url in enumerate(parts[1::2], 1)]
-    images = await text.images.read(sources, exchange.hold)
-    for number, image in enumerate(images):
-        shown = text.template.image_text(image.placeholder)
-        parts[2 * number + 1] = shown.replace(image.placeholder, image.text)
-    return RenderedPrompt("".join(parts), images=images)
-
-
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """Responds in one piece. in_list: with a list of one, as `/` does."""
     options = tgi_options(exchange.service, request.parameters, request.cache_salt)
     details = request.parameters.details or options.report.prefill_logprobs
     best_of = options.best_of or 1
     options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
-    prompt = await prompt_of(exchange, request.inputs)
+    prompt = await markdown_prompt(exchange.service, request.inputs, "inputs", exchange.hold)
     checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
     if best_of > 1:
         exchange.reserve(best_of - 1)
@@ -191,7 +165,7 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Res
     options = tgi_options(exchange.service, parameters, request.cache_salt)
     check_streaming(options)
     options = replace(options, report=replace(options.report, logprobs=True))
-    prompt = await prompt_of(exchange, request.inputs)
+    prompt = await markdown_prompt(exchange.service, request.inputs, "inputs", exchange.hold)
     checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
     outbox = Outbox()
     repeated = request.inputs if parameters.return_full_text else ""

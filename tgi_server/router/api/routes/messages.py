@@ -16,8 +16,9 @@ from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, resp
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
-from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render, with_images
+from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render
 from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
+from tgi_server.router.api.routes.prompt_images import with_images
 from tgi_server.router.api.routes.tokenize import reading, tokens_of
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.messages import (

@@ -16,7 +16,8 @@ from tgi_server.router.api.documentation import REQUEST_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response
 from tgi_server.router.api.exchange import DirectRoute, owner_of
 from tgi_server.router.api.memory import lease_of
-from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of, with_images
+from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
+from tgi_server.router.api.routes.prompt_images import markdown_prompt, with_images
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, SimpleToken, TokenizeRequest
@@ -41,7 +42,8 @@ def tokenize_routes(service: Service) -> APIRouter:
         async with reading(service, request, TokenizeRequest) as (asked, _):
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
-            _, tokens = await tokens_of(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
+            prompt = await markdown_prompt(service, asked.inputs, "inputs", lease_of(request.scope).hold)
+            _, tokens = await tokens_of(service, prompt, add_special_tokens=True)
             return json_response(tokens)
 
     @router.post(

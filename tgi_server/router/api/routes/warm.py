@@ -14,13 +14,13 @@ from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond
 from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.openai import openai_options
+from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.warm import WarmChatRequest, WarmCompletionRequest, WarmRequest, WarmResponse
 from tgi_server.router.service import Service
 from tgi_server.router.submission import KeptPrefix
 from tgi_server.router.text.preparation import PreparedRequest
-from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import CollectedTokens
 
 # No request is served after one of this class.
@@ -75,7 +75,7 @@ async def _completion(exchange: Exchange, request: WarmCompletionRequest) -> tup
         raise InvalidRequest("`prompt` must be one text", param="prompt")
     options = _cheapest(openai_options(service, request, Dialect.COMPLETIONS))
     return len(text), await service.preparer.prepare(
-        RenderedPrompt(text),
+        await markdown_prompt(service, text, "prompt", exchange.hold),
         options,
         Dialect.COMPLETIONS,
         add_special_tokens=request.add_special_tokens,
