@@ -126,7 +126,8 @@ _MIXTURE_1B = Qwen3MoeConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
-# Hybrids of some 100M parameters: three recurrent layers to one of attention; and a Llama of about the same bytes.
+# Hybrids of some 100M parameters: three recurrent layers to one of attention; a Llama of the same sizes, and one of the
+# bytes of the Qwen3.5.
 _SHAPE_100M = {
     "vocab_size": 16000,
     "hidden_size": 768,
@@ -175,6 +176,7 @@ MODELS = {
     "llama-1.1b": SyntheticModel(_LLAMA_1B, ("<unk>", "<s>", "</s>")),
     "mixture-1b": SyntheticModel(_MIXTURE_1B, ("<unk>", "<s>", "</s>")),
     "llama-100m": SyntheticModel(LlamaConfig(**_SHAPE_100M), ("<unk>", "<s>", "</s>")),
+    "llama-115m": SyntheticModel(LlamaConfig(**_SHAPE_100M | {"intermediate_size": 2560}), ("<unk>", "<s>", "</s>")),
     "qwen3.5-100m": SyntheticModel(_QWEN35_100M, ("<unk>", "<s>", "</s>")),
     "bamba-100m": SyntheticModel(_BAMBA_100M, ("<unk>", "<s>", "</s>")),
     "jamba-100m": SyntheticModel(_JAMBA_100M, ("<unk>", "<s>", "</s>")),

@@ -97,7 +97,7 @@ _MOE: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 
 # Architectures with states beside, or in place of, keys and values.
 HYBRIDS = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm2_vl"}
-HYBRIDS |= {"nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+HYBRIDS |= {"granitemoehybrid_dense", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 # Those with multi-head latent attention, and with an index of the tokens attended to.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"}
 INDEXED = {"deepseek_v32", "glm_moe_dsa"}
@@ -184,6 +184,14 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_neo": (
         "gpt_neo",
         {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
+    "granitemoehybrid_dense": (
+        "granitemoehybrid",
+        _GATED
+        | _MAMBA2
+        | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32}
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 3.0}
+        | {"position_embedding_type": "rope"},
     ),
     "gpt_oss": ("gpt_oss", _GATED | {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),

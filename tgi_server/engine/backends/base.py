@@ -76,12 +76,18 @@ class PagedModel(ABC):
         self.attention.allocate(num_blocks)
 
     def attach_rows(  # noqa: B027
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor, rope_deltas: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        adapters: Tensor,
+        rope_deltas: Tensor,
+        state_slots: Tensor,
     ) -> None:
         """Takes the tensors of the rows that `decode` reads and writes.
 
         tokens, positions: [rows] int64. tables: [rows, blocks] int32. adapters: [rows] int32. rope_deltas: [rows]
-        int64, rotary positions less positions.
+        int64, rotary positions less positions. state_slots: [rows] int64.
         """
 
     def decode(

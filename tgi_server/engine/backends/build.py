@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
+from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding, QuantizedLinear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # The norms of LayerSpec, in the order of a layer's steps.
 NORMS = ("attention_norm", "query_norm", "key_norm", "attended_norm", "feed_forward_norm", "fed_norm")
+# Those that a layer with states has not.
+_OF_ATTENTION = ("query_norm", "key_norm")
 # Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
 # Linear layers, of Mamba, whose weight is multiplied by the module above them.
@@ -57,9 +60,10 @@ def build_decoder(
     modules = _layers_of(model)
     _check(model, modules, spec, variants, linear)
     decoder: Any = model.get_decoder()
+    layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
     for index, layer in enumerate(spec.layers if keep else counted(PACKING, spec.layers, len(spec.layers))):
-        made.append(_layer(modules[index], index, spec, layer, variants[index], linear, pack))
+        made.append(_layer(modules[index], index, spec, layer, variants.get(index), linear, pack))
         if not keep:
             _put(modules, str(index), nn.Identity(), deferred)
     deferred.free()
@@ -78,6 +82,7 @@ def build_decoder(
         new_head,
         paths[id(modules)],
         paths[id(head)],
+        layer_type,
     )
 
 
@@ -119,17 +124,22 @@ def _check(
     linear: LinearFactory,
 ) -> None:
     """Raises Unfit for a model that its spec does not describe."""
-    if len(modules) != len(spec.layers) or not variants.keys() >= set(range(len(modules))):
+    attending = {index for index, layer in enumerate(spec.layers) if layer.mixer is None}
+    if len(modules) != len(spec.layers) or not variants.keys() >= attending:
         raise Unfit(f"it has {len(modules)} layers, where its spec has {len(spec.layers)}")
     for index, (module, layer) in enumerate(zip(modules, spec.layers, strict=True)):
         try:
-            parts = [[inner(module.get_submodule(name)) for name in names] for names in _linear_names(layer).values()]
+            mixer = _mixer(module, layer)
+            names_of = _linear_names(layer, mixer)
+            parts = [[inner(module.get_submodule(name)) for name in names] for names in names_of.values()]
             mixture = module.get_submodule(layer.mixture[0]) if layer.mixture else None
             for name in _norm_names(layer).values():
                 module.get_submodule(name)
         except AttributeError as error:
             raise Unfit(f"layer {index}: {error}") from error
         mixed = mixture is None or hasattr(mixture, "experts")
+        if layer.mixer and mixer is None:
+            raise Unfit(f"there is no kernel for layer {index}, {layer.mixer}")
         if not mixed or not all(linear.joins(*each) if len(each) > 1 else linear.takes(*each) for each in parts):
             raise Unfit(f"layer {index} is made of other parts than its spec says")
     head, embedding = (inner(each) for each in (model.get_output_embeddings(), model.get_input_embeddings()))
@@ -144,45 +154,70 @@ def _layer(
     index: int,
     model: DecoderSpec,
     spec: LayerSpec,
-    variant: AttentionVariant,
+    variant: AttentionVariant | None,
     linear: LinearFactory,
     pack: Callable[[nn.Module, LinearFactory], None],
 ) -> DecoderLayer:
     """Returns a layer with the weights of one of `transformers`."""
-    parts: dict[str, Any] = dict.fromkeys(("up", "down"))
-    for part, names in _linear_names(spec).items():
-        parts[part] = _joined([module.get_submodule(name) for name in names], linear)
+    mixer = _mixer(module, spec)
+    linears: dict[str, Any] = dict.fromkeys(("up", "down"))
+    parts = {}
+    for part, names in _linear_names(spec, mixer).items():
+        own = [module.get_submodule(name) for name in names]
+        parts[part] = [(name, _outputs(each)) for name, each in zip(names, own, strict=True)]
+        linears[part] = _joined(own, linear)
     norms = {name: Norm.of(module.get_submodule(path), model.norms) for name, path in _norm_names(spec).items()}
-    attention: Any = module.get_submodule(spec.attention)
-    size = int(attention.head_dim)
-    heads = inner(parts["output"]).in_features // size
-    kv_heads = (parts["qkv"].out_features // size - heads) // 2
     mixture = module.get_submodule(spec.mixture[0]) if spec.mixture else None
     if mixture is not None:
         pack(mixture, linear)
     return DecoderLayer(
         spec,
         index,
-        AttentionHeads(heads, kv_heads, size),
-        variant if spec.scaling is None else replace(variant, scaling=spec.scaling),
+        None if mixer else _heads(module.get_submodule(spec.attention), spec, linears),
+        replace(variant, scaling=spec.scaling) if variant and spec.scaling is not None else variant,
+        mixer,
         norms,
-        parts["qkv"],
-        parts["output"],
-        parts["up"],
-        parts["down"],
+        linears["qkv"],
+        linears["output"],
+        linears["up"],
+        linears["down"],
         mixture,
+        parts,
     )
 
 
-def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
+def _mixer(module: nn.Module, spec: LayerSpec) -> MixerKernel | None:
+    return MixerKernel.of(module.get_submodule(spec.mixer)) if spec.mixer else None
+
+
+def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> AttentionHeads:
+    size = int(attention.head_dim)
+    heads = inner(linears["output"]).in_features // size
+    queries = 2 * heads if spec.gated else heads
+    return AttentionHeads(heads, (linears["qkv"].out_features // size - queries) // 2, size)
+
+
+def _outputs(module: Any) -> int:
+    """Returns the number of a linear layer's outputs, or of those that this shard has."""
+    linear = inner(module)
+    return int(linear.out_features) if isinstance(linear, QuantizedLinear) else len(linear.weight)
+
+
+def _linear_names(spec: LayerSpec, mixer: MixerKernel | None) -> dict[str, tuple[str, ...]]:
     """Returns the names in `transformers` of what each linear layer is made of."""
     names = {"qkv": spec.qkv, "output": (spec.output,)}
+    if mixer is not None:
+        names = {
+            "qkv": tuple(f"{spec.mixer}.{name}" for name in mixer.projections),
+            "output": (f"{spec.mixer}.{mixer.output}",),
+        }
     return names if spec.mixture else names | {"up": spec.up, "down": (spec.down,)}
 
 
 def _norm_names(spec: LayerSpec) -> dict[str, str]:
     """Returns the names in `transformers` of the norms that there are, by those in the spec."""
-    return {kind: name for kind in NORMS if (name := getattr(spec, kind)) is not None}
+    norms = {kind: name for kind in NORMS if (name := getattr(spec, kind)) is not None}
+    return norms if spec.mixer is None else {kind: name for kind, name in norms.items() if kind not in _OF_ATTENTION}
 
 
 def _joined(modules: list[Any], linear: LinearFactory) -> PackedLinear | RowParallel:

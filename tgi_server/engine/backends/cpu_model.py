@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, GreedyOnly
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.build import NORMS
 from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
+from tgi_server.engine.backends.recurrent import Runs
+from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear import PackedLinear
@@ -40,6 +43,8 @@ class CpuModel(PagedModel):
         self._like = decoder.embedding_weight
         self._rows_with_adapters = torch.empty(0, dtype=torch.int32)
         self._keep: Keep | None = None
+        self.states = SequenceStates() if decoder.spec.has_states else None
+        self._attached = -1  # the generation of the states that the kernel has
         self._faults = nullcontext if group is None else peers
         if group is not None:
             self._kernel.split(group.ranks(), cast(VocabParallelHead, decoder.head).vocab_size)
@@ -50,10 +55,17 @@ class CpuModel(PagedModel):
         self._kernel.attach_cache(backend.keys, backend.values, backend.key_scales, backend.value_scales)
 
     def attach_rows(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, adapters: Tensor, rope_deltas: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        adapters: Tensor,
+        rope_deltas: Tensor,
+        state_slots: Tensor,
     ) -> None:
         self._rows_with_adapters = adapters
-        self._kernel.attach_rows(tokens, positions, tables, adapters, rope_deltas, self.attention.block_size)
+        rows = tokens, positions, tables, adapters, rope_deltas, state_slots
+        self._kernel.attach_rows(*rows, self.attention.block_size)
 
     def tap(self, layers: Sequence[int], keep: Keep) -> None:
         self._keep = keep
@@ -73,6 +85,7 @@ class CpuModel(PagedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Decodes as the interface says. The argmax is None if not all rows are greedy, or one has a mask."""
         mask = greedy.mask if greedy else None
+        self._attach_states()
         tables = self._tables(longest)
         with self._faults():
             logits, argmax_ids, taps = self._kernel.decode(rows, *tables, adapted, greedy is not None, mask is None)
@@ -91,14 +104,40 @@ class CpuModel(PagedModel):
         images = [] if inputs.images is None else [inputs.images.rows, inputs.images.embeddings, *inputs.images.added]
         places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts
         head = greedy is None or greedy.mask is None
+        states = self._states_of(metadata)
         with self._faults():
             logits, taps = self._kernel.forward(
                 inputs.tokens, turns, *places, *tables, inputs.wanted, adapters, greedy is not None, head,
-                images, metadata.ends,
+                images, metadata.ends, *states,
             )  # fmt: skip
         if adapters is not None and inputs.wanted is not None:
             adapters = adapters[inputs.wanted]
         return self._finished(logits, taps, adapters, greedy)
+
+    def _attach_states(self) -> None:
+        """Gives the kernel the states of all slots, if they are other ones than before."""
+        states = self.states
+        if states is None or self._attached == states.generation:
+            return
+        mixers = [layer.mixer for layer in self.decoder.layers]
+        self._kernel.attach_states([each.states(states, self._like.dtype) if each else [] for each in mixers])
+        self._attached = states.generation
+
+    def _states_of(self, metadata: ForwardMetadata) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Returns which tokens of a pass read and write which states, and True if some of them are drafted."""
+        states = self.states
+        if states is None:
+            return None, None, False
+        self._attach_states()
+        runs = Runs.of_pass(metadata, states)
+        drafted = [
+            (chunk, slot)
+            for chunk, slot in zip(metadata.chunks, metadata.state_slots[metadata.decoding :], strict=True)
+            if chunk.drafted
+        ]
+        for chunk, slot in drafted:
+            states.draft(slot, partial(self._kernel.advance, slot, chunk.start))
+        return runs.runs, runs.saves, bool(drafted)
 
     def _finished(
         self, output: Tensor, taps: list[Tensor], adapters: Tensor | None, greedy: GreedyOnly | None
@@ -145,16 +184,18 @@ def _kernel(decoder: Decoder) -> Any:
 
 def _layers_kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.Decoder`."""
-    spec, heads = decoder.spec, decoder.layers[0].heads
+    spec, heads = decoder.spec, next(layer.heads for layer in decoder.layers if layer.heads)
     kernel = torch.classes.oatmill.Decoder(
         heads.heads, heads.kv_heads, heads.size, spec.activation, spec.parallel, spec.residual_scale, spec.interleaved
     )
     for layer in decoder.layers:
         norms = [_norm_kernel(layer.norms.get(name)) for name in NORMS]
         linears = _linear_kernel(layer.qkv), _linear_kernel(layer.output)
-        variant, rope = layer.variant, layer.spec.rope
+        rope = -1 if layer.spec.rope is None else layer.spec.rope
+        variant = layer.variant or AttentionVariant(scaling=0.0)
         scores = variant.scaling, variant.window, variant.softcap, variant.sinks
-        kernel.add_layer(norms, *linears, *_feed_forward_kernels(layer), -1 if rope is None else rope, *scores)
+        mixer = layer.mixer.kernel if layer.mixer else None
+        kernel.add_layer(norms, *linears, *_feed_forward_kernels(layer), rope, *scores, layer.spec.gated, mixer)
     return kernel
 
 

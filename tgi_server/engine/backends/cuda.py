@@ -73,7 +73,7 @@ class CudaBackend(ReferenceBackend):
         else:
             probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
             self._prove_attention(model, probe)
-            if spec is not None and type(model.attention) is not GatherAttention:
+            if spec is not None and not spec.has_states and type(model.attention) is not GatherAttention:
                 proved = self._of_spec(model, probe, spec)
         if proved is None:
             pack_quantized(self.source, self._linear)

@@ -99,6 +99,8 @@ class CudaModel(PagedModel):
         metadata: ForwardMetadata,
         rows: AdapterRows | None,
     ) -> Tensor:
+        assert layer.heads is not None  # models with states have no spec here
+        assert layer.variant is not None
         heads, kv_heads, size = layer.heads.heads, layer.heads.kv_heads, layer.heads.size
         joined = layer.qkv.adapted(x, rows).view(len(x), heads + 2 * kv_heads, size)
         query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding
 from tgi_server.engine.linear import PackedLinear
@@ -66,38 +67,29 @@ class AttentionHeads:
 class DecoderLayer:
     """A layer, with the query, key and value projections joined into one, and gate and up projection.
 
-    index: its place among the layers. variant: how it attends. norms: by their names in LayerSpec, those that there
-    are. up, down: None where `mixture`, a module of `transformers` whose experts may be packed, is the feed-forward
-    part.
+    index: its place among the layers. heads, variant: of its attention. mixer: what is in the place of attention, then
+    `qkv` are its first projections and `output` is its last one; None: it attends. norms: by their names in LayerSpec,
+    those that there are. up, down: None where `mixture`, a module of `transformers` whose experts may be packed, is the
+    feed-forward part. parts: what each linear layer is made of in `transformers`, with the numbers of outputs.
     """
 
     spec: LayerSpec
     index: int
-    heads: AttentionHeads
-    variant: AttentionVariant
+    heads: AttentionHeads | None
+    variant: AttentionVariant | None
+    mixer: MixerKernel | None
     norms: dict[str, Norm]
     qkv: PackedLinear
     output: PackedLinear | RowParallel
     up: PackedLinear | None
     down: PackedLinear | RowParallel | None
     mixture: Any
+    parts: dict[str, list[tuple[str, int]]]
 
     def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
-        heads, kv_heads, size = self.heads.heads, self.heads.kv_heads, self.heads.size
-        for part, names in (
-            (self.qkv, self.spec.qkv),
-            (self.output, (self.spec.output,)),
-            (self.up, self.spec.up),
-            (self.down, (self.spec.down,)),
-        ):
-            if part is None:
-                continue
-            linear = inner(part)
-            outputs = [linear.out_features // len(names)] * len(names)
-            if part is self.qkv and len(names) > 1:
-                outputs = [heads * size, kv_heads * size, kv_heads * size]
-            yield linear, list(zip(names, outputs, strict=True))
+        for name, parts in self.parts.items():
+            yield inner(getattr(self, name)), parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,7 @@ class Decoder:
     """A whole model. Names of modules in `transformers`: layers_path, of the list of layers; head_path.
 
     positions: learned ones, [positions, hidden_size]; None: there are none. ropes: as in the spec. norm: after the
-    layers; None: there is none.
+    layers; None: there is none. layer_type: the class that the last layer had in `transformers`.
     """
 
     spec: DecoderSpec
@@ -117,6 +109,7 @@ class Decoder:
     head: PackedLinear | VocabParallelHead
     layers_path: str
     head_path: str
+    layer_type: type[nn.Module]
 
     @property
     def embedding_weight(self) -> Tensor:

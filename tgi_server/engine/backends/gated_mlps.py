@@ -1,13 +1,13 @@
 """Feed-forward parts of a model of `transformers` in one call of the CPU's kernels: down(silu(gate(x)) * up(x))."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.backends.layer_kernels import are_plain
+from tgi_server.engine.linear import PackedLinear
 
 # Names of the gate, of what it multiplies, and of the projection behind them.
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -30,10 +30,17 @@ def install_gated_mlp_kernels(model: nn.Module, dtype: torch.dtype) -> None:
                 module.forward = partial(_computed, kernel, linears, module.forward)
 
 
+def _are_plain(linears: Sequence[Any]) -> bool:
+    """Returns True if linear layers have kernels, and nothing changes what these compute, as adapters' hooks do."""
+    return not any(
+        each._forward_hooks or not isinstance(each, PackedLinear) or each.kernel() is None for each in linears
+    )
+
+
 @torch.inference_mode()
 def _kernel_of(module: nn.Module, linears: list[Any], dtype: torch.dtype) -> Any:
     """Returns a `torch.classes.oatmill.GatedMlp` if that computes what a module does, else None."""
-    if not are_plain(linears) or "MLP" not in type(module).__name__:
+    if not _are_plain(linears) or "MLP" not in type(module).__name__:
         return None
     kernel = torch.classes.oatmill.GatedMlp(*(each.kernel() for each in linears))
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +54,7 @@ def _kernel_of(module: nn.Module, linears: list[Any], dtype: torch.dtype) -> Any
 
 
 def _computed(kernel: Any, linears: list[Any], otherwise: _Forward, x: Tensor, *others: Any, **named: Any) -> Tensor:
-    if not are_plain(linears):
+    if not _are_plain(linears):
         return otherwise(x, *others, **named)
     computed: Tensor = kernel.forward(x)
     return computed

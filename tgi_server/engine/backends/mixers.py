@@ -9,7 +9,7 @@ torch or in the CPU's kernels (`recurrent.py`).
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from tgi_server.engine.backends.attention.base import ForwardMetadata
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.backends.delta_nets import GatedDeltaNet
-from tgi_server.engine.backends.layer_kernels import LayerKernel
+from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.recurrent import (
     Convolution,
     DeltaRule,
@@ -107,28 +106,22 @@ def _packed_forward(mixer: nn.Module) -> MethodType:
 
 
 def _with_kernels(mixer: Any, packed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a forward pass that calls the kernel of a whole layer, where there is one. packed: does without."""
-    net = GatedDeltaNet(mixer) if GatedDeltaNet.fits(mixer) else None
-    kernel = net.layer if net else LayerKernel.of(mixer)
-    if kernel is None:
-        return packed
+    """Returns a forward pass that calls the kernel of the whole mixer, where there is one. packed: does without."""
+    kernel_of = cache(partial(MixerKernel.of, mixer))  # when the kernels are loaded
 
     def forward(hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        cache: PagedCache = mixer.paged_cache
-        metadata, states = cache.metadata, cache.states
+        places: PagedCache = mixer.paged_cache
+        metadata, states = places.metadata, places.states
         assert metadata is not None
         assert states is not None
-        if not states.in_kernels:
+        kernel = kernel_of() if states.in_kernels else None
+        if kernel is None:
             return packed(hidden_states, *others, **named)
-        if not any(chunk.drafted for chunk in metadata.chunks):  # else what is projected may be needed again
-            runs = metadata.made("runs", partial(Runs.of_pass, metadata, states))
-            computed = kernel(states, hidden_states, runs)
-            if computed is not None:
-                return computed
-        if net is None:
-            return packed(hidden_states, *others, **named)
-        run = partial(net.compute, states)
-        return net.output(_compute_in_kernel(run, 1, net.project(hidden_states), metadata, states))
+        parts = [getattr(mixer, name)(hidden_states) for name in kernel.projections]
+        projected = {"x": torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]}
+        computed = _compute_in_kernel(partial(kernel.compute, states), 1, projected, metadata, states)
+        output: Tensor = getattr(mixer, kernel.output)(computed)
+        return output
 
     return forward
 

@@ -23,11 +23,12 @@ class SequenceStates:
 
     A part comes to be when it is first written, since only its function knows the shape of a state.
 
-    in_kernels: the functions are those of `recurrent.py`.
+    in_kernels: the functions are those of `recurrent.py`. generation: changes when the tensors are other ones.
     """
 
     def __init__(self) -> None:
         self.in_kernels = False
+        self.generation = 0
         self._slots = 1
         self._first_snapshot = 1
         self._parts: dict[Part, Tensor] = {}
@@ -41,12 +42,14 @@ class SequenceStates:
     def compute_in_kernels(self, *, wanted: bool) -> None:
         """Chooses who computes from now on. Drops all states, whose shapes differ."""
         self.in_kernels = wanted
+        self.generation += 1
         self._parts.clear()
         self._drafted.clear()
 
     def allocate(self, slots: int, snapshots: int = 0) -> None:
         """Allocates slots 0 .. slots - 1 with zeros, and snapshots behind them. Drops the earlier contents."""
         self._first_snapshot, self._slots = slots, slots + snapshots
+        self.generation += 1
         for key, part in self._parts.items():
             self._parts[key] = part.new_empty(0)  # or both the old and the new one would have to fit
             self._parts[key] = _zeros((self._slots, *part.shape[1:]), part)

@@ -29,6 +29,8 @@ class NoSpec(Exception):
 class LayerSpec:
     """A decoder layer, by the names of its modules. A norm that is None does not exist.
 
+    mixer: a module with states, such as a gated delta net, in the place of attention; then what says how a layer
+    attends says nothing. None: the layer attends.
     attention: the module that says the size of heads. qkv: the projections that are computed as one; they may be one in
     the checkpoint, too. query_norm, key_norm: of each head, or of all together, as their weights say.
     attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
@@ -36,8 +38,10 @@ class LayerSpec:
     mixture: a module with `experts` in the place of `up` and `down`, and the name of the router in it.
     rope: which of the model's rotary tables turns queries and keys; None: none does.
     scaling: of the scores, where `transformers` scales the query before it calls attention; None: as it says there.
+    gated: the query's projection gives a gate beside each head's query; the head's output is multiplied by its sigmoid.
     """
 
+    mixer: str | None = None
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
@@ -52,6 +56,7 @@ class LayerSpec:
     fed_norm: str | None = None
     rope: int | None = 0
     scaling: float | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,11 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
+
+    @property
+    def has_states(self) -> bool:
+        """True if there are layers with states."""
+        return any(layer.mixer for layer in self.layers)
 
     @classmethod
     def uniform(cls, config: Any, layer: LayerSpec | None = None, **facts: Any) -> Self:

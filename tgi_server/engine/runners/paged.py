@@ -367,7 +367,8 @@ class PagedRunner(Runner):
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted, mrope=mrope
         )
         tables = batch.block_tables.table
-        self.model.attach_rows(batch.tokens, batch.positions, tables, batch.adapters, batch.rope_deltas)
+        rows = batch.tokens, batch.positions, tables, batch.adapters, batch.rope_deltas, batch.row_slots
+        self.model.attach_rows(*rows)
         if self.hidden_states is not None:
             self.model.tap(self.hidden_states.indices, self.hidden_states.keep)
 

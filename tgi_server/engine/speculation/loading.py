@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.checkpoint.load_model import load_config, load_model
@@ -48,14 +49,18 @@ def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunn
 
 
 def load_own_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> ModelDrafter | None:
-    """Returns the drafter in the model's own checkpoint, for its runner; None if there is none.
-
-    Only `transformers`' own layers can be had beside a model, and its hidden states read behind the last one.
+    """Returns the drafter in the model's own checkpoint, for its runner; None if there is none, or on GPUs for a model
+    with a spec.
     """
-    if not isinstance(runner.model, GenericModel):
+    if isinstance(runner.model, CpuModel):
+        layer_type = runner.model.decoder.layer_type
+    elif isinstance(runner.model, GenericModel):
+        decoder: Any = model.get_decoder()
+        layer_type = type(decoder.layers[-1])
+    else:
         return None
     quantization = find_quantization(config.model_path, load_config(config), config.quantize)
-    network = read_mtp(config.model_path, model, quantization, config.group)
+    network = read_mtp(config.model_path, model, layer_type, quantization, config.group)
     if network is None:
         return None
     runner.backend.pack(network)

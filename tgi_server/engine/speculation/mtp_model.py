@@ -41,8 +41,8 @@ class MtpModel(nn.Module):
     the next pass.
     """
 
-    def __init__(self, model: PreTrainedModel, config: PretrainedConfig) -> None:
-        """model: the one that it drafts for. config: of the layer. The weights are on no device yet."""
+    def __init__(self, model: PreTrainedModel, config: PretrainedConfig, layer_type: type[nn.Module]) -> None:
+        """model: the one that it drafts for. config, layer_type: of the layer. The weights are on no device yet."""
         super().__init__()
         decoder: Any = model.get_decoder()
         self.config = config
@@ -50,7 +50,7 @@ class MtpModel(nn.Module):
         with torch.device("meta"):
             self.token_norm, self.hidden_norm, self.norm = (type(decoder.norm)(size, eps=eps) for _ in range(3))
             self.joined = nn.Linear(2 * size, size, bias=False)
-            self.layer = type(decoder.layers[-1])(config, 0)
+            self.layer: Any = layer_type(config, 0)
         # Not modules of this one: they belong to the model.
         self._of_model = decoder.norm, decoder.rotary_emb, model.get_input_embeddings(), model.get_output_embeddings()
         self.features: Tensor | None = None
@@ -109,12 +109,16 @@ class PagedMtp(PagedModel):
 
 
 def read_mtp(
-    folder: Path, model: PreTrainedModel, quantization: Quantization | None, group: ShardGroup | None
+    folder: Path,
+    model: PreTrainedModel,
+    layer_type: type[nn.Module],
+    quantization: Quantization | None,
+    group: ShardGroup | None,
 ) -> MtpModel | None:
     """Returns the network in a model's own checkpoint; None if it has none that is known.
 
-    group: the shards of the model, when this is one of them; then the layer is split as the model is. Raises
-    InvalidWeights.
+    layer_type: the class of the model's last decoder layer. group: the shards of the model, when this is one of them;
+    then the layer is split as the model is. Raises InvalidWeights.
     """
     text = model.config.get_text_config(decoder=True)
     if text.model_type not in _TYPES:
@@ -125,7 +129,7 @@ def read_mtp(
         prefixes = _prefixes(tensors, text.num_hidden_layers)
         if prefixes is None:
             return None
-        network = MtpModel(model, _config_of(text))
+        network = MtpModel(model, _config_of(text), layer_type)
         if plan and share:
             cut(network.layer, plan, share, text)
         parts = network.token_norm, network.hidden_norm, network.joined, network.norm, network.layer

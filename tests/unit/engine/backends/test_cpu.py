@@ -21,6 +21,7 @@ from tgi_server.engine.runners.paged import PagedRunner
 # Architectures of which a pass is one call, from tokens to logits.
 IN_ONE_CALL = ["cohere", "cohere_qk_norm", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "granite"]
 IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
+IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
 
 
 def load(folder: Path, *, keep_hidden_states: bool = False, custom_kernels: bool = True) -> Runner:
@@ -43,6 +44,7 @@ def run(runner: Runner, *, all_logits: bool, greedy: GreedyOnly | None = None) -
     )
     for sequence in (running, begun, whole):
         sequence.blocks = [1 + 3 * sequence.request_id + place for place in range(3)]
+        sequence.state_slot = 1 + sequence.request_id
     runner.truncate(0)
     for tokens in (28, 12):
         runner.forward(0, [PromptChunk.next_of(running, tokens, all_logits=all_logits)], greedy)
@@ -116,6 +118,7 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
     for row, tokens in enumerate((40, 5, 33)):
         sequence = RunningSequence(row, list(range(3, 3 + tokens)), StoppingParameters(8))
         sequence.blocks = [1 + 3 * row + place for place in range(3)]
+        sequence.state_slot = 1 + row
         runner.forward(0, [PromptChunk.next_of(sequence, tokens)])
         runner.promote(sequence, row)
         runner.accept(row, torch.tensor([7 + row]))

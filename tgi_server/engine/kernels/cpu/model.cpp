@@ -27,6 +27,7 @@
 #include "gemm/linear.h"
 #include "gemm/moe.h"
 #include "ops/ops.h"
+#include "recurrent/mixer.h"
 #include "runtime/ranks.h"
 #include "runtime/thread_pool.h"
 
@@ -92,7 +93,8 @@ using MaybeNorm = std::optional<NormPtr>;
 // Norms are none where a layer has none of the kind. qkv: query, key and value side by side. query_norm, key_norm: of each
 // head, or of all heads together. up: with the gate before it where the feed-forward part is gated; up and down are none
 // where it is a mixture. attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
-// rotation: the number of its rotary tables; -1: it has none.
+// rotation: the number of its rotary tables; -1: it has none. gated: beside each head's query stands what, by its sigmoid,
+// is a gate of the head's output. mixer: in the place of attention, between its projections, qkv and output; or none.
 struct Layer {
   MaybeNorm attention_norm;
   LinearPtr qkv;
@@ -107,6 +109,8 @@ struct Layer {
   int64_t window;
   double softcap;
   MaybeTensor sinks;
+  bool gated;
+  MixerPtr mixer;
 };
 
 void add(at::Tensor& sums, const at::Tensor& others) {
@@ -141,12 +145,17 @@ MaybeTensor chosen_rows(const MaybeTensor& rows, const at::Tensor& chosen) {
   return rows ? rows->index_select(0, chosen) : rows;
 }
 
-// The tokens of a pass: where they stand and how far they look, as attention wants to know it, and which adapter each has.
+// The tokens of a pass: where they stand and how far they look, as attention wants to know it, which adapter each has, and
+// what layers with states know of them.
 struct Pass {
   at::Tensor slots, tables, kv_lengths, query_starts;
   std::vector<at::Tensor> cos, sin;
   MaybeTensor adapters, ends;
+  Runs runs;
 };
+
+// Of each layer the states of all slots; none of a layer with attention.
+using States = std::vector<std::vector<at::Tensor>>;
 
 // The tokens of a pass in whose places there is what the model makes of images. rows: [tokens] int64, their indices.
 // embeddings: [tokens, hidden_size]. added: the same for each of the first layers, to whose output it is added.
@@ -172,7 +181,7 @@ Pass of_last_tokens(const Pass& pass, const at::Tensor& wanted) {
   const at::Tensor kept = at::tensor(sequences, wanted.options());
   return {pass.slots, pass.tables.index_select(0, kept), pass.kv_lengths.index_select(0, kept),
           at::tensor(ends, pass.query_starts.options()), {}, {}, chosen_rows(pass.adapters, wanted),
-          chosen_rows(pass.ends, wanted)};
+          chosen_rows(pass.ends, wanted), {}};
 }
 
 // In passes that are padded to a fixed size, the tokens that fill up what is wanted are in no order.
@@ -209,17 +218,18 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // norms: before attention, of queries, of keys, of what attention adds, before the feed-forward part, of what that adds;
-  // each may be none. feed_forward: up and down, or none.
+  // each may be none. feed_forward: up and down, or none. mixer: none for a layer with attention.
   void add_layer(std::vector<MaybeNorm> norms, LinearPtr qkv, LinearPtr output, std::vector<LinearPtr> feed_forward,
                  std::optional<MixturePtr> mixture, int64_t rotation, double scaling, int64_t window, double softcap,
-                 MaybeTensor sinks) {
+                 MaybeTensor sinks, bool gated, std::optional<MixerPtr> mixer) {
     TORCH_CHECK(norms.size() == 6 && feed_forward.size() == (mixture ? 0 : 2));
     Layer layer{norms[0], std::move(qkv), norms[1], norms[2], std::move(output), norms[3], norms[4]};
     if (mixture) layer.mixture = *mixture;
     else layer.up = feed_forward[0], layer.down = feed_forward[1];
     TORCH_CHECK(!mixture || (!norms[5] && residual_scale_ == 1), "a mixture adds what it computes as it is");
     layer.fed_norm = norms[5], layer.rotation = rotation, layer.scaling = scaling, layer.window = window;
-    layer.softcap = softcap, layer.sinks = std::move(sinks);
+    layer.softcap = softcap, layer.sinks = std::move(sinks), layer.gated = gated;
+    if (mixer) layer.mixer = *mixer;
     layers_.push_back(std::move(layer));
   }
 
@@ -230,10 +240,10 @@ class Decoder : public torch::CustomClassHolder {
   // hidden: [tokens, hidden_size]. wanted: [rows] int64, the tokens of which the output is wanted, each sequence's last
   // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. images: in the pass;
   // if something is added to the last layer's output, all are wanted. tapped: indices of layers, in order, whose inputs
-  // are appended to taps. Returns [rows, hidden_size].
-  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Pass& pass, const MaybeTensor& wanted,
-                 const ImageRows& images, const std::vector<int64_t>& tapped, std::vector<at::Tensor>& taps) const {
-    TORCH_CHECK(caches.size() == layers_.size(), "each layer needs its cache");
+  // are appended to taps; the last one may be that behind all layers, then all are wanted, too. projected: gets what the mixers of all layers take, or null. Returns [rows, hidden_size].
+  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, States& states, const Pass& pass,
+                 const MaybeTensor& wanted, const ImageRows& images, const std::vector<int64_t>& tapped,
+                 std::vector<at::Tensor>& taps, std::vector<at::Tensor>* projected) const {
     at::Tensor residual = hidden;
     auto tap = tapped.begin();
     for (size_t i = 0; i < layers_.size(); ++i) {
@@ -241,7 +251,16 @@ class Decoder : public torch::CustomClassHolder {
       if (tap != tapped.end() && *tap == static_cast<int64_t>(i)) taps.push_back(residual), ++tap;
       const MaybeTensor chosen = i + 1 == layers_.size() ? wanted : MaybeTensor{};
       at::Tensor normed = normalised(layer.attention_norm, residual);
-      const at::Tensor attended = attend(layer, normed, pass, caches[i], chosen);
+      at::Tensor input = layer.qkv->adapted(normed, pass.adapters), attended;
+      if (layer.mixer) {
+        TORCH_CHECK(i < states.size(), "each layer with a mixer needs its states");
+        if (projected) projected->push_back(input);
+        attended = (*layer.mixer)(input, states[i], pass.runs);
+        if (chosen) attended = attended.index_select(0, *chosen);
+      } else {
+        TORCH_CHECK(i < caches.size(), "each layer with attention needs its cache");
+        attended = attend(layer, input, pass, caches[i], chosen);
+      }
       const MaybeTensor adapters = chosen ? chosen_rows(pass.adapters, *chosen) : pass.adapters;
       if (chosen) residual = residual.index_select(0, *chosen);
       if (chosen && parallel_) normed = normed.index_select(0, *chosen);
@@ -250,7 +269,16 @@ class Decoder : public torch::CustomClassHolder {
       residual = feed_forward(layer, normed, adapters, residual);
       if (i < images.added.size()) residual.index_add_(0, images.rows, images.added[i]);
     }
+    if (tap != tapped.end()) taps.push_back(residual);
     return residual;
+  }
+
+  // Moves the states of a slot on by some tokens of a pass, of which `run` gave what is `projected`.
+  void advance(const std::vector<at::Tensor>& projected, States& states, int64_t slot, int64_t first, int64_t tokens) const {
+    auto input = projected.begin();
+    for (size_t i = 0; i < layers_.size(); ++i)
+      if (layers_[i].mixer)
+        (*layers_[i].mixer)((input++)->narrow(0, first, tokens), states.at(i), {{0, tokens, slot, true, {}}});
   }
 
   size_t layers() const { return layers_.size(); }
@@ -285,12 +313,19 @@ class Decoder : public torch::CustomClassHolder {
     return part;
   }
 
-  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Pass& pass, Cache cache,
+  // qkv: [tokens, of all heads], query, key and value side by side.
+  at::Tensor attend(const Layer& layer, const at::Tensor& qkv, const Pass& pass, Cache cache,
                     const MaybeTensor& wanted) const {
-    const at::Tensor joined = layer.qkv->adapted(x, pass.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
-    at::Tensor query = of_heads(layer.query_norm, joined.narrow(1, 0, heads_));
-    const at::Tensor key = of_heads(layer.key_norm, joined.narrow(1, heads_, kv_heads_));
-    const at::Tensor value = joined.narrow(1, heads_ + kv_heads_, kv_heads_);
+    const int64_t tokens = qkv.size(0), queries = layer.gated ? 2 * heads_ : heads_;
+    const at::Tensor joined = qkv.view({tokens, queries + 2 * kv_heads_, head_dim_});
+    at::Tensor query = joined.narrow(1, 0, queries), gate;
+    if (layer.gated) {
+      const at::Tensor pairs = query.unflatten(1, {heads_, 2});
+      query = pairs.select(2, 0), gate = pairs.select(2, 1);
+    }
+    query = of_heads(layer.query_norm, query);
+    const at::Tensor key = of_heads(layer.key_norm, joined.narrow(1, queries, kv_heads_));
+    const at::Tensor value = joined.narrow(1, queries + kv_heads_, kv_heads_);
     if (layer.rotation >= 0)
       rotate_and_write(query, key, value, pass.cos.at(layer.rotation), pass.sin.at(layer.rotation), cache.keys,
                        cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
@@ -298,10 +333,11 @@ class Decoder : public torch::CustomClassHolder {
       write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
     if (wanted) query = query.index_select(0, *wanted);
     const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
-    return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
-                           attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false, layer.sinks,
-                           cache.key_scale, cache.value_scale, 0, attending.ends)
-        .view({query.size(0), heads_ * head_dim_});
+    at::Tensor attended = paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
+                                          attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false,
+                                          layer.sinks, cache.key_scale, cache.value_scale, 0, attending.ends);
+    if (layer.gated) multiply_by_sigmoid(attended, wanted ? gate.index_select(0, *wanted) : gate);
+    return attended.view({query.size(0), heads_ * head_dim_});
   }
 
   // x: [tokens, heads, head_dim]. The norm is of each head, or of all heads of a token together.
@@ -347,13 +383,21 @@ class CausalLM : public torch::CustomClassHolder {
     caches_ = caches_of(keys, values, key_scales, value_scales);
   }
 
+  // Takes the states of all slots, of each layer those that its mixer has.
+  void attach_states(States states) { states_ = std::move(states), projected_.clear(); }
+
+  // Moves the states of a slot on by the first of the tokens that the last pass had drafted for it. first: the index of the
+  // first one in the pass.
+  void advance(int64_t slot, int64_t first, int64_t tokens) { decoder_->advance(projected_, states_, slot, first, tokens); }
+
   // Takes what `decode` reads and writes, of all rows. tokens, positions: [most] int64, tables: [most, blocks] int32,
-  // adapters: [most] int32. rope_deltas: [most] int64, rotary positions less positions.
+  // adapters: [most] int32. rope_deltas: [most] int64, rotary positions less positions. state_slots: [most] int64.
   void attach_rows(at::Tensor tokens, at::Tensor positions, at::Tensor tables, at::Tensor adapters, at::Tensor rope_deltas,
-                   int64_t block_size) {
+                   at::Tensor state_slots, int64_t block_size) {
     starts_ = at::arange(tokens.size(0) + 1, tables.options());
     tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
     adapters_ = std::move(adapters), rope_deltas_ = std::move(rope_deltas), block_size_ = block_size;
+    state_slots_ = std::move(state_slots);
   }
 
   // From now on the embedding and the head are this rank's part of them, an equal number of tokens of each rank.
@@ -372,7 +416,7 @@ class CausalLM : public torch::CustomClassHolder {
   // inputs, too.
   std::tuple<at::Tensor, MaybeTensor, std::vector<at::Tensor>> decode(int64_t rows, std::vector<at::Tensor> cos,
                                                                       std::vector<at::Tensor> sin, bool adapted,
-                                                                      bool greedy, bool head) const {
+                                                                      bool greedy, bool head) {
     at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const MaybeTensor adapters = adapted ? MaybeTensor(adapters_.narrow(0, 0, rows)) : MaybeTensor();
@@ -381,8 +425,16 @@ class CausalLM : public torch::CustomClassHolder {
     for (int64_t r = 0; r < rows; ++r)
       rotary.mutable_data_ptr<int64_t>()[r] =
           positions.const_data_ptr<int64_t>()[r] + rope_deltas_.const_data_ptr<int64_t>()[r];
-    auto [logits, taps] = forward(tokens, rotary, slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos),
-                                  std::move(sin), {}, adapters, greedy, head, {}, {});
+    Runs runs;
+    if (const int64_t count = state_slots())
+      for (int64_t r = 0; r < rows; ++r) {
+        runs.push_back({r, 1, state_slots_.const_data_ptr<int64_t>()[r], true, {}});
+        TORCH_CHECK(0 <= runs.back().slot && runs.back().slot < count);
+      }
+    auto [logits, taps] = run(tokens, rotary,
+                              {slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos), std::move(sin),
+                               adapters, {}, std::move(runs)},
+                              {}, greedy, head, {}, false);
     for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
     if (!greedy || !head) return {std::move(logits), {}, std::move(taps)};
     const at::Tensor argmax_ids = argmax(logits, {}, {});
@@ -394,36 +446,19 @@ class CausalLM : public torch::CustomClassHolder {
   // decode. wanted: as in Decoder::run. adapters: [tokens] int32, as Linear::adapted takes them; none: no token has one.
   // greedy: no more is needed than each row's largest logit. head: false: the head's input is returned in place of logits,
   // so that `logits` may be called later. images: the members of ImageRows, in order; empty: there are none. ends: as in
-  // paged_attention. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
+  // paged_attention. runs, saves: as in read_runs; none: no layer has states. drafted: `advance` may be called for some of
+  // the tokens. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
   std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& tokens, const at::Tensor& positions,
                                                           const at::Tensor& slots, const at::Tensor& tables,
                                                           const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                                                           std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
                                                           bool greedy, bool head, std::vector<at::Tensor> images,
-                                                          const MaybeTensor& ends) const {
-    own_threads = at::get_num_threads();
-    at::Tensor hidden = embedded(tokens);
-    if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
-    ImageRows places;
-    if (!images.empty()) {
-      places = {images[0], images[1], {images.begin() + 2, images.end()}};
-      hidden.index_copy_(0, places.rows, places.embeddings);
-    }
-    if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
-    for (std::vector<at::Tensor>* kinds : {&cos, &sin})
-      for (at::Tensor& table : *kinds) table = rows_of(table, positions);
-    const bool in_order = !wanted || (ascending(*wanted) && places.added.size() < decoder_->layers());
-    std::vector<at::Tensor> taps;
-    hidden = decoder_->run(hidden, caches_,
-                           {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters, ends},
-                           in_order ? wanted : MaybeTensor{}, places, tapped_, taps);
-    if (!in_order) hidden = hidden.index_select(0, *wanted);
-    if (norm_) hidden = (**norm_)(hidden);
-    if (taps_head_) taps.insert(taps.begin(), hidden);
-    if (!head) return {hidden, std::move(taps)};
-    return {logits(hidden, wanted && adapters ? chosen_rows(adapters, *wanted) : adapters, greedy, {}, {}),
-            std::move(taps)};
+                                                          const MaybeTensor& ends, const MaybeTensor& runs,
+                                                          const MaybeTensor& saves, bool drafted) {
+    Pass pass{slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters, ends, {}};
+    if (runs && saves) pass.runs = read_runs(*runs, *saves, state_slots(), tokens.size(0));
+    return run(tokens, positions, std::move(pass), wanted, greedy, head, std::move(images), drafted);
   }
 
   // hidden: the head's input, [rows, hidden_size]. adapters: of its rows. masks, masked_rows: as in argmax; if greedy, the
@@ -446,6 +481,42 @@ class CausalLM : public torch::CustomClassHolder {
   }
 
  private:
+  std::tuple<at::Tensor, std::vector<at::Tensor>> run(const at::Tensor& tokens, const at::Tensor& positions, Pass pass,
+                                                      const MaybeTensor& wanted, bool greedy, bool head,
+                                                      std::vector<at::Tensor> images, bool drafted) {
+    own_threads = at::get_num_threads();
+    at::Tensor hidden = embedded(tokens);
+    if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
+    ImageRows places;
+    if (!images.empty()) {
+      places = {images[0], images[1], {images.begin() + 2, images.end()}};
+      hidden.index_copy_(0, places.rows, places.embeddings);
+    }
+    if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
+    for (std::vector<at::Tensor>* kinds : {&pass.cos, &pass.sin})
+      for (at::Tensor& table : *kinds) table = rows_of(table, positions);
+    const int64_t layers = static_cast<int64_t>(decoder_->layers()), added = static_cast<int64_t>(places.added.size());
+    const bool reads_all = !tapped_.empty() && tapped_.back() == layers;
+    const bool in_order = !wanted || (ascending(*wanted) && added < layers && !reads_all);
+    std::vector<at::Tensor> taps;
+    projected_.clear();
+    hidden = decoder_->run(hidden, caches_, states_, pass, in_order ? wanted : MaybeTensor{}, places, tapped_, taps,
+                           drafted ? &projected_ : nullptr);
+    if (!in_order) hidden = hidden.index_select(0, *wanted);
+    if (norm_) hidden = (**norm_)(hidden);
+    if (taps_head_) taps.insert(taps.begin(), hidden);
+    if (!head) return {hidden, std::move(taps)};
+    return {logits(hidden, wanted ? chosen_rows(pass.adapters, *wanted) : pass.adapters, greedy, {}, {}),
+            std::move(taps)};
+  }
+
+  // The number of slots of states; 0: no layer has any.
+  int64_t state_slots() const {
+    for (const auto& each : states_)
+      if (!each.empty()) return each[0].size(0);
+    return 0;
+  }
+
   at::Tensor embedded(const at::Tensor& tokens) const {
     const auto look_up = [&](const at::Tensor& ids) {
       return quantized_embedding_ ? quantized_embedding_->rows(ids, embedding_.scalar_type()) : rows_of(embedding_, ids);
@@ -484,9 +555,12 @@ class CausalLM : public torch::CustomClassHolder {
   int64_t vocab_size_ = 0;
   std::vector<int64_t> tapped_;
   bool taps_head_ = false;
-  at::Tensor tokens_, positions_, tables_, adapters_, rope_deltas_, starts_;  // starts: of queries; each row has one
+  at::Tensor tokens_, positions_, tables_, adapters_, rope_deltas_, state_slots_;
+  at::Tensor starts_;  // of queries; each row has one
   int64_t block_size_ = 0;
   std::vector<Cache> caches_;
+  States states_;
+  std::vector<at::Tensor> projected_;  // of the mixers of the last pass, if it had drafted tokens
 };
 
 }  // namespace
@@ -532,6 +606,14 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.class_<Mixture>("Mixture")
       .def(torch::init<LinearPtr, ExpertsPtr, int64_t, bool>())
       .def("forward", &Mixture::operator());
+  library.class_<Mixer>("Mixer")
+      .def_static("gated_delta_net", &gated_delta_net)
+      .def_static("mamba2", &mamba2_mixer)
+      .def_static("short_convolution", &short_convolution)
+      .def("forward", [](const MixerPtr& self, const at::Tensor& projected, std::vector<at::Tensor> states,
+                         const at::Tensor& runs, const at::Tensor& saves) {
+        return (*self)(projected, states, read_runs(runs, saves, states.at(0).size(0), projected.size(0)));
+      });
   library.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, double, bool>())
       .def("add_layer", &Decoder::add_layer);
@@ -540,6 +622,8 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
                        std::vector<at::Tensor>, int64_t>())
       .def("attach_cache", &CausalLM::attach_cache)
       .def("attach_rows", &CausalLM::attach_rows)
+      .def("attach_states", &CausalLM::attach_states)
+      .def("advance", &CausalLM::advance)
       .def("split", &CausalLM::split)
       .def("tap", &CausalLM::tap)
       .def("decode", &CausalLM::decode)

@@ -3,12 +3,43 @@
 In a gated delta net, several value heads share a key head. A shard has some value heads, with the key heads of these.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, Splits, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, of_heads, query_heads, sections
+
+_LAYER = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", gated=True)
+
+
+def qwen3_5(config: Any) -> DecoderSpec:
+    mixers = ("linear_attn" if kind == "linear_attention" else None for kind in config.layer_types)
+    layers = (replace(_LAYER, mixer=mixer) for mixer in mixers)
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), norms="rms_plus_one")
+
+
+_OLMO = LayerSpec(
+    attention_norm=None,
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    attended_norm="post_attention_layernorm",
+    feed_forward_norm=None,
+    fed_norm="post_feedforward_layernorm",
+)
+
+
+def olmo(config: Any) -> DecoderSpec:
+    """Layers that attend have norms behind their parts, those with states in front of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotary = rope.get("rope_theta") is not None
+    attending = replace(_OLMO, rope=0 if rotary else None)
+    layers = (
+        LayerSpec(mixer="linear_attn") if kind == "linear_attention" else attending for kind in config.layer_types
+    )
+    ropes = (RopeSpec(),) if rotary else ()
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), norms="rms_once", ropes=ropes)
 
 
 def _delta_net(config: Any, output: str) -> Splits:
@@ -59,6 +90,7 @@ def _olmo_plan(config: Any) -> ShardingPlan:
 
 _QWEN = Family(plan=_qwen_plan)
 FAMILIES = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
-    "olmo_hybrid": Family(plan=_olmo_plan),
+    "qwen3_5_text": Family(qwen3_5, _qwen_plan),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _QWEN),
+    "olmo_hybrid": Family(olmo, _olmo_plan),
 }

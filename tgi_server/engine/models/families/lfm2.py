@@ -1,11 +1,27 @@
 """LFM2: convolutions over a few tokens in most layers, attention in the others."""
 
+from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec
 from tgi_server.engine.models.splits import EXPERTS, attention, feed_forward, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import parts, sections
+
+_LAYER = LayerSpec(
+    output="self_attn.out_proj",
+    up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    attention_norm="operator_norm",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    feed_forward_norm="ffn_norm",
+)
+
+
+def lfm2(config: Any) -> DecoderSpec:
+    layers = (replace(_LAYER, mixer="conv" if kind == "conv" else None) for kind in config.layer_types)
+    return DecoderSpec(tuple(layers), final_norm="embedding_norm")
 
 
 def _plan(config: Any) -> ShardingPlan:
@@ -22,4 +38,4 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, splits, whole=("gate",))
 
 
-FAMILIES = {"lfm2": Family(plan=_plan), "lfm2_moe": Family(plan=_plan)}
+FAMILIES = {"lfm2": Family(lfm2, _plan), "lfm2_moe": Family(plan=_plan)}

@@ -1,9 +1,11 @@
 """Bamba, Granite 4, Falcon-H1, Nemotron-H and Jamba: Mamba in most layers, attention in the others, or in all."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, HEAD, Splits, attention, feed_forward, heads_of, llama_plan
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.layers import RowParallel, ShardedGatedNorm
@@ -26,6 +28,37 @@ from tgi_server.engine.parallel.shares import (
     sections,
     share_of,
 )
+
+_BAMBA = LayerSpec(
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    feed_forward_norm="pre_ff_layernorm",
+)
+_GRANITE = LayerSpec(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+
+
+def bamba(config: Any) -> DecoderSpec:
+    layers = _with_mamba(_BAMBA, config.layers_block_type)
+    return DecoderSpec(layers, activation=activation(config.hidden_act), final_norm="final_layernorm")
+
+
+def granite(config: Any) -> DecoderSpec:
+    """Where there are experts, every token has a shared one beside its own."""
+    if config.num_local_experts:
+        raise NoSpec("experts beside a shared one are not known")
+    rotary = config.position_embedding_type == "rope"
+    return DecoderSpec(
+        _with_mamba(replace(_GRANITE, rope=0 if rotary else None), config.layers_block_type),
+        activation=activation(config.hidden_act),
+        ropes=(RopeSpec(),) if rotary else (),
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logits_divisor=config.logits_scaling,
+    )
+
+
+def _with_mamba(layer: LayerSpec, kinds: Iterable[str]) -> tuple[LayerSpec, ...]:
+    return tuple(replace(layer, mixer="mamba") if kind == "linear_attention" else layer for kind in kinds)
 
 
 def _mamba2(name: str, heads: int, groups: int, head_size: int, state_size: int) -> Splits:
@@ -108,7 +141,9 @@ def _jamba_plan(config: Any) -> ShardingPlan:
 
 
 FAMILIES = {
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), Family(plan=_plan)),
+    "bamba": Family(bamba, _plan),
+    "granitemoehybrid": Family(granite, _plan),
+    "falcon_h1": Family(plan=_plan),
     "nemotron_h": Family(plan=_nemotron_plan),
     "jamba": Family(plan=_jamba_plan),
 }

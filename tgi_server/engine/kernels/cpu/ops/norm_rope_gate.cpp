@@ -74,6 +74,9 @@ void write(T* to, int64_t size, const Value& value) {
   for (; i < size; ++i) to[i] = static_cast<T>(value(i, One{}));
 }
 
+inline F32 sigmoid(F32 x) { return F32{} + 1.0f / (exponential(-x) + 1.0f); }
+inline float sigmoid(float x) { return 1.0f / (std::exp(-x) + 1.0f); }
+
 // Heads of tokens, [tokens, heads, size], as a part of a wider tensor has them.
 bool are_heads(const at::Tensor& x) { return x.dim() == 3 && x.stride(2) == 1; }
 
@@ -208,6 +211,16 @@ at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu) {
     });
   });
   return output;
+}
+
+// x = x * sigmoid(gate). x, gate: [tokens, heads, size], x contiguous, gate with a dense last dimension.
+void multiply_by_sigmoid(at::Tensor& x, const at::Tensor& gate) {
+  TORCH_CHECK(x.is_contiguous() && are_heads(gate) && x.sizes() == gate.sizes());
+  by_dtype(x, [&]<typename T>(T*) {
+    for_each_row<T>(gate, x, [&](const T* from, T* to, int64_t size) {
+      write(to, size, [&](int64_t i, auto at) { return at(to + i) * at.rounded(to, sigmoid(at(from + i))); });
+    });
+  });
 }
 
 // Rows of a table, [rows, size]: those at the indices, [count] int64.

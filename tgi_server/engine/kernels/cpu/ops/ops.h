@@ -16,6 +16,8 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const s
 
 at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu = false);
 
+void multiply_by_sigmoid(at::Tensor& x, const at::Tensor& gate);
+
 at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices);
 
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,

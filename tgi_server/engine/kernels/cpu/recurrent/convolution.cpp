@@ -12,10 +12,9 @@ namespace oatmill {
 // states: [slots, width - 1, channels], the last inputs, of the dtype of x. silu: applied to the rounded sums. Returns
 // [tokens, channels].
 at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias, at::Tensor& states,
-                    const at::Tensor& runs, const at::Tensor& saves, bool activate) {
+                    const Runs& runs, bool activate) {
   const int64_t tokens = x.size(0), channels = x.size(1), before = taps.size(0) - 1;
-  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
-  TORCH_CHECK(taps.is_contiguous() && taps.size(1) == channels && before >= 1 && before < 16);
+  TORCH_CHECK(states.is_contiguous() && taps.is_contiguous() && taps.size(1) == channels && before >= 1 && before < 16);
   TORCH_CHECK(states.dim() == 3 && states.size(1) == before && states.size(2) == channels);
   TORCH_CHECK(states.scalar_type() == x.scalar_type() && (!bias || bias->is_contiguous()));
   at::Tensor output = at::empty({tokens, channels}, x.options());
@@ -26,8 +25,8 @@ at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::opti
     T* slots = states.mutable_data_ptr<T>();
     T* to = output.mutable_data_ptr<T>();
     const int64_t part = 256, parts = ceil_div(channels, part);
-    parallel_for(static_cast<int64_t>(all.size()) * parts, [&](int64_t item) {
-      const Run& run = all[item / parts];
+    parallel_for(static_cast<int64_t>(runs.size()) * parts, [&](int64_t item) {
+      const Run& run = runs[item / parts];
       const int64_t first = item % parts * part, last = std::min(channels, first + part);
       T* state = slots + run.slot * before * channels;
       // The input of a token; of those before the run, what the state has.
@@ -58,6 +57,15 @@ at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::opti
   return output;
 }
 
+namespace {
+
+at::Tensor convolve_op(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias, at::Tensor& states,
+                       const at::Tensor& runs, const at::Tensor& saves, bool activate) {
+  return convolve(x, taps, bias, states, read_runs(runs, saves, states.size(0), x.size(0)), activate);
+}
+
+}  // namespace
+
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
@@ -65,4 +73,4 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       "convolve(Tensor x, Tensor taps, Tensor? bias, Tensor(a!) states, Tensor runs, Tensor saves, bool silu) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("convolve", &oatmill::convolve); }
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("convolve", &oatmill::convolve_op); }

@@ -2,13 +2,12 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <cmath>
 
-#include "gemm/linear.h"
 #include "recurrent/gated_norm.h"
+#include "recurrent/mixer.h"
 #include "recurrent/recurrent.h"
 #include "recurrent/runs.h"
 
@@ -79,7 +78,7 @@ struct Inputs {
 // gate(token, head, decay): writes the decay of the state, or of each channel, and returns the rate. finish(token, head,
 // row): takes an output, [columns] float32.
 template <bool BY_CHANNEL, typename T, typename Gate, typename Finish>
-void compute(const Inputs<T>& in, const std::vector<Run>& runs, at::Tensor& states, const Gate& gate, const Finish& finish) {
+void compute(const Inputs<T>& in, const Runs& runs, at::Tensor& states, const Gate& gate, const Finish& finish) {
   const int64_t size = in.size, columns = in.columns;
   const float scale = 1.0f / std::sqrt(static_cast<float>(size));
   for_each_tile(runs, states, in.heads, [&](int64_t head, float* state, int64_t first, int64_t count) {
@@ -124,7 +123,7 @@ at::Tensor delta_rule(const at::Tensor& query, const at::Tensor& key, const at::
                       bool normalised) {
   const int64_t tokens = value.size(0), heads = value.size(1), columns = value.size(2), size = key.size(2);
   const int64_t shared = heads / key.size(1);
-  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
+  const Runs all = read_runs(runs, saves, states.size(0), tokens);
   const bool by_channel = gates.dim() == 3;
   TORCH_CHECK(states.dim() == 4 && states.size(1) == heads && states.size(2) == size && states.size(3) == columns);
   TORCH_CHECK(query.sizes() == key.sizes() && key.size(0) == tokens && heads == shared * key.size(1));
@@ -154,100 +153,90 @@ at::Tensor delta_rule(const at::Tensor& query, const at::Tensor& key, const at::
   return output;
 }
 
-// A layer between its projections: convolution, gates, delta rule, norm with a gate. mixed: [tokens, 2 * key_heads * size +
-// heads * value_size], query, key and value; taps: [width, as many] float32; inputs: [slots, width - 1, as many], states of
-// the convolution. decays, rates: [tokens, heads], before softplus and sigmoid; bases: [heads] float32, negative, and
-// bias: [heads] float32, of decays; rate_scale: of rates. gate: [tokens, heads, value_size]. weight: [value_size] float32,
-// of the norm. states: [slots, heads, size, value_size] float32. Returns [tokens, heads * value_size].
-at::Tensor gated_delta_net(const at::Tensor& mixed, const at::Tensor& taps, at::Tensor& inputs, const at::Tensor& decays,
-                           const at::Tensor& rates, const at::Tensor& bases, const at::Tensor& bias, double rate_scale,
-                           const at::Tensor& gate, const at::Tensor& weight, double eps, at::Tensor& states,
-                           const at::Tensor& runs, const at::Tensor& saves) {
-  const int64_t tokens = mixed.size(0), heads = states.size(1), size = states.size(2), columns = states.size(3);
-  const int64_t key_heads = (mixed.size(1) - heads * columns) / (2 * size), shared = heads / key_heads;
-  TORCH_CHECK(states.dim() == 4 && mixed.size(1) == 2 * key_heads * size + heads * columns && heads == shared * key_heads);
-  TORCH_CHECK(decays.size(1) == heads && rates.size(1) == heads && decays.size(0) == tokens && rates.size(0) == tokens);
-  TORCH_CHECK(bases.is_contiguous() && bias.is_contiguous() && bases.numel() == heads && bias.numel() == heads);
-  TORCH_CHECK(gate.dim() == 3 && gate.size(0) == tokens && gate.size(1) == heads && gate.size(2) == columns);
-  TORCH_CHECK(weight.is_contiguous() && weight.numel() == columns);
-  const at::Tensor convolved = convolve(mixed, taps, {}, inputs, runs, saves, true);
-  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
-  const auto heads_at = [&](int64_t first, int64_t count, int64_t size) {
-    return convolved.narrow(1, first, count * size).view({tokens, count, size});
-  };
-  const int64_t keys = key_heads * size;
-  at::Tensor output = at::empty({tokens, heads * columns}, mixed.options());
-  by_dtype(mixed, [&]<typename T>(T*) {
-    const Inputs<T> in{TokenRows<T>(heads_at(0, key_heads, size)), TokenRows<T>(heads_at(keys, key_heads, size)),
-                       TokenRows<T>(heads_at(2 * keys, heads, columns)), heads, shared, size, columns, true};
-    const TokenRows<T> decay_rows(decays), rate_rows(rates), gates(gate);
-    const float *base = bases.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
-    const float* scale = weight.const_data_ptr<float>();
-    T* to = output.mutable_data_ptr<T>();
-    compute<false>(in, all, states, [&](int64_t token, int64_t head, float* decay) {
-      *decay = std::exp(base[head] * softplus(static_cast<float>(decay_rows.at(token)[head]) + shift[head]));
-      const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
-      return static_cast<float>(static_cast<T>(rate)) * static_cast<float>(rate_scale);
-    }, [&](int64_t token, int64_t head, const float* row) {
-      T* place = to + (token * heads + head) * columns;
-      write_row(place, row, columns);
-      normalise_gated(place, gates.at(token, head), scale, place, columns, static_cast<float>(eps), false, false);
-    });
-  });
-  return output;
-}
-
 namespace {
 
-// A layer of the kind above with its projections. widths: empty, and the projections give query, key and value (one of them
-// all, or one each), the gate, rates and decays; or the outputs of one projection for each of `groups` key heads, of query,
-// key, value and gate, and of another for rates and decays, in equal parts.
-struct GatedDeltaNet : torch::CustomClassHolder {
-  std::vector<LinearPtr> projections;
-  LinearPtr output;
-  std::vector<int64_t> widths;
-  int64_t groups;
-  at::Tensor taps, bases, bias, weight;
-  double rate_scale, eps;
+// A layer between its projections: convolution, gates, delta rule, norm with a gate. These give query, key and value, the
+// gate, [tokens, heads, value_size], rates and decays, [tokens, heads] before sigmoid and softplus; `grouped`: query, key,
+// value and gate of each key head side by side, and behind all of these its rates and decays. taps: [width, 2 * key_heads *
+// size + heads * value_size] float32. bases: [heads] float32, negative, and bias: [heads] float32, of decays; rate_scale: of
+// rates. weight: [value_size] float32, of the norm.
+// States: those of the convolution, [slots, width - 1, ...], and [slots, heads, size, value_size] float32.
+struct GatedDeltaNet : Mixer {
+  int64_t key_heads;
+  bool grouped;
+  at::Tensor taps, bases, bias;
+  double rate_scale;
+  at::Tensor weight;
+  double eps;
 
-  GatedDeltaNet(std::vector<LinearPtr> projections, LinearPtr output, std::vector<int64_t> widths, int64_t groups,
-                at::Tensor taps, at::Tensor bases, at::Tensor bias, double rate_scale, at::Tensor weight, double eps)
-      : projections(std::move(projections)), output(std::move(output)), widths(std::move(widths)), groups(groups),
-        taps(std::move(taps)), bases(std::move(bases)), bias(std::move(bias)), weight(std::move(weight)),
-        rate_scale(rate_scale), eps(eps) {
-    TORCH_CHECK(this->widths.empty() ? this->projections.size() >= 4 : this->projections.size() == 2 && this->widths.size() == 4);
-  }
+  GatedDeltaNet(int64_t key_heads, bool grouped, at::Tensor taps, at::Tensor bases, at::Tensor bias, double rate_scale,
+                at::Tensor weight, double eps)
+      : key_heads(key_heads), grouped(grouped), taps(std::move(taps)), bases(std::move(bases)), bias(std::move(bias)),
+        rate_scale(rate_scale), weight(std::move(weight)), eps(eps) {}
 
-  // x: [tokens, hidden_size]. inputs, states, runs, saves: as of gated_delta_net. Returns [tokens, hidden_size].
-  at::Tensor forward(const at::Tensor& x, at::Tensor inputs, at::Tensor states, const at::Tensor& runs,
-                     const at::Tensor& saves) const {
-    std::vector<at::Tensor> parts;
-    for (const LinearPtr& projection : projections) parts.push_back((*projection)(x));
-    if (!widths.empty()) parts = ungrouped(parts, states.size(1));
-    const size_t mixed = parts.size() - 3;
-    const at::Tensor joined = mixed == 1 ? parts[0] : at::cat(std::vector<at::Tensor>(parts.begin(), parts.begin() + mixed), 1);
-    const at::Tensor gate = parts[mixed].view({x.size(0), states.size(1), states.size(3)});
-    return (*output)(gated_delta_net(joined, taps, inputs, parts[mixed + 2], parts[mixed + 1], bases, bias, rate_scale, gate,
-                                     weight, eps, states, runs, saves));
+  at::Tensor operator()(const at::Tensor& projected, std::vector<at::Tensor>& states, const Runs& runs) const override {
+    const int64_t tokens = projected.size(0);
+    TORCH_CHECK(states.size() == 2 && states[1].dim() == 4);
+    const int64_t heads = states[1].size(1), size = states[1].size(2), columns = states[1].size(3);
+    const int64_t keys = key_heads * size, values = heads * columns, shared = heads / key_heads;
+    TORCH_CHECK(heads == shared * key_heads && projected.size(1) == 2 * keys + 2 * values + 2 * heads);
+    TORCH_CHECK(bases.is_contiguous() && bias.is_contiguous() && bases.numel() == heads && bias.numel() == heads);
+    TORCH_CHECK(weight.is_contiguous() && weight.numel() == columns);
+    const std::vector<at::Tensor> parts = split(projected, {keys, keys, values, values, heads, heads});
+    const at::Tensor mixed = grouped ? at::cat({parts[0], parts[1], parts[2]}, 1) : projected.narrow(1, 0, 2 * keys + values);
+    const at::Tensor convolved = convolve(mixed, taps, {}, states[0], runs, true);
+    const auto heads_at = [&](int64_t first, int64_t count, int64_t size) {
+      return convolved.narrow(1, first, count * size).view({tokens, count, size});
+    };
+    at::Tensor output = at::empty({tokens, values}, projected.options());
+    by_dtype(projected, [&]<typename T>(T*) {
+      const Inputs<T> in{TokenRows<T>(heads_at(0, key_heads, size)), TokenRows<T>(heads_at(keys, key_heads, size)),
+                         TokenRows<T>(heads_at(2 * keys, heads, columns)), heads, shared, size, columns, true};
+      const TokenRows<T> gates(parts[3]), rate_rows(parts[4]), decay_rows(parts[5]);
+      const float *base = bases.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
+      const float* scale = weight.const_data_ptr<float>();
+      T* to = output.mutable_data_ptr<T>();
+      compute<false>(in, runs, states[1], [&](int64_t token, int64_t head, float* decay) {
+        *decay = std::exp(base[head] * softplus(static_cast<float>(decay_rows.at(token)[head]) + shift[head]));
+        const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
+        return static_cast<float>(static_cast<T>(rate)) * static_cast<float>(rate_scale);
+      }, [&](int64_t token, int64_t head, const float* row) {
+        T* place = to + (token * heads + head) * columns;
+        write_row(place, row, columns);
+        normalise_gated(place, gates.at(token) + head * columns, scale, place, columns, static_cast<float>(eps), false, false);
+      });
+    });
+    return output;
   }
 
  private:
-  std::vector<at::Tensor> ungrouped(const std::vector<at::Tensor>& grouped, int64_t heads) const {
+  // sizes: of query, key, value, gate, rates and decays.
+  std::vector<at::Tensor> split(const at::Tensor& projected, const std::vector<int64_t>& sizes) const {
     std::vector<at::Tensor> parts;
-    const auto split = [&](const at::Tensor& x, const std::vector<int64_t>& sizes) {
-      int64_t first = 0;
-      for (const int64_t size : sizes) {
-        parts.push_back(x.view({x.size(0), groups, -1}).narrow(2, first, size).reshape({x.size(0), groups * size}));
-        first += size;
+    int64_t first = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (!grouped) {
+        parts.push_back(projected.narrow(1, first, sizes[i]));
+      } else {
+        // The first four are of one projection, the others of a second one.
+        const int64_t begin = i < 4 ? 0 : sizes[0] + sizes[1] + sizes[2] + sizes[3];
+        const int64_t end = i < 4 ? sizes[0] + sizes[1] + sizes[2] + sizes[3] : projected.size(1);
+        const at::Tensor whole = projected.narrow(1, begin, end - begin).unflatten(1, {key_heads, -1});
+        parts.push_back(whole.narrow(2, (first - begin) / key_heads, sizes[i] / key_heads).reshape({-1, sizes[i]}));
       }
-    };
-    split(grouped[0], widths);
-    split(grouped[1], {heads / groups, heads / groups});
+      first += sizes[i];
+    }
     return parts;
   }
 };
 
 }  // namespace
+
+MixerPtr gated_delta_net(int64_t key_heads, bool grouped, at::Tensor taps, at::Tensor bases, at::Tensor bias,
+                         double rate_scale, at::Tensor weight, double eps) {
+  return c10::make_intrusive<GatedDeltaNet>(key_heads, grouped, std::move(taps), std::move(bases), std::move(bias),
+                                            rate_scale, std::move(weight), eps);
+}
 
 }  // namespace oatmill
 
@@ -255,17 +244,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "delta_rule(Tensor query, Tensor key, Tensor value, Tensor gates, Tensor rates, Tensor(a!) states, Tensor runs,"
       " Tensor saves, bool normalised) -> Tensor");
-  library.def(
-      "gated_delta_net(Tensor mixed, Tensor taps, Tensor(a!) inputs, Tensor decays, Tensor rates, Tensor bases, Tensor bias,"
-      " float rate_scale, Tensor gate, Tensor weight, float eps, Tensor(b!) states, Tensor runs, Tensor saves) -> Tensor");
-  using oatmill::GatedDeltaNet, oatmill::LinearPtr;  // this is linked behind model.cpp, which registers Linear
-  library.class_<GatedDeltaNet>("GatedDeltaNet")
-      .def(torch::init<std::vector<LinearPtr>, LinearPtr, std::vector<int64_t>, int64_t, at::Tensor, at::Tensor, at::Tensor,
-                       double, at::Tensor, double>())
-      .def("forward", &GatedDeltaNet::forward);
 }
 
-TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("delta_rule", &oatmill::delta_rule);
-  library.impl("gated_delta_net", &oatmill::gated_delta_net);
-}
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("delta_rule", &oatmill::delta_rule); }

@@ -31,14 +31,14 @@ struct Run {
   std::vector<Save> saves;
 };
 
+using Runs = std::vector<Run>;
+
 // runs: [runs, 4] int64: first token, number of tokens, slot, 1 if the state is written. saves: [saves, 3] int64: the run,
-// how many of its tokens come before, the slot; in ascending order. states: [slots, ...]. tokens: of the pass.
-inline std::vector<Run> read_runs(const at::Tensor& runs, const at::Tensor& saves, const at::Tensor& states,
-                                  int64_t tokens) {
+// how many of its tokens come before, the slot; in ascending order. slots: that there are. tokens: of the pass.
+inline Runs read_runs(const at::Tensor& runs, const at::Tensor& saves, int64_t slots, int64_t tokens) {
   TORCH_CHECK(runs.is_contiguous() && saves.is_contiguous() && runs.size(1) == 4 && saves.size(1) == 3);
-  TORCH_CHECK(states.is_contiguous());
-  const int64_t slots = states.size(0), *run = runs.const_data_ptr<int64_t>(), *save = saves.const_data_ptr<int64_t>();
-  std::vector<Run> made;
+  const int64_t *run = runs.const_data_ptr<int64_t>(), *save = saves.const_data_ptr<int64_t>();
+  Runs made;
   for (int64_t i = 0; i < runs.size(0); ++i, run += 4) {
     TORCH_CHECK(0 <= run[0] && 0 < run[1] && run[0] + run[1] <= tokens && 0 <= run[2] && run[2] < slots);
     made.push_back({run[0], run[1], run[2], run[3] != 0, {}});
@@ -129,7 +129,8 @@ void by_columns(float* state, int64_t rows, int64_t columns, int64_t tokens, std
 // Computes the runs of a pass. states: [slots, parts, size]; each part of a state is computed by itself. work(part, state,
 // first, tokens) computes a tile of tokens and moves the state on.
 template <typename Work>
-void for_each_tile(const std::vector<Run>& runs, at::Tensor& states, int64_t parts, const Work& work) {
+void for_each_tile(const Runs& runs, at::Tensor& states, int64_t parts, const Work& work) {
+  TORCH_CHECK(states.is_contiguous());
   float* slots = states.mutable_data_ptr<float>();
   const int64_t slot_size = states.numel() / states.size(0), size = slot_size / parts;
   parallel_for(static_cast<int64_t>(runs.size()) * parts, [&](int64_t item) {

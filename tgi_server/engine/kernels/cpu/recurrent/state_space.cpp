@@ -49,11 +49,9 @@ void advance(float* state, int64_t stride, int64_t size, const float* into, cons
 // states: [slots, heads, size, columns] float32. Returns [tokens, heads, columns] float32.
 at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
                   const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& bias,
-                  at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves, bool softplus_steps, double least,
-                  double most) {
+                  at::Tensor& states, const Runs& runs, bool softplus_steps, double least, double most) {
   const int64_t tokens = x.size(0), heads = x.size(1), columns = x.size(2), size = into.size(2);
   const int64_t shared = heads / into.size(1);
-  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
   TORCH_CHECK(states.dim() == 4 && states.size(1) == heads && states.size(2) == size && states.size(3) == columns);
   TORCH_CHECK(into.sizes() == out_of.sizes() && into.size(0) == tokens && heads == shared * into.size(1));
   TORCH_CHECK(steps.size(0) == tokens && steps.size(1) == heads && rates.is_contiguous() && rates.numel() == heads);
@@ -66,7 +64,7 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
     const float* biases = bias ? bias->const_data_ptr<float>() : nullptr;
     float* to = output.mutable_data_ptr<float>();
     const auto as_t = [](float number) { return static_cast<float>(static_cast<T>(number)); };
-    for_each_tile(all, states, heads, [&](int64_t head, float* state, int64_t first, int64_t count) {
+    for_each_tile(runs, states, heads, [&](int64_t head, float* state, int64_t first, int64_t count) {
       thread_local Tile tile;
       tile.into.resize(TILE_TOKENS * size), tile.out_of.resize(TILE_TOKENS * size);
       for (int64_t t = 0; t < count; ++t) {
@@ -106,9 +104,8 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
 // channels / parts] float32. Returns [tokens, channels].
 at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& gate,
-                 at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves) {
+                 at::Tensor& states, const Runs& runs) {
   const int64_t tokens = x.size(0), channels = x.size(1), size = into.size(1), parts = states.size(1), columns = states.size(3);
-  const std::vector<Run> all = read_runs(runs, saves, states, tokens);
   TORCH_CHECK(states.dim() == 4 && states.size(2) == size && parts * columns == channels);
   TORCH_CHECK(into.sizes() == out_of.sizes() && into.size(0) == tokens && steps.sizes() == x.sizes());
   TORCH_CHECK(rates.is_contiguous() && rates.size(0) == size && rates.size(1) == channels);
@@ -118,7 +115,7 @@ at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor&
     const TokenRows<T> inputs(x), dts(steps), intos(into), outs(out_of), gates(gate ? *gate : x);
     const float *rate = rates.const_data_ptr<float>(), *skips = skip ? skip->const_data_ptr<float>() : nullptr;
     T* to = output.mutable_data_ptr<T>();
-    for_each_tile(all, states, parts, [&](int64_t part, float* state, int64_t first, int64_t count) {
+    for_each_tile(runs, states, parts, [&](int64_t part, float* state, int64_t first, int64_t count) {
       for (int64_t t = first; t < first + count; ++t)
         for (int64_t c = 0; c < columns; c += WIDTH) {
           const int64_t place = part * columns + c, of = columns - c;
@@ -141,6 +138,24 @@ at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor&
   return output;
 }
 
+namespace {
+
+at::Tensor mamba2_op(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
+                     const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& bias,
+                     at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves, bool softplus_steps,
+                     double least, double most) {
+  return mamba2(x, steps, rates, into, out_of, skip, bias, states, read_runs(runs, saves, states.size(0), x.size(0)),
+                softplus_steps, least, most);
+}
+
+at::Tensor mamba_op(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
+                    const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& gate,
+                    at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves) {
+  return mamba(x, steps, rates, into, out_of, skip, gate, states, read_runs(runs, saves, states.size(0), x.size(0)));
+}
+
+}  // namespace
+
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
@@ -153,6 +168,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("mamba2", &oatmill::mamba2);
-  library.impl("mamba", &oatmill::mamba);
+  library.impl("mamba2", &oatmill::mamba2_op);
+  library.impl("mamba", &oatmill::mamba_op);
 }

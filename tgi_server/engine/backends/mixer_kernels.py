@@ -1,0 +1,156 @@
+"""Mixers of `transformers` that a kernel of the CPU computes in one call, between their projections."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.backends.recurrent import Runs
+from tgi_server.engine.backends.states import SequenceStates
+from tgi_server.engine.parallel.layers import ShardedGatedNorm
+
+# Shape and dtype of one slot's states, by the name of the function that has them; None: the dtype of the model.
+_Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The mixers of some families.
+
+    projections: the names of the first ones, whose outputs stand side by side for the kernel. make: makes the kernel of
+    a mixer, a `torch.classes.oatmill.Mixer`; returns None if there is none. shapes: of a mixer's states, in the order
+    in which the kernel takes them. output: the name of the last projection.
+    """
+
+    projections: tuple[str, ...]
+    make: Callable[[Any], Any]
+    shapes: Callable[[Any], _Shapes]
+    output: str = "out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class MixerKernel:
+    """Computes one mixer between its projections. projections, output: their names in the mixer. layer: its index."""
+
+    projections: tuple[str, ...]
+    output: str
+    kernel: Any
+    layer: int
+    _shapes: _Shapes
+
+    @classmethod
+    def of(cls, mixer: Any) -> Self | None:
+        """Returns the kernel of a mixer of `transformers`; None if there is none. The kernels must be loaded."""
+        family = _FAMILIES.get(type(mixer).__name__)
+        if family is None or getattr(mixer, "activation", "silu") not in ("silu", "swish"):
+            return None
+        kernel = family.make(mixer)
+        shapes = family.shapes(mixer)
+        return None if kernel is None else cls(family.projections, family.output, kernel, mixer.layer_idx, shapes)
+
+    def states(self, states: SequenceStates, dtype: torch.dtype) -> list[Tensor]:
+        """Returns the states of all slots, in the order in which the kernel takes them. dtype: of the model."""
+        return [
+            states.all_slots((self.layer, name), shape, own or dtype) for name, (shape, own) in self._shapes.items()
+        ]
+
+    def compute(self, states: SequenceStates, projected: Mapping[str, Tensor], runs: Runs) -> Tensor:
+        """Returns the input of the last projection, [1, tokens, size]. projected: "x", of the first projections."""
+        x = projected["x"][0]
+        computed: Tensor = self.kernel.forward(x, self.states(states, x.dtype), runs.runs, runs.saves)
+        return computed.unsqueeze(0)
+
+
+def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> Any:
+    if mixer.conv1d.bias is not None:
+        return None
+    gated_norm = getattr(mixer, norm)
+    rate_scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
+    return torch.classes.oatmill.Mixer.gated_delta_net(
+        mixer.num_k_heads,
+        grouped,
+        _taps(mixer.conv1d),
+        -mixer.A_log.float().exp(),
+        mixer.dt_bias.float(),
+        rate_scale,
+        gated_norm.weight.float(),
+        gated_norm.variance_epsilon,
+    )
+
+
+def _states_of_delta_net(mixer: Any) -> _Shapes:
+    recurrent = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    return _states_of_convolution(mixer.conv1d) | {"torch_chunk_gated_delta_rule": (recurrent, torch.float32)}
+
+
+def _mamba2(mixer: Any) -> Any:
+    norm, (least, most) = mixer.norm, mixer.time_step_limit
+    if isinstance(norm, ShardedGatedNorm):
+        if norm.share.copies > 1:
+            return None
+        norm = norm.inner
+    return torch.classes.oatmill.Mixer.mamba2(
+        _taps(mixer.conv1d),
+        _bias(mixer.conv1d),
+        -mixer.A_log.float().exp(),
+        mixer.D.float(),
+        mixer.dt_bias.float(),
+        float(least),
+        float(most),
+        norm.weight.float(),
+        norm.variance_epsilon,
+        norm.group_size,
+        mixer.n_groups,
+    )
+
+
+def _states_of_mamba2(mixer: Any) -> _Shapes:
+    recurrent = mixer.num_heads, mixer.ssm_state_size, mixer.head_dim
+    return _states_of_convolution(mixer.conv1d) | {"mamba2_chunk_scan": (recurrent, torch.float32)}
+
+
+def _short_convolution(mixer: Any) -> Any:
+    return torch.classes.oatmill.Mixer.short_convolution(_taps(mixer.conv), _bias(mixer.conv))
+
+
+def _taps(convolution: Any) -> Tensor:
+    """Returns the taps, [width, channels]."""
+    taps: Tensor = convolution.weight.squeeze(1).float().t().contiguous()
+    return taps
+
+
+def _bias(convolution: Any) -> Tensor | None:
+    return None if convolution.bias is None else convolution.bias.float()
+
+
+def _states_of_convolution(module: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    channels, _, width = module.weight.shape
+    return {"causal_conv1d_fn": ((width - 1, channels), None)}
+
+
+_QWEN3_NEXT = _Family(
+    ("in_proj_qkvz", "in_proj_ba"), lambda mixer: _delta_net(mixer, grouped=True), _states_of_delta_net
+)
+_QWEN3_5 = _Family(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _delta_net, _states_of_delta_net)
+_OLMO = _Family(
+    ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+    lambda mixer: _delta_net(mixer, "o_norm"),
+    _states_of_delta_net,
+    "o_proj",
+)
+_MAMBA2 = _Family(("in_proj",), _mamba2, _states_of_mamba2)
+_SHORT = _Family(("in_proj",), _short_convolution, lambda mixer: _states_of_convolution(mixer.conv))
+# By the name of the mixer's class in `transformers`.
+_FAMILIES = {
+    "Qwen3NextGatedDeltaNet": _QWEN3_NEXT,
+    "Qwen3_5GatedDeltaNet": _QWEN3_5,
+    "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
+    "OlmoHybridGatedDeltaNet": _OLMO,
+    "BambaMixer": _MAMBA2,
+    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    "NemotronHMamba2Mixer": _MAMBA2,
+    "Lfm2ShortConv": _SHORT,
+    "Lfm2MoeShortConv": _SHORT,
+}
