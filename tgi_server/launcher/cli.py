@@ -16,7 +16,6 @@ from tgi_server.launcher import commands
 from tgi_server.launcher.environment import describe_environment
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError, ProcessEndedError
 from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, shard_count
-from tgi_server.launcher.nodes.rendezvous import rendezvous
 from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
@@ -88,6 +87,9 @@ async def _launch(settings: LauncherSettings) -> None:
     check_model(settings, folder)
     peers = None
     if settings.num_nodes > 1:
+        # Imports gRPC, which one machine alone does not need.
+        from tgi_server.launcher.nodes.rendezvous import rendezvous
+
         peers = await _unless_stopped(rendezvous(settings, shards), stop)
         if peers is None:
             return

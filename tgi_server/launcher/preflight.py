@@ -12,9 +12,6 @@ from typing import Any
 
 from shared.control_groups import available_ram
 from shared.gpus import has_gpu
-from tgi_server.gguf.adapters import read_gguf_adapter
-from tgi_server.gguf.architectures import architecture_of
-from tgi_server.gguf.file import QUANTIZED, read_gguf
 from tgi_server.gguf.paths import SUFFIX, GgufError, first_part
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
@@ -61,6 +58,8 @@ def check_adapter(adapter: AdapterSource, config: Mapping[str, Any], base: Heade
 
 
 def _check_gguf_adapter(adapter_id: str, file: Path, config: Mapping[str, Any], base: Header) -> None:
+    from tgi_server.gguf.adapters import read_gguf_adapter
+
     text_config = config.get("text_config")
     own = text_config if isinstance(text_config, dict) else config
     try:
@@ -127,11 +126,14 @@ def _is_known(model_type: str) -> bool:
 def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, requested: str | None) -> None:
     if requested is None:
         return
-    if kinds := {tensor["dtype"] for tensor in tensors.values()} & QUANTIZED:
-        raise CannotStartError(
-            f"--quantize {requested} contradicts the GGUF file, which is quantised ({', '.join(sorted(kinds))}); leave "
-            "--quantize out"
-        )
+    if any(folder.glob(f"*{SUFFIX}")):
+        from tgi_server.gguf.file import QUANTIZED
+
+        if kinds := {tensor["dtype"] for tensor in tensors.values()} & QUANTIZED:
+            raise CannotStartError(
+                f"--quantize {requested} contradicts the GGUF file, which is quantised ({', '.join(sorted(kinds))}); "
+                "leave --quantize out"
+            )
     text_config = config.get("text_config")
     found = config.get("quantization_config") or (
         text_config.get("quantization_config") if isinstance(text_config, dict) else None
@@ -208,6 +210,9 @@ def _tensors(folder: Path) -> Header:
 
 def _gguf_tensors(file: Path) -> Header:
     """Returns the tensors of a GGUF file in this form, by their names in `transformers`. Raises CannotStartError."""
+    from tgi_server.gguf.architectures import architecture_of  # imports numpy, which other models do not need here
+    from tgi_server.gguf.file import read_gguf
+
     try:
         model = read_gguf(file, texts=False)
         place = architecture_of(model).place

@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ _MASKS = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`.
+    """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`, and reads its models' files once.
 
     `transformers` needs the first only for decorators that matter to `torch.compile`, and the second for its own tensor
     parallelism. Later imports of both work as usual. A release of `transformers` that cannot be imported in this way is
@@ -30,6 +31,7 @@ def lean_imports() -> Iterator[None]:
         for name in ("utils.import_utils", "utils"):
             module = importlib.import_module(f"transformers.{name}")
             module.is_torch_distributed_available = _never  # type: ignore[attr-defined]
+        _import_models()
         for name in ("modeling_utils", "masking_utils"):
             importlib.import_module(f"transformers.{name}")
     except (ImportError, AttributeError) as error:
@@ -46,6 +48,34 @@ def lean_imports() -> Iterator[None]:
 def _remove_stand_ins() -> None:
     if isinstance(sys.modules.get(_DYNAMO), _StandIn):
         del sys.modules[_DYNAMO], sys.modules[_MASKS]
+
+
+def _import_models() -> None:
+    """Imports `transformers.models` with what is known of it.
+
+    `transformers` looks through more than a thousand files of models for the names that they export, when it is
+    imported itself, and a second time for this package.
+    """
+    import_utils: Any = importlib.import_module("transformers.utils.import_utils")
+    look_through = import_utils.define_import_structure
+    folder = Path(import_utils.__file__).parent.parent / "models"
+
+    def known(module_path: str, prefix: str | None = None) -> Any:
+        if Path(module_path) != folder / "__init__.py" or prefix is not None:
+            return look_through(module_path, prefix)
+        exported = look_through(folder, prefix="models")  # from its cache
+        return {
+            backends: {
+                name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")
+            }
+            for backends, modules in exported.items()
+        }
+
+    import_utils.define_import_structure = known
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        import_utils.define_import_structure = look_through
 
 
 def _never() -> bool:

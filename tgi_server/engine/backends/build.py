@@ -248,8 +248,7 @@ def _embedding(
     if isinstance(module, QuantizedEmbedding):
         _pack_embedding(module, inner(new_head) if module.layer is inner(head) else None, linear)
         return module.unscaled()
-    tokens, size = module.weight.shape
-    plain = nn.Embedding(tokens, size, device="meta")
+    plain = nn.Embedding.from_pretrained(module.weight)  # unlike the constructor, it makes no random numbers
     plain.weight = module.weight
     return plain
 

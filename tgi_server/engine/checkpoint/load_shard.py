@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,7 +108,7 @@ def _load(
     for part in (config, config.get_text_config(decoder=True)):  # or transformers would want to read them
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
-    with torch.device("meta"):
+    with torch.device("meta"), _blank_embeddings():
         empty = factory.from_config(config, trust_remote_code=trust_remote_code)
     _leave_out_images(empty)
     model_class, config = type(empty), empty.config  # of the text model, where it is loaded without its images
@@ -122,15 +123,16 @@ def _load(
         kept = [*linears, *embeddings, *(each for of_layer in experts.values() for each in of_layer)]
         taken = {id(tensor) for tensor, _ in kept}
         rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in taken}
-        model, report = part_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=rest,
-            dtype=dtype,
-            device_map=placement(device),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
-        )
+        with _blank_embeddings():
+            model, report = part_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=rest,
+                dtype=dtype,
+                device_map=placement(device),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report
+            )
         stage = ROUNDING if quantization and quantization.rounds else READING
         for tensor, paths in counted(stage, kept, len(kept)):
             _check_shape(folder, tensor, [model.get_submodule(path) for path in paths])
@@ -142,6 +144,22 @@ def _load(
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model, report
+
+
+@contextmanager
+def _blank_embeddings() -> Iterator[None]:
+    """Embeddings are made without random numbers, for which torch would import sympy while they are on no device."""
+    embedding: Any = nn.Embedding
+    fill = embedding.reset_parameters
+    embedding.reset_parameters = _leave_blank
+    try:
+        yield
+    finally:
+        embedding.reset_parameters = fill
+
+
+def _leave_blank(_: nn.Embedding) -> None:
+    pass
 
 
 def load_without_text(

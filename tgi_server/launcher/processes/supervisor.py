@@ -6,14 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.machine import authority
-from tgi_server.launcher.nodes.peers import Peers
 from tgi_server.launcher.processes.child import ENDED_BY_ITSELF, LOST_A_PEER, Child, Command
 from tgi_server.launcher.processes.sockets import is_listening, router_socket
 from tgi_server.loading import read_progress
+
+if TYPE_CHECKING:
+    from tgi_server.launcher.nodes.peers import Peers  # imports gRPC, which one machine alone does not need
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Supervisor:
         router: Command | None,
         address: tuple[str, int],
         graceful_termination_timeout: float,
-        peers: Peers | None = None,
+        peers: "Peers | None" = None,
     ) -> None:
         """sockets: where each of the shards listens once its model is loaded.
 
