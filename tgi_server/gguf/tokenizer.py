@@ -163,7 +163,7 @@ class Vocabulary:
     def _texts(self, name: str) -> list[str]:
         found = self.get(name)
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-            raise GgufError(f"{self.path} has no tokenizer.ggml.{name}; put the model's tokenizer.json beside the file")
+            raise GgufError(f"{self.path} has no tokenizer.ggml.{name}; name a tokenizer with --tokenizer-name")
         return found
 
 
@@ -193,8 +193,8 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
         own = _sentence_piece(words)
     else:
         raise GgufError(
-            f"{file.path} has a tokenizer of the kind {words.model!r}, which is not read; put the model's "
-            "tokenizer.json beside the file"
+            f"{file.path} has a tokenizer of the kind {words.model!r}, which is not read; name a tokenizer "
+            "with --tokenizer-name"
         )
     added = [*((place, True) for place in words.special), *((place, False) for place in words.user_defined)]
     return {
@@ -243,8 +243,8 @@ def _bpe(words: Vocabulary, **own: Any) -> dict[str, Any]:
 def _byte_level(words: Vocabulary) -> dict[str, Any]:
     if words.pre not in SPLITS:
         raise GgufError(
-            f"{words.path}: tokenizer.ggml.pre is {words.pre!r}, which is not read; put the model's tokenizer.json "
-            "beside the file"
+            f"{words.path}: tokenizer.ggml.pre is {words.pre!r}, which is not read; name a tokenizer with "
+            "--tokenizer-name"
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = [

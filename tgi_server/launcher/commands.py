@@ -33,16 +33,19 @@ def settings_file(settings: LauncherSettings) -> Iterator[Path]:
 def download(settings: LauncherSettings, model_id: str) -> Command:
     """Returns the command that fetches a model, and prints its folder once it is complete."""
     revision = settings.revision if model_id == settings.model_id else "main"
-    gguf_file = settings.gguf_file if model_id == settings.model_id else None
-    # An inherited variable is of the model.
-    environment = _hub_cache(settings) | {"GGUF_FILE": gguf_file or ""}
+    own = settings if model_id == settings.model_id else None
+    # Inherited variables are of the model.
+    environment = _hub_cache(settings) | {
+        "GGUF_FILE": (own and own.gguf_file) or "",
+        "TOKENIZER_NAME": (own and own.tokenizer_name) or "",
+    }
     return _download(settings, model_id, "--merge-lora", revision, environment)
 
 
 def download_adapter(settings: LauncherSettings, adapter: AdapterSource) -> Command:
     """Returns the command that fetches an adapter, and prints its folder once it is complete."""
-    # An inherited variable is of the model.
-    environment = _hub_cache(settings) | {"REVISION": "", "GGUF_FILE": ""}
+    # Inherited variables are of the model.
+    environment = _hub_cache(settings) | {"REVISION": "", "GGUF_FILE": "", "TOKENIZER_NAME": ""}
     return _download(settings, adapter.place, "--no-merge-lora", adapter.revision, environment)
 
 

@@ -72,6 +72,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         "--no-enable-prefix-caching": "--no-prefix-caching",
         "--lora-modules": "--lora-adapters",
         "--chat-template": "--tokenizer-config-path",
+        "--tokenizer": "--tokenizer-name",
         "-m": "--model-id",
         "-hf": "--model-id",
         "--hf-repo": "--model-id",

@@ -11,9 +11,8 @@ from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tgi_server.launcher.processes.child import Command, die_with_parent
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.model_files.tokenizer_files import has_tokenizer
 from tgi_server.router.adapter_source import AdapterSource
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
 async def find_model(settings: LauncherSettings) -> Path:
@@ -24,7 +23,7 @@ async def find_model(settings: LauncherSettings) -> Path:
     ModelMissingError when that cannot be done, and CannotStartError for a local folder without a model.
     """
     _check_local(settings.model_id)
-    folder = None if settings.gguf_file else _ready_folder(settings.model_id)
+    folder = None if settings.gguf_file or settings.tokenizer_name else _ready_folder(settings.model_id)
     if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
         folder = await _download(commands.download(settings, settings.model_id))
     return folder
@@ -64,7 +63,7 @@ async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:
 
 def check_tokenizer(folder: Path) -> None:
     """Raises CannotStartError when the model's folder has no tokenizer."""
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(folder):
         raise CannotStartError(
             f"{folder} has neither a tokenizer.json nor a tokenizer of an older kind; add the tokenizer's files"
         )

@@ -29,6 +29,7 @@ from tgi_server.model_files.copies import CODE, MEDUSA_FILE, METADATA, TEMPLATES
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.gguf_models import GgufChoice, described, gguf_of_folder, is_gguf_adapter, split_kind
 from tgi_server.model_files.merged_models import base_of, is_adapter, merge, merged_copy
+from tgi_server.model_files.tokenizer_files import PATTERNS, TOKENIZERS, has_tokenizer, with_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,28 @@ NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", 
 
 
 def find_model(
-    model_id: str, revision: str | None, *, trust_remote_code: bool = False, gguf_file: str | None = None
+    model_id: str,
+    revision: str | None,
+    *,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    tokenizer_name: str | None = None,
 ) -> Path:
     """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine.
 
     The folder of an adapter stands for its base model with the adapter merged. For a GGUF file it is a folder that
-    describes it. gguf_file: the name of the one that is meant, where there are several.
+    describes it. gguf_file: the name of the one that is meant, where there are several. tokenizer_name: where the
+    tokenizer is that is used in place of the model's; a folder with both is returned.
     """
-    gguf = _gguf_folder(model_id, revision, gguf_file, local_files_only=True)
+    tokenizer = _tokenizer_folder(tokenizer_name, local_files_only=True)
+    gguf = _gguf_folder(model_id, revision, gguf_file, tokenizer, local_files_only=True)
     if gguf is not None:
         return gguf
+    folder = _find_folder(model_id, revision, trust_remote_code=trust_remote_code)
+    return folder if tokenizer is None else with_tokenizer(folder, tokenizer)
+
+
+def _find_folder(model_id: str, revision: str | None, *, trust_remote_code: bool) -> Path:
     folder = _local_folder(model_id)
     if folder is None:
         folder = _snapshot(
@@ -74,20 +87,22 @@ def find_models(
     *,
     trust_remote_code: bool,
     gguf_file: str | None = None,
+    tokenizer_name: str | None = None,
 ) -> tuple[Path, Path | None]:
     """Returns the folder of the model, and that of what drafts for it, without using the network.
 
     Where `model_id` names Medusa heads, these draft, and the model is the one that they were made for. Raises
     ModelUnavailable.
     """
-    folder = find_model(model_id, revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    find = partial(find_model, trust_remote_code=trust_remote_code, tokenizer_name=tokenizer_name)
+    folder = find(model_id, revision, gguf_file=gguf_file)
     base = _base_of_heads(folder)
     if base is None:
         draft = speculative_model
         return folder, find_model(draft, None, trust_remote_code=trust_remote_code) if draft else None
     if speculative_model is not None:
         raise ModelUnavailable(f"{model_id} has Medusa heads, which draft; leave out --speculative-model")
-    return find_model(base, None, trust_remote_code=trust_remote_code), folder
+    return find(base, None), folder
 
 
 def download_model(
@@ -99,6 +114,7 @@ def download_model(
     trust_remote_code: bool,
     merge_lora: bool = False,
     gguf_file: str | None = None,
+    tokenizer_name: str | None = None,
 ) -> Path:
     """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
 
@@ -108,7 +124,8 @@ def download_model(
     of its base model with the adapter merged. Of Medusa heads the model that they were made for is fetched as well, and
     its folder returned. Raises ModelUnavailable.
     """
-    gguf = _gguf_folder(model_id, revision, gguf_file)
+    tokenizer = _tokenizer_folder(tokenizer_name)
+    gguf = _gguf_folder(model_id, revision, gguf_file, tokenizer)
     if gguf is not None:
         return gguf
     fetch = partial(
@@ -120,7 +137,25 @@ def download_model(
     )
     folder = fetch(model_id, revision)
     base = _base_of_heads(folder)
-    return folder if base is None else fetch(base, None)
+    folder = folder if base is None else fetch(base, None)
+    return folder if tokenizer is None else with_tokenizer(folder, tokenizer)
+
+
+def _tokenizer_folder(name: str | None, *, local_files_only: bool = False) -> Path | None:
+    """Returns the folder of a tokenizer; None if none is named. Raises ModelUnavailable if it has none."""
+    if not name:
+        return None
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith("."):
+            raise ModelUnavailable(f"--tokenizer-name: there is no folder {folder}")
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=list(PATTERNS), local_files_only=local_files_only))
+        except (HTTPError, OSError, XetDownloadError, ValueError, LookupError, TypeError) as error:
+            raise ModelUnavailable(f"--tokenizer-name: {_explain(error, name)}") from error
+    if not has_tokenizer(folder):
+        raise ModelUnavailable(f"--tokenizer-name: {name} has none of {', '.join(TOKENIZERS)}")
+    return folder
 
 
 def _base_of_heads(folder: Path) -> str | None:
@@ -181,25 +216,25 @@ def _base(find: Callable[..., Path], model_id: str, revision: str | None, *, tru
 
 
 def _gguf_folder(
-    model_id: str, revision: str | None, name: str | None, *, local_files_only: bool = False
+    model_id: str, revision: str | None, name: str | None, tokenizer: Path | None, *, local_files_only: bool = False
 ) -> Path | None:
     """Returns the folder that describes the model's GGUF file; None for a model of another kind, or if none is named.
 
-    name: of the file, if it is given. Raises ModelUnavailable.
+    name: of the file, if it is given. tokenizer: the folder of another one. Raises ModelUnavailable.
     """
     path = Path(model_id).expanduser()
     if path.is_dir():
         file = gguf_of_folder(path, GgufChoice(name))
-        return None if file is None else described(file)
+        return None if file is None else described(file, tokenizer)
     if path.suffix == SUFFIX:
-        return described(path)
+        return described(path, tokenizer)
     repository, kind = split_kind(model_id)
     choice = GgufChoice(name, kind)
     if path.exists() or path.is_absolute() or model_id.startswith(".") or repository.count("/") != 1:
         return None
     if not choice and model_id == repository:
         return None
-    return described(_fetched_gguf(repository, revision, choice, local_files_only=local_files_only))
+    return described(_fetched_gguf(repository, revision, choice, local_files_only=local_files_only), tokenizer)
 
 
 def _fetched_gguf(repository: str, revision: str | None, choice: GgufChoice, *, local_files_only: bool) -> Path:

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -14,14 +14,14 @@ from tgi_server.gguf.architectures import config_of
 from tgi_server.gguf.file import read_gguf
 from tgi_server.gguf.paths import SUFFIX, GgufError, first_part, gguf_parts
 from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
-from tgi_server.model_files.copies import TEMPLATES, files_path, permission_hint, unfinished_folder
+from tgi_server.model_files.copies import files_path, permission_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
+from tgi_server.model_files.tokenizer_files import tokenizer_files
 
 logger = logging.getLogger(__name__)
 
-# Files of the folder that a GGUF file lies in, which are taken instead of its own tokenizer.
+# If it lies in the folder of a GGUF file, the tokenizer there is used in place of the file's.
 _TOKENIZER = "tokenizer.json"
-_OF_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", TEMPLATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,20 @@ def is_gguf_adapter(file: Path) -> bool:
         raise ModelUnavailable(str(error)) from error
 
 
-def described(file: Path) -> Path:
+def described(file: Path, tokenizer: Path | None = None) -> Path:
     """Returns a folder in transformers format for a GGUF file, which it makes if it is not there yet.
 
-    Its weights are links to the file and its other parts. Raises ModelUnavailable.
+    Its weights are links to the file and its other parts. tokenizer: a folder whose tokenizer is used. Raises
+    ModelUnavailable.
     """
     try:
         parts = gguf_parts(file)
-        beside = _beside(parts[0].parent)
-        folder = files_path("gguf", parts[0].stem, [*parts, *beside])
+        source = tokenizer or parts[0].parent
+        others = tokenizer_files(source) if tokenizer or (source / _TOKENIZER).is_file() else []
+        folder = files_path("gguf", parts[0].stem, [*parts, *others])
         if not folder.is_dir():
             logger.info("describing %s in %s", parts[0], folder)
-            _describe(parts, beside, folder)
+            _describe(parts, {file.relative_to(source): file for file in others}, folder)
     except GgufError as error:
         raise ModelUnavailable(str(error)) from error
     except OSError as error:
@@ -117,11 +119,11 @@ def described(file: Path) -> Path:
     return folder
 
 
-def _describe(parts: Iterable[Path], beside: Iterable[Path], folder: Path) -> None:
-    files = list(parts)
-    model = read_gguf(files[0])
+def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Path) -> None:
+    """Writes the folder. tokenizer: files of another tokenizer, by their names in the folder."""
+    model = read_gguf(parts[0])
     contents = {"config.json": config_of(model)}
-    if any(file.name == _TOKENIZER for file in beside):
+    if tokenizer:
         ends = [contents["config.json"]["eos_token_id"]]
     else:
         contents |= {_TOKENIZER: tokenizer_json(model), "tokenizer_config.json": tokenizer_config(model)}
@@ -130,14 +132,8 @@ def _describe(parts: Iterable[Path], beside: Iterable[Path], folder: Path) -> No
     with unfinished_folder(folder) as whole:
         for name, content in contents.items():
             (whole / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        for file in beside:
-            shutil.copyfile(file, whole / file.name)
-        for file in files:
+        for place, file in tokenizer.items():
+            (whole / place).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, whole / place)
+        for file in parts:
             (whole / file.name).symlink_to(file.resolve())
-
-
-def _beside(folder: Path) -> list[Path]:
-    """Returns the tokenizer's own files in a folder, if it has a tokenizer.json."""
-    if not (folder / _TOKENIZER).is_file():
-        return []
-    return [folder / _TOKENIZER, *(file for pattern in _OF_TOKENIZER for file in sorted(folder.glob(pattern)))]

@@ -78,6 +78,7 @@ def serve(arguments: Sequence[str]) -> None:
                 settings.speculative_model,
                 trust_remote_code=trust,
                 gguf_file=settings.gguf_file,
+                tokenizer_name=settings.tokenizer_name,
             )
 
         from tgi_server.shard.lean_imports import lean_imports
@@ -118,6 +119,7 @@ def download_weights(arguments: Sequence[str]) -> None:
             trust_remote_code=settings.trust_remote_code,
             merge_lora=settings.merge_lora,
             gguf_file=settings.gguf_file,
+            tokenizer_name=settings.tokenizer_name,
         )
     except ModelUnavailable as error:
         fail(program, str(error), status=FAILED)
@@ -141,6 +143,7 @@ def quantize(arguments: Sequence[str]) -> None:
             settings.revision,
             trust_remote_code=settings.trust_remote_code,
             gguf_file=settings.gguf_file,
+            tokenizer_name=settings.tokenizer_name,
         )
 
         # imports torch and transformers, which takes seconds

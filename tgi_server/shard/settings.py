@@ -51,6 +51,10 @@ class CheckpointSettings(ServiceSettings):
     gguf_file: str | None = Field(
         None, description="GGUF file to load, if the folder or repository of the model has several"
     )
+    tokenizer_name: str | None = Field(
+        None,
+        description="folder or hub id of a tokenizer to use, with its chat template, in place of the model's own",
+    )
     json_output: bool = Field(False, description="write log lines as JSON objects")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
 

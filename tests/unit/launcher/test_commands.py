@@ -78,8 +78,11 @@ def test_router_and_shard_have_the_settings_of_the_launcher(tmp_path: Path) -> N
         *flags, "--dtype=float32", "--trust-remote-code", "--served-model-name=a,b", "--log-level=warn,x=debug"
     )
     for there in router(settings, tmp_path), shard(settings, tmp_path):
-        for name in commands.SHARED & type(there).model_fields.keys() - {"otlp_service_name"}:
+        # The router's tokenizer_name is the model's folder, which has the tokenizer that was named.
+        for name in commands.SHARED & type(there).model_fields.keys() - {"otlp_service_name", "tokenizer_name"}:
             assert getattr(there, name) == getattr(settings, name), name
+    assert shard(read("--tokenizer-name=maker/other"), tmp_path).tokenizer_name == "maker/other"
+    assert router(read("--tokenizer-name=maker/other"), tmp_path).tokenizer_name == tmp_path
     assert shard(settings, tmp_path).logger_level == settings.log_level
 
 
@@ -170,7 +173,7 @@ def test_an_adapter_is_fetched_at_its_own_revision(monkeypatch: pytest.MonkeyPat
 
 def test_the_router_gets_the_folders_of_adapters(tmp_path: Path) -> None:
     there = router(read(f"--lora-adapters=chef={tmp_path}/a, {tmp_path}/b"), tmp_path)
-    assert [(each.id, each.folder) for each in there.lora_adapters] == [
+    assert [(each.id, each.path) for each in there.lora_adapters] == [
         ("chef", tmp_path / "a"),
         (f"{tmp_path}/b", tmp_path / "b"),
     ]
