@@ -18,17 +18,29 @@ from safetensors.torch import load_file
 from tests.gguf_models import add_metadata, words
 
 ARCHITECTURES = {
+    "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
+    "gemma3n_text": gguf.MODEL_ARCH.GEMMA3N,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "jamba": gguf.MODEL_ARCH.JAMBA,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "mamba": gguf.MODEL_ARCH.MAMBA,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 # Settings of tiny models that files have no place for.
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_chunk_size": 256},
+    "gemma3n_text": {"tie_word_embeddings": True},
+    "granitemoehybrid": {"mamba_chunk_size": 256},
+    "granitemoehybrid dense": {"mamba_chunk_size": 256, "num_local_experts": 0, "num_experts_per_tok": 0},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"tie_word_embeddings": True},
+    "mamba": {"num_attention_heads": 0},
+    "nemotron_h": {"chunk_size": 128},
     "qwen3_next": {"norm_topk_prob": True},
 }
 # What the package's names lack.
@@ -37,12 +49,16 @@ _RENAMED = {
     "router.scale": "router.proj.scale",
     "router.per_expert_scale": "experts.down_proj.scale",
     "expert_bias": "expert_bias.bias",
+    "correct_output_scale": "correct_output_scale.weight",
+    "e_score_correction_bias": "e_score_correction.bias",
 }
+_PERMUTED = ("granitemoehybrid", "nemotron_h")
 
 
 def write_gguf(model: Path, file: Path, kind: str = "F32") -> Path:
     """Writes a model as a GGUF file. kind: the type of matrices that are wide enough."""
     config = json.loads((model / "config.json").read_text())
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     architecture = ARCHITECTURES[config["model_type"]]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
@@ -74,19 +90,20 @@ def _full_rotation(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    kinds = config["layer_types"]
-    kv_heads: Any = config["num_key_value_heads"]
-    rope = config["rope_parameters"]
+    kinds = config.get("layer_types", [])
+    kv_heads: Any = config.get("num_key_value_heads")
+    rope = config.get("rope_parameters") or {"rope_theta": 10_000.0}
+    eps = next(config[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in config)
     known = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", config.get("norm_eps"))),
+        "attention.head_count": config.get("num_attention_heads", 0),
+        "attention.layer_norm_rms_epsilon": float(eps),
         "attention.key_length": config.get("head_dim"),
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
-        "expert_count": config.get("num_experts"),
+        "expert_count": config.get("num_experts", config.get("num_local_experts", config.get("n_routed_experts"))),
         "expert_used_count": config.get("num_experts_per_tok", config.get("top_k_experts")),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
@@ -107,6 +124,35 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             "ssm.inner_size": config["linear_value_head_dim"] * values,
             "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
             "rope.dimension_count": int(config["head_dim"] * rope["partial_rotary_factor"]),
+        }
+    if config["model_type"] == "gemma3n_text":
+        known |= _of_gemma3n(config)
+    if (state_space := _state_space(config)) is not None:
+        inner, heads, groups, state = state_space
+        known |= {
+            "ssm.conv_kernel": config.get("mamba_d_conv", config.get("conv_kernel")),
+            "ssm.inner_size": inner,
+            "ssm.state_size": state,
+            "ssm.time_step_rank": heads,
+            "ssm.group_count": groups,
+        }
+    if config["model_type"] == "granitemoehybrid":
+        kv_heads = [0 if kind == "linear_attention" else kv_heads for kind in kinds]
+        known |= {
+            "attention.scale": config["attention_multiplier"],
+            "embedding_scale": config["embedding_multiplier"],
+            "residual_scale": config["residual_multiplier"],
+            "logit_scale": config["logits_scaling"],
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+            "rope.scaling.finetuned": False,
+        }
+    if config["model_type"] == "nemotron_h":
+        kinds = config["layers_block_type"]
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in kinds]
+        known |= {
+            "feed_forward_length": [config["moe_intermediate_size"] if kind == "moe" else 0 for kind in kinds],
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_weights_scale": config["routed_scaling_factor"],
         }
     if config["model_type"] == "gemma4_text":
         windowed = [kind == "sliding_attention" for kind in kinds]
@@ -129,6 +175,86 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
+def _of_gemma3n(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "altup.active_idx": config["altup_active_idx"],
+        "altup.num_inputs": config["altup_num_inputs"],
+        "activation_sparsity_scale": [
+            float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(each)))
+            for each in config["activation_sparsity_pattern"]
+        ],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "rope.freq_base_swa": float(config["rope_parameters"]["sliding_attention"]["rope_theta"]),
+    }
+
+
+def _state_space(config: dict[str, Any]) -> tuple[int, int, int | None, int] | None:
+    """Returns the inner size of Mamba, its heads (of the first one: the rank of its steps), groups and state size."""
+    match config["model_type"]:
+        case "falcon_h1" | "granitemoehybrid":
+            heads = config["mamba_n_heads"]
+            return heads * config["mamba_d_head"], heads, config["mamba_n_groups"], config["mamba_d_state"]
+        case "nemotron_h":
+            heads = config["mamba_num_heads"]
+            return heads * config["mamba_head_dim"], heads, config["n_groups"], config["ssm_state_size"]
+        case "jamba":
+            inner = config["mamba_expand"] * config["hidden_size"]
+            return inner, config["mamba_dt_rank"], None, config["mamba_d_state"]
+        case "mamba":
+            return config["intermediate_size"], config["time_step_rank"], None, config["state_size"]
+    return None
+
+
+def _of_state_space(config: dict[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of Mamba, whose numbers of heads and of groups are matrices in files of its second version."""
+    groups = config.get("mamba_n_groups", config.get("n_groups"))
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if groups and name.endswith(("A_log", ".D")):
+        return tensor.unsqueeze(1)
+    if groups and name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return tensor.reshape(groups, -1)
+    return tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
+
+
+def _of_granite(name: str, tensor: torch.Tensor, *, experts: bool) -> dict[str, torch.Tensor]:
+    """Returns what a layer's experts, or its shared or its only one, are in files: with gates of their own."""
+    layer, _, rest = name.partition(".shared_mlp" if ".shared_mlp" in name else ".block_sparse_moe")
+    place = "mlp.experts" if ".block_sparse_moe" in name else "mlp.shared_expert" if experts else "mlp"
+    if rest.startswith(".output"):
+        return {f"{layer}.{place}.down_proj.weight": tensor}
+    gate, up = tensor.chunk(2, -2)
+    return {f"{layer}.{place}.gate_proj.weight": gate, f"{layer}.{place}.up_proj.weight": up}
+
+
+def _times_multipliers(config: dict[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of Falcon-H1 as files have it."""
+    part = name.split(".")[-2]
+    of_part = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "q_proj": config["attention_in_multiplier"],
+        "k_proj": config["attention_in_multiplier"] * config["key_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+        "in_proj": config["ssm_in_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+    }
+    tensor = tensor * of_part.get(part, 1.0)
+    if part == "in_proj":
+        shared = config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = [config["mamba_d_ssm"]] * 2 + [shared] * 2 + [config["mamba_n_heads"]]
+        parts = zip(tensor.split(sizes), config["ssm_multipliers"], strict=True)
+        return torch.cat([rows * multiplier for rows, multiplier in parts])
+    return tensor
+
+
 def _tensors(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors as a file has them, by their names in `transformers`."""
     found: dict[str, torch.Tensor] = {}
@@ -142,6 +268,19 @@ def _tensors(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[s
         if "linear_attn" in name:
             found |= _of_delta_rule(config, name, tensor)
             continue
+        if ".altup_projections." in name or ".altup_unembed_projections." in name:
+            experts.setdefault(f"{name.rpartition('.')[0].rpartition('.')[0]}.weight", []).append(tensor)
+            continue
+        if config["model_type"] == "granitemoehybrid" and name.endswith(("put_linear.weight", "put_linear.bias")):
+            found |= _of_granite(name, tensor, experts=config["num_local_experts"] > 0)
+            continue
+        if config["model_type"] == "falcon_h1":
+            tensor = _times_multipliers(config, name, tensor)
+        if config["model_type"] in _PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if ".mamba." in name or ".mixer." in name:
+            tensor = _of_state_space(config, name, tensor)
         if name.endswith(("gate_up_proj", "down_proj")):
             name += ".weight"
         if "conv.conv" in name:
@@ -149,7 +288,10 @@ def _tensors(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[s
         if name.endswith("norm.weight") and config["model_type"].startswith("qwen"):
             tensor = tensor + 1
         found[name] = tensor
-    return found | {name.replace("feed_forward", "mlp"): torch.stack(each) for name, each in experts.items()}
+    named = {name.replace("feed_forward", "mlp"): torch.stack(each) for name, each in experts.items()}
+    return found | {
+        name.replace("backbone", "model").replace("mixer.experts", "mlp.experts"): each for name, each in named.items()
+    }
 
 
 def _of_delta_rule(config: dict[str, Any], name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Architectures of GGUF files: the configuration and the names of tensors that `transformers` has for each."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from tgi_server.gguf import changes, configuration, tensor_names
@@ -22,7 +22,9 @@ class Architecture:
     names, of_model: of tensors in layers and of others, beside those that most architectures have. norm_offset: what
     files have added to the weights of norms. config: settings beside those of all. stacked_experts: the weights of a
     layer's experts are one tensor in `transformers`, too, with gate and up interleaved, as in gpt-oss. changes: how a
-    tensor differs, by a configuration of `transformers` and its name in a layer.
+    tensor differs, by a configuration of `transformers` and its name in a layer. beside: tensors that are read beside
+    others. float_experts: names of experts' tensors, of all experts together, where no kernels read their types.
+    layers: of the modules of all layers.
     """
 
     model_type: str
@@ -33,11 +35,9 @@ class Architecture:
     config: Callable[[Metadata], Config] = lambda _: {}
     stacked_experts: bool = False
     changes: Callable[[Config, str], Change] = changes.none
-
-    @property
-    def joins_gate(self) -> bool:
-        """Returns True if the tensors attn_qkv and attn_gate are one in `transformers`."""
-        return "attn_qkv" in self.names and "attn_gate" not in self.names
+    beside: Collection[str] = ()
+    float_experts: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
 
     def place(self, name: str) -> str | None:
         """Returns the name in `transformers` of a tensor; of all experts with {} for the number of one; or None."""
@@ -51,8 +51,9 @@ class Architecture:
         if block is None or block[2] not in known:
             return None
         own = known[block[2]]
-        # A parameter that is not of a module has no kind.
-        return f"model.layers.{block[1]}.{own[:-1] if own.endswith('!') else f'{own}.{kind}'}"
+        if own.endswith("!"):  # a parameter that is not of a module has no kind
+            return f"{self.layers}.{block[1]}.{own[:-1]}"
+        return f"{self.layers}.{block[1]}.{own}.{kind if kind == 'bias' else 'weight'}"
 
 
 def layer_of(name: str) -> int | None:
@@ -115,7 +116,9 @@ def config_of(file: Gguf) -> Config:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     config |= kind.config(given)
-    return config if "rope_parameters" in config else config | {"rope_parameters": configuration.rope(given)}
+    if "rope_parameters" not in config:
+        config["rope_parameters"] = configuration.rope(given)
+    return {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -145,6 +148,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norm_offset=1.0,
         config=configuration.qwen_linear_moe,
         changes=changes.qwen3_next,
+        beside=("attn_gate",),
     ),
     "qwen35": Architecture(
         "qwen3_5_text",
@@ -178,12 +182,64 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=configuration.lfm2_moe,
         changes=changes.short_convolution,
     ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        tensor_names.FALCON_H1,
+        tensor_names.FINAL_LAYERNORM,
+        config=configuration.falcon_h1,
+        changes=changes.mamba2,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        tensor_names.GRANITE_HYBRID,
+        config=configuration.granite_hybrid,
+        changes=changes.granite_hybrid,
+        beside=("ffn_up", "ffn_up_shexp"),
+        float_experts=tensor_names.GRANITE_FLOAT_EXPERTS,
+    ),
+    "jamba": Architecture(
+        "jamba",
+        "JambaForCausalLM",
+        tensor_names.JAMBA,
+        tensor_names.FINAL_LAYERNORM,
+        config=configuration.jamba,
+        changes=changes.mamba1,
+    ),
+    "mamba": Architecture(
+        "mamba",
+        "MambaForCausalLM",
+        tensor_names.MAMBA1,
+        tensor_names.MAMBA1_OF_MODEL,
+        config=configuration.mamba,
+        changes=changes.mamba1,
+        layers="backbone.layers",
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        Architecture(
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            tensor_names.NEMOTRON_H,
+            tensor_names.NEMOTRON_H_OF_MODEL,
+            config=configuration.nemotron_h,
+            changes=changes.nemotron_h,
+        ),
+    ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0, config=configuration.gemma),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", tensor_names.FOUR_NORMS, norm_offset=1.0, config=configuration.gemma2
     ),
     "gemma3": Architecture(
         "gemma3_text", "Gemma3ForCausalLM", tensor_names.FOUR_NORMS, norm_offset=1.0, config=configuration.gemma3
+    ),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        "Gemma3nForCausalLM",
+        tensor_names.GEMMA3N,
+        tensor_names.GEMMA3N_OF_MODEL,
+        config=configuration.gemma3n,
     ),
     "gemma4": Architecture(
         "gemma4_text",

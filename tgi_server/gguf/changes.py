@@ -3,6 +3,7 @@
 They are functions of a configuration of `transformers` and the name of a tensor in its layer.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +23,7 @@ class Change:
 
     rows, columns: for each row or input there, which one of the file's it is; None: the same one. of_numbers: makes
     numbers in float32 of those of the file. shape: makes the shape of that of the file. beside: the name of a tensor
-    whose rows follow those of this one before they are ordered.
+    whose rows follow those of this one, before `rows` orders all of them.
     """
 
     rows: Order | None = None
@@ -99,11 +100,48 @@ def qwen3_next(config: Config, part: str) -> Change:
     return SAME
 
 
+def mamba1(_: Config, part: str) -> Change:
+    match part:
+        case "ssm_a":
+            return Change(of_numbers=_logarithm)
+        case "ssm_conv1d":
+            return Change(shape=_with_channel)
+    return SAME
+
+
+def mamba2(_: Config, part: str) -> Change:
+    """Numbers of heads and of groups are matrices in files."""
+    match part:
+        case "ssm_a":
+            return Change(of_numbers=_logarithm, shape=_flat)
+        case "ssm_d" | "ssm_norm":
+            return Change(shape=_flat)
+        case "ssm_conv1d":
+            return Change(shape=_with_channel)
+    return SAME
+
+
+def granite_hybrid(config: Config, part: str) -> Change:
+    if part in ("ffn_gate", "ffn_gate_shexp"):
+        return Change(beside=part.replace("gate", "up"))
+    change = mamba2(config, part)
+    return interleaved(config, part) if change is SAME else change
+
+
+def nemotron_h(config: Config, part: str) -> Change:
+    change = mamba2(config, part)
+    return interleaved(config, part) if change is SAME else change
+
+
 def _logarithm(numbers: Any) -> Any:
     """Returns what is stored of a decay in `transformers`, of which files have -exp."""
     return np.log(-numbers)
 
 
 def _with_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a convolution of each channel by itself: [channels, 1, width]."""
-    return (shape[0], 1, shape[1])
+    """Returns the shape of a convolution of each channel by itself, [channels, 1, width]; that of its bias stays."""
+    return (shape[0], 1, shape[1]) if len(shape) > 1 else shape
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (math.prod(shape),)

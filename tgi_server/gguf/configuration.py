@@ -1,6 +1,7 @@
 """The metadata of GGUF files, and the settings of `transformers` that they stand for, by the family of the model."""
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,11 @@ class Metadata:
     @property
     def head_dim(self) -> int:
         own = self.get("attention.key_length")
-        return int(own or self.number("embedding_length") // self.number("attention.head_count"))
+        return int(own or self.number("embedding_length") // (self.number("attention.head_count") or 1))
+
+    def layers_with(self, tensor: str) -> list[int]:
+        """Returns the numbers of the layers that have a tensor."""
+        return [layer for layer in range(self.layers) if self.has(f"blk.{layer}.{tensor}")]
 
 
 def dtype_of(file: Gguf) -> str:
@@ -289,4 +294,160 @@ def gemma4(given: Metadata) -> Config:
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": given.number("rope.freq_base_swa", 10_000.0)},
         },
+    }
+
+
+def gemma3n(given: Metadata) -> Config:
+    windowed = given.of_layers("attention.sliding_window_pattern")
+    normal = NormalDist()
+    return gemma(given) | {
+        "intermediate_size": given.of_layers("feed_forward_length"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "sliding_window": given.number("attention.sliding_window"),
+        "num_kv_shared_layers": given.number("attention.shared_kv_layers", 0),
+        "final_logit_softcapping": given.get("final_logit_softcapping"),
+        "hidden_size_per_layer_input": given.number("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": given.file.tensors["per_layer_token_embd.weight"].shape[0],
+        "altup_active_idx": given.number("altup.active_idx"),
+        "altup_num_inputs": given.number("altup.num_inputs"),
+        "laurel_rank": given.file.tensors["blk.0.laurel_l.weight"].shape[0],
+        # Files have the deviation above which so large a share of numbers is not.
+        "activation_sparsity_pattern": [
+            round(normal.cdf(each), 6) for each in given.of_layers("activation_sparsity_scale")
+        ],
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1_000_000.0} | rope(given),
+            "sliding_attention": {"rope_type": "default", "rope_theta": given.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
+def _mamba2(given: Metadata) -> Config:
+    heads, inner = given.number("ssm.time_step_rank"), given.number("ssm.inner_size")
+    (first, *_) = given.layers_with("ssm_in.weight") or [0]
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": given.number("ssm.group_count"),
+        "mamba_d_state": given.number("ssm.state_size"),
+        "mamba_d_conv": given.number("ssm.conv_kernel"),
+        "mamba_expand": max(1, inner // given.number("embedding_length")),
+        "mamba_conv_bias": given.has(f"blk.{first}.ssm_conv1d.bias"),
+        "mamba_proj_bias": given.has(f"blk.{first}.ssm_in.bias"),
+    }
+
+
+def falcon_h1(given: Metadata) -> Config:
+    """Returns its settings without multipliers, which files have multiplied the weights by."""
+    return _mamba2(given) | {
+        "mamba_d_ssm": given.number("ssm.inner_size"),
+        "mamba_rms_norm": given.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mlp_bias": given.has("blk.0.ffn_gate.bias"),
+        "projectors_bias": given.has("blk.0.ssm_out.bias"),
+        **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1.0),
+        **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+        **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier"), 1.0),
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+    }
+
+
+def granite_hybrid(given: Metadata) -> Config:
+    mamba = given.layers_with("ssm_in.weight")
+    width = given.number("feed_forward_length")
+    kinds = ["mamba" if layer in mamba else "attention" for layer in range(given.layers)]
+    turns = given.get("rope.scaling.finetuned", True)
+    return (
+        granite(given)
+        | _mamba2(given)
+        | {
+            "layer_types": kinds,
+            "num_local_experts": given.number("expert_count", 0),
+            "num_experts_per_tok": given.number("expert_used_count", 0),
+            "shared_intermediate_size": given.number("expert_shared_feed_forward_length", width),
+            "position_embedding_type": "rope" if turns else None,
+        }
+    )
+
+
+def jamba(given: Metadata) -> Config:
+    size = given.number("embedding_length")
+    attention = _every(given, "attn_q.weight")
+    experts = _every(given, "ffn_gate_inp.weight")
+    (first, *_) = given.layers_with("ssm_in.weight") or [0]
+    return {
+        "attn_layer_offset": attention[0],
+        "attn_layer_period": attention[1],
+        "expert_layer_offset": experts[0],
+        "expert_layer_period": experts[1],
+        "num_experts": given.number("expert_count", 1),
+        "num_experts_per_tok": given.number("expert_used_count", 1),
+        "mamba_d_state": given.number("ssm.state_size"),
+        "mamba_d_conv": given.number("ssm.conv_kernel"),
+        "mamba_dt_rank": given.number("ssm.time_step_rank"),
+        "mamba_expand": given.number("ssm.inner_size") // size,
+        "mamba_conv_bias": given.has(f"blk.{first}.ssm_conv1d.bias"),
+        "mamba_proj_bias": given.has(f"blk.{first}.ssm_in.bias"),
+        "rope_parameters": None,
+    }
+
+
+def _every(given: Metadata, tensor: str) -> tuple[int, int]:
+    """Returns the first layer that has a tensor, and after how many layers the next one has it. Raises GgufError."""
+    layers = given.layers_with(tensor)
+    first = layers[0] if layers else given.layers - 1
+    period = layers[1] - first if len(layers) > 1 else given.layers
+    if layers and layers != list(range(first, given.layers, period)):
+        raise GgufError(f"{given.file.path}: layers {layers} have {tensor}, which is not served; they must be regular")
+    return first, period
+
+
+def mamba(given: Metadata) -> Config:
+    return {
+        "state_size": given.number("ssm.state_size"),
+        "conv_kernel": given.number("ssm.conv_kernel"),
+        "intermediate_size": given.number("ssm.inner_size"),
+        "expand": given.number("ssm.inner_size") // given.number("embedding_length"),
+        "time_step_rank": given.number("ssm.time_step_rank"),
+        "layer_norm_epsilon": given.number("attention.layer_norm_rms_epsilon"),
+        "use_bias": given.has("blk.0.ssm_in.bias"),
+        "use_conv_bias": given.has("blk.0.ssm_conv1d.bias"),
+        "rope_parameters": None,
+    }
+
+
+def nemotron_h(given: Metadata) -> Config:
+    heads = given.number("ssm.time_step_rank")
+    parts = {"mamba": "ssm_in", "attention": "attn_q", "moe": "ffn_gate_inp", "mlp": "ffn_up"}
+    of_kind = {kind: given.layers_with(f"{part}.weight") for kind, part in parts.items()}
+    dense = [given.file.tensors[f"blk.{layer}.ffn_up.weight"].shape[0] for layer in of_kind["mlp"]]
+    eps = given.get("attention.layer_norm_rms_epsilon", given.get("attention.layer_norm_epsilon"))
+    own = {
+        "layers_block_type": [
+            next((kind for kind, layers in of_kind.items() if layer in layers), None) for layer in range(given.layers)
+        ],
+        "intermediate_size": max(dense, default=given.get("expert_feed_forward_length", 0)),
+        "layer_norm_epsilon": eps,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": given.number("ssm.inner_size") // heads,
+        "n_groups": given.number("ssm.group_count"),
+        "ssm_state_size": given.number("ssm.state_size"),
+        "conv_kernel": given.number("ssm.conv_kernel"),
+        "use_conv_bias": any(given.has(f"blk.{layer}.ssm_conv1d.bias") for layer in of_kind["mamba"]),
+        "rope_parameters": None,
+    }
+    if not of_kind["moe"]:
+        return own
+    return own | {
+        "n_routed_experts": given.number("expert_count"),
+        "num_experts_per_tok": given.number("expert_used_count"),
+        "moe_intermediate_size": given.number("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": given.number("expert_shared_feed_forward_length"),
+        "n_shared_experts": given.number("expert_shared_count", 1),
+        "moe_latent_size": given.get("moe_latent_size"),
+        "norm_topk_prob": given.get("expert_weights_norm", True),
+        "routed_scaling_factor": given.number("expert_weights_scale", 1.0),
+        "n_group": given.number("expert_group_count", 1),
+        "topk_group": given.number("expert_group_used_count", 1),
     }

@@ -98,3 +98,85 @@ SHARED_EXPERT = QWEN_EXPERTS | {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_MAMBA = {
+    "ssm_a": "A_log!",
+    "ssm_conv1d": "conv1d",
+    "ssm_d": "D!",
+    "ssm_in": "in_proj",
+    "ssm_out": "out_proj",
+}
+MAMBA1 = {name: f"mixer.{own}" for name, own in _MAMBA.items()} | {
+    "attn_norm": "norm",
+    "ssm_dt": "mixer.dt_proj",
+    "ssm_x": "mixer.x_proj",
+}
+MAMBA1_OF_MODEL = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+_MAMBA2 = {name: f"mamba.{own}" for name, own in _MAMBA.items()} | {
+    "ssm_dt": "mamba.dt_bias!",
+    "ssm_norm": "mamba.norm",
+}
+FALCON_H1 = _MAMBA2 | {
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+FINAL_LAYERNORM = {"output_norm": "model.final_layernorm"}
+JAMBA = (
+    FALCON_H1
+    | {f"ssm_{each}_norm": f"mamba.{each}_layernorm" for each in ("b", "c", "dt")}
+    | {"ssm_dt": "mamba.dt_proj", "ssm_x": "mamba.x_proj", "ffn_gate_inp": "feed_forward.router"}
+    | {f"ffn_{each}_exps": f"feed_forward.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")}
+)
+# The gate of a dense layer, or of the shared expert, and what it multiplies are one tensor in `transformers`.
+GRANITE_HYBRID = _MAMBA2 | {
+    "ffn_gate": "shared_mlp.input_linear",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{each}_exps": f"block_sparse_moe.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
+}
+GRANITE_FLOAT_EXPERTS = {
+    "ffn_gate_exps": "block_sparse_moe.input_linear",
+    "ffn_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+}
+NEMOTRON_H = {name: f"mixer.{own}" for name, own in _MAMBA.items()} | {
+    "attn_norm": "norm",
+    "ssm_dt": "mixer.dt_bias!",
+    "ssm_norm": "mixer.norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_bias!",
+    "ffn_up_exps": "mixer.experts.{}.up_proj",
+    "ffn_down_exps": "mixer.experts.{}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+NEMOTRON_H_OF_MODEL = {"token_embd": "model.embeddings", "output_norm": "model.norm_f"}
+GEMMA3N = FOUR_NORMS | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_correct_scale": "altup.correct_output_scale!",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+# {} stands for the number of the projection.
+GEMMA3N_OF_MODEL = GEMMA4_OF_MODEL | {
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+}

@@ -126,13 +126,17 @@ def gguf_tensors(file: Gguf) -> dict[str, GgufWeight]:
     for name, tensor in file.tensors.items():
         if name in ROPE_TENSORS or ((layer := layer_of(name)) is not None and layer >= config["num_hidden_layers"]):
             continue  # part of the configuration, or of a layer that only drafts
-        change = architecture.changes(config, part_of(name))
+        part = part_of(name)
+        if part in architecture.beside:
+            continue  # read beside another tensor
+        change = architecture.changes(config, part)
         place = architecture.place(name)
         if place is None:
-            if name.endswith(".attn_gate.weight") and architecture.joins_gate:
-                continue  # read beside another tensor
             raise InvalidWeights(f"{file.path}: tensor {name} has no place in a model of {architecture.class_name}")
-        if "{}" in place:
+        if part in architecture.float_experts and not _is_packed(file, tensor):
+            whole = f"{architecture.layers}.{layer}.{architecture.float_experts[part]}.weight"
+            found |= {} if part == "ffn_up_exps" else {whole: _experts_in_floats(file, tensor)}
+        elif "{}" in place:
             for expert in range(tensor.shape[0]):
                 found[place.format(expert)] = _matrix(tensor.kind.name, tensor.shape[1:], tensor.raw[expert])
         elif architecture.stacked_experts and "_exps." in name:
@@ -172,16 +176,16 @@ def packed_sources(files: Files) -> list[TensorSource]:
 def _joined(file: Gguf, architecture: Architecture, tensor: GgufTensor, change: Change) -> JoinedTensor:
     name = tensor.name.replace(part_of(tensor.name), change.beside or "")
     other = file.tensors.get(name)
-    if other is None or change.rows is None or len(tensor.raw) + len(other.raw) != len(change.rows):
+    count = len(tensor.raw) + (0 if other is None else len(other.raw))
+    order = np.arange(count) if change.rows is None else change.rows
+    if other is None or len(order) != count:
         raise InvalidWeights(f"{file.path}: tensor {name} is missing beside {tensor.name}, or has another shape")
-    return JoinedTensor([_plain(file, architecture, each, Change()) for each in (tensor, other)], change.rows)
+    return JoinedTensor([_plain(file, architecture, each, Change()) for each in (tensor, other)], order)
 
 
 def _experts_together(file: Gguf, tensor: GgufTensor, place: str) -> dict[str, GgufWeight]:
     """Returns the weights of all experts, [experts, outputs, inputs], or each one's if kernels read those."""
-    layer = tensor.name.rpartition(".ffn_")[0]
-    all_of_layer = [each for name, each in file.tensors.items() if name.startswith(layer + ".") and "_exps.w" in name]
-    if any(each.kind.name not in TYPES for each in all_of_layer):
+    if not _is_packed(file, tensor):
         raw = tensor.raw
         whole = (lambda: raw.reshape(-1, raw.shape[-1]),)
         return {place: BlockTensor(tensor.kind.name, tensor.shape, whole, (raw,), dense=True)}
@@ -196,6 +200,30 @@ def _experts_together(file: Gguf, tensor: GgufTensor, place: str) -> dict[str, G
         for expert in range(experts)
         for first, name in enumerate(names)
     }
+
+
+def _is_packed(file: Gguf, tensor: GgufTensor) -> bool:
+    """Returns True if kernels read the types of all experts' weights in a layer."""
+    layer = tensor.name.rpartition(".ffn_")[0]
+    of_layer = [each for name, each in file.tensors.items() if name.startswith(layer + ".") and "_exps.w" in name]
+    return all(each.kind.name in TYPES for each in of_layer)
+
+
+def _experts_in_floats(file: Gguf, tensor: GgufTensor) -> BlockTensor:
+    """Returns the weights of all experts, [experts, outputs, inputs]: gates have what they multiply behind them."""
+    parts = [tensor.raw]
+    if "_gate_exps" in tensor.name:
+        name = tensor.name.replace("_gate_exps", "_up_exps")
+        other = file.tensors.get(name)
+        if other is None or other.kind is not tensor.kind or other.shape != tensor.shape:
+            raise InvalidWeights(f"{file.path}: tensors {tensor.name} and {name} do not have the same type and shape")
+        parts.append(other.raw)
+    experts, outputs, inputs = tensor.shape
+
+    def matrix() -> Bytes:
+        return np.concatenate(parts, 1).reshape(experts * len(parts) * outputs, -1)
+
+    return BlockTensor(tensor.kind.name, (experts, len(parts) * outputs, inputs), (matrix,), parts, dense=True)
 
 
 def _plain(file: Gguf, architecture: Architecture, tensor: GgufTensor, change: Change) -> BlockTensor:

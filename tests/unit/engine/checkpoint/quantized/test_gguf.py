@@ -98,17 +98,24 @@ def test_tensors_have_the_names_and_numbers_of_transformers(tmp_path) -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
+        "falcon_h1",
+        "gemma3n_text",
         "gemma4_text",
         "gemma4_text_moe",
+        "granitemoehybrid",
+        "granitemoehybrid dense",
+        "jamba",
         "lfm2",
         "lfm2_moe",
+        "mamba",
+        "nemotron_h",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
     ],
 )
 def test_newer_architectures(architecture, tmp_path) -> None:
-    model = make(architecture, tmp_path / "model", **SETTINGS.get(architecture, {}))
+    model = make(architecture.split()[0], tmp_path / "model", **SETTINGS.get(architecture, {}))
     file = write_gguf(model, tmp_path / "file.gguf", "Q8_0")
     dense = tmp_path / "dense"
     dense.mkdir()
@@ -116,15 +123,44 @@ def test_newer_architectures(architecture, tmp_path) -> None:
         (dense / part.name).write_text(part.read_text())
     with open_checkpoint(described(file)) as found, open_checkpoint(model) as original:
         numbers = {name: found[name][...].float().contiguous() for name in found}
-        for name in original.keys() - numbers.keys():  # of all experts in one tensor, which the file has one by one
-            stem, _, part = name.rpartition(".")
-            parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+        names = {name.replace("backbone.", "model.") if architecture == "nemotron_h" else name for name in original}
+        for name in names - numbers.keys():  # of all experts in one tensor, which the file has one by one
+            stem, _, part = name.removesuffix(".weight").rpartition(".")
+            parts = ["gate_proj", "up_proj"] if part in ("gate_up_proj", "input_linear") else ["down_proj"]
+            one = stem if stem.endswith("experts") else f"{stem}.experts"
             experts = range(original[name].shape[0])
             numbers[name] = torch.stack(
-                [torch.cat([numbers.pop(f"{stem}.{expert}.{each}.weight") for each in parts]) for expert in experts]
+                [torch.cat([numbers.pop(f"{one}.{expert}.{each}.weight") for each in parts]) for expert in experts]
             )
     save_file(numbers, dense / "model.safetensors", metadata={"format": "pt"})
     assert tokens(described(file)) == tokens(dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("granitemoehybrid", {}),
+        (
+            "falcon_h1",
+            {
+                "attention_in_multiplier": 0.9,
+                "attention_out_multiplier": 0.8,
+                "embedding_multiplier": 2.0,
+                "key_multiplier": 0.5,
+                "lm_head_multiplier": 0.5,
+                "mlp_multipliers": [1.1, 0.9],
+                "ssm_in_multiplier": 0.7,
+                "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
+                "ssm_out_multiplier": 0.6,
+            },
+        ),
+    ],
+)
+def test_tokens_of_unquantised_files_are_those_of_the_model(architecture, settings, tmp_path) -> None:
+    """Experts are one tensor; the multipliers of Falcon-H1 are part of the weights."""
+    model = make(architecture, tmp_path / "model", **SETTINGS.get(architecture, {}) | settings)
+    assert tokens(described(write_gguf(model, tmp_path / "file.gguf"))) == tokens(model)
 
 
 def test_weights_take_little_more_memory_than_the_file(tmp_path) -> None:
