@@ -100,8 +100,8 @@ class Load:
         ]
 
 
-async def capacity(url: str, job: Job, users: int, seconds: float, numbers: Iterator[int]) -> float:
-    """Returns how many requests a second are answered while many wait."""
+async def capacity(url: str, job: Job, places: int, seconds: float, numbers: Iterator[int]) -> float:
+    """Returns how many requests a second are answered while many wait. places: requests in one batch."""
     ended: list[float] = []
     until = time.perf_counter() + seconds
 
@@ -113,12 +113,15 @@ async def capacity(url: str, job: Job, users: int, seconds: float, numbers: Iter
                     raise ServerUnavailable(f"status {response.status}: {response.body[:200]!r}")
                 ended.append(response.ended)
 
-    await asyncio.gather(*(user() for _ in range(users)))
-    if sum(each <= until for each in ended) < 2:
-        raise ServerUnavailable(f"fewer than two requests were answered in {seconds:g} s; give more with --seconds")
-    # Between the first answer and the last one before the end, all places are taken.
+    await asyncio.gather(*(user() for _ in range(3 * places)))
     steady = sorted(each for each in ended if each <= until)
-    return (len(steady) - 1) / (steady[-1] - steady[0])
+    # Those that began together end together. Without the first such wave, the time of each wave counts once.
+    if len(steady) < 2 * places:
+        raise ServerUnavailable(
+            f"only {len(steady)} requests were answered in {seconds:g} s, and {2 * places} are needed to measure the "
+            "capacity; give more with --seconds"
+        )
+    return (len(steady) - places) / (steady[-1] - steady[places - 1])
 
 
 async def open_loop(url: str, job: Job, load: Load, numbers: Iterator[int], *, deadline: bool) -> Load:
@@ -150,7 +153,7 @@ async def _server(arguments: argparse.Namespace, admission: str) -> AsyncIterato
         yield arguments.url
         return
     flags = f"--max-concurrent-requests={_MOST_REQUESTS} --max-batch-size={arguments.batch} --admission={admission}"
-    flags += f" --max-connections-per-address={_MOST_REQUESTS} {arguments.server_flags}"
+    flags += f" --max-connections-per-address={_MOST_REQUESTS} --prometheus-port=0 {arguments.server_flags}"
     if arguments.start is not None:
         ours = replace(OURS, command=f"{OURS.command} {flags}")
         async with running(ours, arguments.start, _LOG, _START_SECONDS) as server:
@@ -164,7 +167,7 @@ async def _server(arguments: argparse.Namespace, admission: str) -> AsyncIterato
         router += [f"--master-shard-uds-path={folder / 'shard'}", f"--port={port}", "--hostname=127.0.0.1"]
         with (folder / "log").open("w") as log:
             processes = [
-                psutil.Popen([*router, "--prometheus-port=0"], stderr=log, stdout=log),
+                psutil.Popen(router, stderr=log, stdout=log),
                 psutil.Popen([sys.executable, "-m", "tests.fakes.instant_shard", path, steps]),
             ]
             try:
@@ -184,7 +187,7 @@ async def _run(arguments: argparse.Namespace) -> list[tuple[float, Load]]:
     orders = (("by time", "time"), ("first come", "off")) if arguments.url is None else (("its own", "time"),)
     for order, admission in orders:
         async with _server(arguments, admission) as url:
-            most = await capacity(url, job, 3 * arguments.batch, arguments.seconds, numbers)
+            most = await capacity(url, job, arguments.batch, arguments.seconds, numbers)
             tell(f"{order}: the capacity is {most:.1f} requests/s")
             for multiple in arguments.load:
                 load = Load(order, multiple, multiple * most, arguments.seconds)

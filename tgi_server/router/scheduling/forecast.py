@@ -1,54 +1,119 @@
 """When requests would be answered, by what steps have cost lately. Who surely comes too late is refused at once."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
+from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
-from statistics import fmean
 
-from tgi_server.router.scheduling.pace import StepTimes
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.submission import Limits
 
 # Of the answers that ended lately, one in ten is shorter: so long an answer is at the least expected to be.
 _RECENT_ANSWERS, _SHORT_SHARE = 64, 10
-# Steps, and prompts, that averages are taken of.
-_RECENT = 32
+# Averages are of about this many; the last ones count most.
+_RECENT_STEPS, _RECENT_PROMPTS = 64, 32
+# One step counts at most as this many times the average: a machine may stand still for seconds.
+_LONGEST_STEP = 20.0
 # Estimates are right to a few percent. For one that cannot be relied on, seconds.
 _MARGIN, _MARGIN_S = 0.05, 0.02
+# Machines are slower for seconds, and in an overload all that wait would then be late together. To have a few wait less
+# costs nothing: the batch stays full.
+_QUEUE_MARGIN = 0.15
 # Where requests are late nevertheless, the margin grows with each of them, and shrinks with each that is in time.
 _LARGEST_MARGIN, _MORE_MARGIN, _CALMER = 0.3, 0.02, 0.99
+# After so long without a step, in seconds, the machine may have become faster; only an accepted request can show it.
+_VALID_S = 10.0
 # Steps in which most texts can be ended, each with a token at the least; and the largest share of the time for them.
 _CLOSING_STEPS, _CLOSING_SHARE = 30, 0.25
+
+
+class Average:
+    """The average of what was measured lately.
+
+    A median would not do: if the router is late for a response, one step seems long and the next one short.
+    """
+
+    def __init__(self, recent: int) -> None:
+        self._kept = 1 - 1 / recent
+        self._total = self._weight = 0.0
+
+    def add(self, total: float, number: float = 1.0) -> None:
+        """Adds `number` measured things, with their sum."""
+        self._total = self._kept * self._total + total
+        self._weight = self._kept * self._weight + number
+
+    @property
+    def value(self) -> float | None:
+        """The average; None if nothing has been added."""
+        return max(0.0, self._total) / self._weight if self._weight else None
+
+
+class AverageTimes:
+    """The time of a step without prompts, by the replies that it continues, and of each prompt token besides."""
+
+    def __init__(self) -> None:
+        recent = partial(Average, _RECENT_STEPS)
+        self._decode_s: defaultdict[int, Average] = defaultdict(recent)  # by the binary digits of the replies
+        self._token_s = recent()
+
+    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
+        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
+        decode_s = self.decode_s(max(replies, 1))
+        if decode_s is not None and (self.token_s is not None or not prompt_tokens):
+            seconds = min(seconds, _LONGEST_STEP * (decode_s + prompt_tokens * (self.token_s or 0.0)))
+        if not prompt_tokens:
+            self._decode_s[replies.bit_length()].add(seconds)
+        elif decode_s is not None:
+            self._token_s.add(seconds - decode_s, prompt_tokens)
+
+    @property
+    def token_s(self) -> float | None:
+        """The seconds of a prompt token; None as long as there has been none."""
+        return self._token_s.value
+
+    def decode_s(self, replies: int) -> float | None:
+        """Returns the seconds of a step that only continues replies; None as long as there has been none.
+
+        Where none of as many replies has been measured, the next larger one counts, or else the largest.
+        """
+        digits = replies.bit_length()
+        known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
+        return None if known is None else self._decode_s[known].value
 
 
 class Forecast:
     """Estimates the times of requests from measured steps. As long as there are none, every request is in time."""
 
-    def __init__(self, limits: Limits, block_size: int) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._times = StepTimes(block_size)
-        self._steps = deque[float](maxlen=_RECENT)
-        self._prompts = deque[tuple[int, int]](maxlen=_RECENT)  # tokens, and those of them that were computed
+        self._times = AverageTimes()
+        self._steps = Average(_RECENT_STEPS)  # seconds of steps that continue replies
+        self._fresh_share = Average(_RECENT_PROMPTS)  # of the tokens of prompts, those that were not cached
+        self._fresh_tokens = Average(_RECENT_PROMPTS)  # of a prompt
+        self._answer_tokens = Average(_RECENT_ANSWERS)
         self._lengths = deque[float](maxlen=_RECENT_ANSWERS)
-        self._answers = deque[int](maxlen=_RECENT_ANSWERS)  # tokens
         self._length = 0.0
-        self._margin = _MARGIN
+        self._measured_at = -inf
+        self._margin = _QUEUE_MARGIN
 
-    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
+    def observe(self, replies: int, prompt_tokens: int, seconds: float, now: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
+        self._measured_at = now
         self._times.observe(replies, prompt_tokens, seconds)
         if replies:
-            self._steps.append(seconds)
+            self._steps.add(seconds)
 
     def began(self, sequence: Sequence) -> None:
         """Notes how much of a prompt was cached."""
-        self._prompts.append((sequence.prompt_tokens, sequence.prompt_tokens - sequence.cached))
+        fresh = sequence.prompt_tokens - sequence.cached
+        self._fresh_share.add(fresh, sequence.prompt_tokens)
+        self._fresh_tokens.add(fresh)
 
     def ended(self, sequence: Sequence) -> None:
         """Notes the length of an answer that ended as it should, as a share of what it might have been."""
-        self._margin = max(_MARGIN, _CALMER * self._margin)
-        self._answers.append(sequence.generated)
+        self._margin = max(_QUEUE_MARGIN, _CALMER * self._margin)
+        self._answer_tokens.add(sequence.generated)
         self._lengths.append(sequence.generated / sequence.most_generated)
         self._length = sorted(self._lengths)[len(self._lengths) // _SHORT_SHARE]
 
@@ -63,11 +128,11 @@ class Forecast:
 
         ahead: those that are served before it. running: those that do not give way to it.
         """
-        request = sequence.request
-        if not isfinite(min(request.deadline, request.first_token_by)) or not self._is_measured:
+        request, ahead = sequence.request, list(ahead)
+        sure = self._is_sure(now, len(ahead) + len(running))
+        if not isfinite(min(request.deadline, request.first_token_by)) or not sure:
             return 0.0
-        ahead = list(ahead)
-        crowded = len(running) + 1 >= self._limits.max_batch_size
+        crowded = len(running) + len(ahead) + 1 >= self._limits.max_batch_size
         # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
         margin = -self._margin if ahead else _MARGIN
         return self._too_late(sequence, self._seconds_to_join(ahead, running), now, margin, crowded=crowded)
@@ -78,7 +143,7 @@ class Forecast:
         others: number of those that run or wait. If they fill the batch, they slow the request down, and one that was
         late would have cost them time in vain, so the estimate alone decides.
         """
-        if not self._is_measured:
+        if not self._is_sure(now, others):
             return False
         crowded = others >= self._limits.max_batch_size
         return self._too_late(sequence, 0.0, now, 0.0 if crowded else _MARGIN, crowded=crowded) > 0
@@ -93,7 +158,7 @@ class Forecast:
     def is_pressing(self, sequence: Sequence, now: float) -> bool:
         """Returns True if a waiting request would be too late if it waited for `max_waiting_tokens` steps more."""
         deadline = min(sequence.request.deadline, sequence.request.first_token_by)
-        if not isfinite(deadline) or not self._is_measured:
+        if not isfinite(deadline) or self._times.decode_s(1) is None:
             return False
         steps = self._limits.max_waiting_tokens * self._step_s(self._limits.max_batch_size)
         own = self._prompt_s(sequence)
@@ -102,12 +167,11 @@ class Forecast:
 
     def closing_s(self, given_s: float) -> float:
         """Returns the seconds before its deadline at which a grammar begins to end a text. given_s: for all of it."""
-        step_s = fmean(self._steps) if self._steps else 0.0
-        return min(_CLOSING_STEPS * step_s, _CLOSING_SHARE * given_s)
+        return min(_CLOSING_STEPS * (self._steps.value or 0.0), _CLOSING_SHARE * given_s)
 
-    @property
-    def _is_measured(self) -> bool:
-        return bool(self._steps) and self._times.decode_s(1) is not None
+    def _is_sure(self, now: float, others: int) -> bool:
+        """Returns True if steps have been measured, lately if no other requests run or wait."""
+        return self._times.decode_s(1) is not None and (others > 0 or now - self._measured_at <= _VALID_S)
 
     def _seconds_to_join(self, ahead: Iterable[Sequence], running: Collection[Sequence]) -> float:
         """Returns how long it takes until all those ahead have a place, and there is one more."""
@@ -129,15 +193,13 @@ class Forecast:
         if not crowded:
             return self._tokens_left(sequence) * self._step_s(1)
         places = self._limits.max_batch_size
-        step_s = max(self._step_s(places) + places * self._joining_s, fmean(self._steps))
-        return self._tokens_left(sequence) * step_s
+        return self._tokens_left(sequence) * (self._step_s(places) + places * self._joining_s)
 
     @property
     def _joining_s(self) -> float:
         """The time of one prompt, divided among the tokens of one answer: so much longer is a step for each place."""
-        if not self._prompts or not self._answers:
-            return 0.0
-        return fmean(fresh for _, fresh in self._prompts) * (self._times.token_s or 0.0) / fmean(self._answers)
+        tokens = self._answer_tokens.value
+        return (self._fresh_tokens.value or 0.0) * (self._times.token_s or 0.0) / tokens if tokens else 0.0
 
     def _step_s(self, replies: int) -> float:
         return self._times.decode_s(replies) or 0.0
@@ -149,9 +211,7 @@ class Forecast:
         """Returns how many tokens of its prompt are to be computed."""
         if sequence.started and sequence.remaining == 0:
             return 0.0
-        tokens = sum(tokens for tokens, _ in self._prompts)
-        share = sum(fresh for _, fresh in self._prompts) / tokens if tokens else 0.0
-        return sequence.remaining * (1.0 if sequence.started else share)
+        return sequence.remaining * (1.0 if sequence.started else self._fresh_share.value or 0.0)
 
     def _prompt_s(self, sequence: Sequence) -> float:
         return self._fresh(sequence) * (self._times.token_s or 0.0)

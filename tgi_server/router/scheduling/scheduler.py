@@ -124,7 +124,7 @@ class Scheduler:
         self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
         self._order = Order(fair=fair)
         self._admission = admission
-        self._forecast = Forecast(limits, info.block_size or 1)
+        self._forecast = Forecast(limits)
         self._planner = StepPlanner(
             self.waiting,
             self.batch,
@@ -350,7 +350,7 @@ class Scheduler:
         self._answered.set()
         step = sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started
         self._pace.observe(*step)
-        self._forecast.observe(*step)
+        self._forecast.observe(*step, self._answered_at)
         timings = response.step.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
         if self._speculates:

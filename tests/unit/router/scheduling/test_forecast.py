@@ -1,6 +1,6 @@
 """Requests that cannot be in time are refused when they come. Times are those of a made-up machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -34,10 +34,14 @@ def busy_server(*, admission: bool = True, **options: Any) -> Simulation:
 
 @dataclass(slots=True)
 class Load:
-    """What became of requests, by number; the longest that one ended after its deadline, in seconds."""
+    """What became of requests, by number; the longest that one ended after its deadline, in seconds.
+
+    waited: those of the refused that were accepted first.
+    """
 
     in_time: int = 0
     refused: int = 0
+    waited: int = 0
     late: int = 0
     longest_late: float = 0.0
 
@@ -56,7 +60,9 @@ def open_loop(simulation: Simulation, rate: float, number: int, prompt_tokens: i
     while index < number or open_:
         while index < number and arrivals[index] <= simulation.seconds:
             deadline = arrivals[index] + SECONDS
-            open_[index] = simulation.submit(new_prompt(index, prompt_tokens), TOKENS, deadline=deadline), deadline
+            sink = simulation.submit(new_prompt(index, prompt_tokens), TOKENS, deadline=deadline)
+            load.waited += not sink.ended
+            open_[index] = sink, deadline
             index += 1
         if not simulation.turn() and index < number:
             simulation.seconds = max(simulation.seconds, arrivals[index])
@@ -67,6 +73,7 @@ def open_loop(simulation: Simulation, rate: float, number: int, prompt_tokens: i
                 load.refused += isinstance(sink.error, CannotBeInTime)
                 load.late += isinstance(sink.error, RequestTimedOut) or after > 0
                 load.in_time += sink.reason is not None and after <= 0
+                load.waited -= not isinstance(sink.error, CannotBeInTime)
                 load.longest_late = max(load.longest_late, after)
     return load
 
@@ -80,22 +87,101 @@ def capacity(simulation: Simulation, prompt_tokens: int = 12) -> float:
     return number / (simulation.seconds - began)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_long_prompts_and_steps_that_vary_make_few_late(seed: int) -> None:
+Machine = Callable[[int, int], float]
+
+
+def with_prompts(replies: int, prompt_tokens: int) -> float:
+    """A machine that computes prompts for half of its time."""
+    return 0.012 + 0.0005 * replies + 0.0004 * prompt_tokens
+
+
+def uneven(seed: int) -> Machine:
     random = Random(seed)
+    return lambda replies, prompt_tokens: with_prompts(replies, prompt_tokens) * random.uniform(0.7, 1.3)
 
-    def uneven(replies: int, prompt_tokens: int) -> float:
-        return (0.012 + 0.0005 * replies + 0.0004 * prompt_tokens) * random.uniform(0.7, 1.3)
 
-    def server() -> Simulation:
-        pace = PromptPace(1024, 16)
-        return busy_server(step_seconds=uneven, block_size=16, pace=pace, max_batch_prefill_tokens=1024)
+def with_stalls(seed: int) -> Machine:
+    """A machine that stands still in one step of fifty."""
+    random = Random(seed)
+    return lambda replies, prompt_tokens: with_prompts(replies, prompt_tokens) * (5 if random.random() < 0.02 else 1)
 
-    rate = capacity(server(), PROMPT)
-    seconds = 6
-    load = open_loop(server(), 3 * rate, int(3 * rate * seconds), PROMPT)
-    assert load.in_time >= 0.9 * rate * seconds
-    assert load.late <= 0.05 * rate * seconds
+
+def with_slow_seconds(seed: int) -> Machine:
+    """A machine that is a fifth slower for three of ten seconds."""
+    now = float(seed)
+
+    def step(replies: int, prompt_tokens: int) -> float:
+        nonlocal now
+        seconds = with_prompts(replies, prompt_tokens) * (1.2 if now % 10 < 3 else 1.0)
+        now += seconds
+        return seconds
+
+    return step
+
+
+def with_late_router(seed: int) -> Machine:
+    """A machine whose router is busy now and then, and finds the responses to two steps at once."""
+    random, borrowed = Random(seed), 0.0
+
+    def step(replies: int, prompt_tokens: int) -> float:
+        nonlocal borrowed
+        seconds = with_prompts(replies, prompt_tokens)
+        if borrowed:
+            seconds, borrowed = max(0.0005, seconds - borrowed), 0.0
+        elif random.random() < 0.5:
+            borrowed = with_prompts(replies, 0)
+            seconds += borrowed
+        return seconds
+
+    return step
+
+
+def server_with_pace(step_seconds: Machine) -> Simulation:
+    pace = PromptPace(1024, 16)
+    return busy_server(step_seconds=step_seconds, block_size=16, pace=pace, max_batch_prefill_tokens=1024)
+
+
+@pytest.mark.parametrize(
+    ("machine", "seed"),
+    [
+        (with_late_router, 1),
+        *(
+            pytest.param(machine, seed, marks=pytest.mark.slow)
+            for machine in (uneven, with_stalls, with_slow_seconds, with_late_router)
+            for seed in (2, 3)
+        ),
+    ],
+)
+def test_on_a_machine_whose_steps_vary_few_are_late_or_wait_in_vain(
+    machine: Callable[[int], Machine], seed: int
+) -> None:
+    rate, seconds = capacity(server_with_pace(with_prompts), PROMPT), 8
+    load = open_loop(server_with_pace(machine(seed)), 3 * rate, int(3 * rate * seconds), PROMPT)
+    assert load.in_time >= 0.85 * rate * seconds
+    assert load.late <= 0.15 * rate * seconds
+    assert load.waited <= 0.02 * load.refused
+
+
+def test_who_is_accepted_in_an_overload_is_in_time() -> None:
+    rate, seconds = capacity(server_with_pace(with_prompts), PROMPT), 6
+    load = open_loop(server_with_pace(with_prompts), 3 * rate, int(3 * rate * seconds), PROMPT)
+    assert load.in_time >= 0.95 * rate * seconds
+    assert (load.late, load.waited) == (0, 0)
+
+
+def test_a_machine_that_was_slow_for_a_while_serves_again() -> None:
+    slowness = 20.0
+    simulation = busy_server(step_seconds=lambda replies, tokens: slowness * machine(replies, tokens))
+    slowness = 1.0
+    assert refusal(simulation, TOKENS, SECONDS) != ""
+    simulation.seconds += 15
+    sinks = []
+    for _ in range(20):
+        sinks.append(simulation.submit([1, 2], TOKENS, deadline=simulation.seconds + SECONDS))
+        simulation.run()
+        simulation.seconds += 1
+    assert sinks[0].reason is not None
+    assert all(sink.reason is not None for sink in sinks[-5:])
 
 
 def test_what_can_be_in_time_is_at_three_times_the_capacity() -> None:
