@@ -141,7 +141,7 @@ def read_mtp(
     return network.eval().requires_grad_(False)
 
 
-_TYPES = {"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+_TYPES = {"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
 def _prefixes(tensors: Checkpoint, layers: int) -> list[str] | None:
@@ -168,6 +168,7 @@ def _config_of(text: PretrainedConfig) -> PretrainedConfig:
         "layer_types": ["full_attention"],
         "first_k_dense_replace": 0,
         "mlp_layer_types": ["sparse"],
+        "indexer_types": ["full"],
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
     }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.quantized_models import make_quantized
-from tests.tiny_models import make
+from tests.tiny_models import HYBRIDS, make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.lora.adapted import make_adapted
 from tests.unit.engine.requests import Requests, load_engine, prompts
@@ -18,6 +18,9 @@ ARCHITECTURES = [
     *("bart", "bloom", "cohere", "falcon_7b", "falcon_40b", "gemma2", "gpt2", "gpt_bigcode_multi_head", "gpt_neo"),
     *("gpt_neox", "gptj", "llama", "mixtral", "mpt", "olmo2", "opt", "phi3", "qwen2", "qwen3", "santacoder"),
     *("starcoder2", "t5"),
+    *sorted(HYBRIDS - {"lfm2_vl", "olmo_hybrid"}),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma3n_text", "gemma4_text", "glm4_moe", "glm4_moe_lite"),
+    *("glm_moe_dsa", "gpt_oss", "granite", "llama4_text", "minicpm3", "qwen3_moe", "smollm3", "youtu"),
 ]
 
 

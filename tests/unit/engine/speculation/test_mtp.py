@@ -27,7 +27,7 @@ from tgi_server.engine.speculation.eagle import Eagle
 HIDDEN, LAYERS, NEW = 64, 2, 25
 PROMPTS = [[5, 9, 77], list(range(3, 60)), [8]]
 QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", *QWEN)
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", *QWEN)
 
 
 def save(architecture: str, folder: Path, *, right: bool = False) -> Path:
@@ -37,6 +37,8 @@ def save(architecture: str, folder: Path, *, right: bool = False) -> Path:
     settings: dict[str, Any] = {"num_hidden_layers": LAYERS + 1}
     if architecture in QWEN:
         settings["layer_types"] = ["linear_attention", "full_attention", "full_attention"]
+    if architecture == "glm_moe_dsa":
+        settings["indexer_types"] = ["full", "shared", "full"]
     model = build(architecture, **settings)
     if right:
         _make_succession(model)
@@ -52,7 +54,7 @@ def save(architecture: str, folder: Path, *, right: bool = False) -> Path:
     save_file(tensors | {f"{prefix}{name}.weight": own[name] for name in names}, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = LAYERS
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if config.get(name):
             del config[name][LAYERS:]
     (folder / "config.json").write_text(json.dumps(config))

@@ -30,4 +30,4 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, norms)
 
 
-FAMILIES = {"cohere": Family(cohere, _plan)}
+FAMILIES = {"cohere": Family(cohere, _plan), "cohere2": Family(plan=llama_plan)}

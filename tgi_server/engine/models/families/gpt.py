@@ -1,4 +1,4 @@
-"""GPT-2, GPTBigCode (SantaCoder, StarCoder), GPT-J, GPT-Neo and GPT-NeoX, which `transformers` computes."""
+"""GPT-2, GPTBigCode (SantaCoder, StarCoder), GPT-J, GPT-Neo, GPT-NeoX and Phi, which `transformers` computes."""
 
 from typing import Any
 
@@ -67,10 +67,21 @@ def _gpt_neox(config: Any) -> ShardingPlan:
     return ShardingPlan(heads_of(config), ("attention",), splits)
 
 
+def _phi(config: Any) -> ShardingPlan:
+    splits = {
+        "embed_tokens": vocab_parallel_embedding(),
+        **attention("self_attn", "dense"),
+        **feed_forward("fc1", down="fc2"),
+        **HEAD,
+    }
+    return ShardingPlan(heads_of(config), ("self_attn",), splits)
+
+
 FAMILIES = {
     "gpt2": Family(plan=_gpt2),
     "gpt_bigcode": Family(plan=_gpt_bigcode),
     "gpt_neo": Family(plan=_gpt_neo),
     "gpt_neox": Family(plan=_gpt_neox),
     "gptj": Family(plan=_gptj, attention="gptj"),
+    "phi": Family(plan=_phi),
 }

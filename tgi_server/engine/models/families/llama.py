@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen 2 and 3 (also -VL), SmolLM3: RMS norms, rotary positions, a gated feed-forward part."""
+"""Llama, Mistral, Qwen 2 and 3 (also -VL), Seed-OSS, SmolLM3: RMS norms, rotary positions, a gated feed-forward part."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,8 @@ def smollm3(config: Any) -> DecoderSpec:
 
 
 FAMILIES = {
+    "ernie4_5": Family(plan=llama_plan),
+    "exaone4": Family(plan=llama_plan),
     "llama": Family(llama, llama_plan),
     "mistral": Family(llama, llama_plan),
     "qwen2": Family(llama, llama_plan),
@@ -30,5 +32,7 @@ FAMILIES = {
     "qwen2_5_vl_text": Family(llama, llama_plan),
     "qwen3": Family(qwen3, llama_plan),
     "qwen3_vl_text": Family(qwen3, llama_plan),
+    "seed_oss": Family(llama, llama_plan),
     "smollm3": Family(smollm3, llama_plan),
+    "stablelm": Family(plan=llama_plan),
 }

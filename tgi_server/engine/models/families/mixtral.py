@@ -1,10 +1,10 @@
-"""Mixtral and Qwen3-MoE: Llama's attention, and a mixture of experts as the feed-forward part."""
+"""Mixtral, Qwen MoE and MiniMax M2: Llama's attention, and a mixture of experts as the feed-forward part."""
 
 from dataclasses import replace
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
-from tgi_server.engine.models.splits import EXPERTS, llama_plan
+from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan
 
 _MIXTURE = ("mlp", "gate")
@@ -36,8 +36,18 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, EXPERTS, whole=("gate",))
 
 
+def _minimax(config: Any) -> ShardingPlan:
+    return llama_plan(config, {**EXPERTS, **NORMS_OF_ALL_HEADS}, whole=("gate",))
+
+
+def _qwen2_moe(config: Any) -> ShardingPlan:
+    return llama_plan(config, EXPERTS, whole=("gate", "shared_expert_gate"))
+
+
 FAMILIES = {
+    "minimax_m2": Family(plan=_minimax),
     "mixtral": Family(mixtral, _plan),
+    "qwen2_moe": Family(plan=_qwen2_moe),
     "qwen3_moe": Family(qwen3_moe, _plan),
     "qwen3_vl_moe_text": Family(qwen3_moe, _plan),
 }

@@ -24,4 +24,4 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, NORMS_OF_ALL_HEADS)
 
 
-FAMILIES = {"olmo2": Family(olmo2, _plan)}
+FAMILIES = {"olmo2": Family(olmo2, _plan), "olmo3": Family(plan=_plan)}

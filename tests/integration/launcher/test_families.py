@@ -1,0 +1,71 @@
+"""Families of models behind whole servers: chunks, prefix cache, shards, drafts and adapters at once.
+
+Prints a row for each; `-rP` shows them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.conftest import ServerFactory
+from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
+from tests.unit.engine.lora.adapted import make_adapted
+from tests.unit.engine.requests import generated
+
+# Those of text models that are downloaded most, as far as the hub's lists show it: each by one of its architectures.
+FAMILIES = (
+    *("bloom", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "exaone4", "falcon_40b"),
+    *("falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid", "kimi_linear"),
+    *("lfm2", "lfm2_moe", "llama3", "llama4_text", "minimax_m2", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3"),
+    *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+    *("qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+)
+TEXT = "the quick brown fox jumps over the lazy dog, and then it rests in the shade of an old oak. " * 3
+# Less than a prompt has, so that it is computed in chunks.
+CHUNK = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_that_a_server_has(family: str, server: ServerFactory, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model", vocab_size=TOKENIZER_VOCAB_SIZE, max_position_embeddings=1024)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    model = make_adapted(folder, count=1)
+    listed = ",".join(f"{name}={place}" for name, place in model.adapters.items())
+    running = server(
+        *(f"--model-id={folder}", "--dtype=float32", "--num-shard=2", "--speculate=3", f"--lora-adapters={listed}"),
+        *(f"--max-batch-prefill-tokens={CHUNK}", "--max-total-tokens=512", "--max-batch-size=8"),
+    ).wait_until_ready()
+    prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    assert len(prompt) > 2 * CHUNK
+
+    def ask(adapter: str = "") -> list[int]:
+        parameters: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "details": True}
+        answer = running.generate(TEXT, **parameters, **({"adapter_id": adapter} if adapter else {}))
+        return [token["id"] for token in answer["details"]["tokens"]]
+
+    reply = ask()
+    assert reply == generated(model.merged[""], prompt)
+    assert ask() == reply  # with the prefix cache, and drafts of the reply before
+    turn = [*prompt, *reply]
+    body = {"model": "tgi", "prompt": [*turn, 5, 6, 7], "max_tokens": 4, "temperature": 0.0}
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    adapted = ask("a0")
+    assert adapted == generated(model.merged["a0"], prompt)
+    info = httpx.get(f"{running.url}/info").json()
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    values = {name: value for name, _, value in (line.rpartition(" ") for line in lines)}
+    drafted, accepted = (values[f"tgi_batch_{kind}_tokens"] for kind in ("speculated", "accepted"))
+    print(
+        f"| {family} | paged {info['paged']} | {len(prompt)} tokens in chunks of {CHUNK} | "
+        f"cached {cached} of {len(turn)} | 2 shards | drafts accepted {accepted} of {drafted} | "
+        f"adapter {'changes the reply' if adapted != reply else 'leaves the reply'} |"
+    )
+    assert info["paged"]
+    assert cached >= 0.95 * len(turn)
+    assert info["speculate"] == 3
