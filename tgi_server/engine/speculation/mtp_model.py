@@ -141,7 +141,16 @@ def read_mtp(
     return network.eval().requires_grad_(False)
 
 
-_TYPES = {"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+_TYPES = {
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+}
 
 
 def _prefixes(tensors: Checkpoint, layers: int) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen 2 and 3 (also -VL), Seed-OSS, SmolLM3: RMS norms, rotary positions, a gated feed-forward part."""
+"""Llama, Mistral, Qwen 2 and 3 (also -VL), Seed-OSS, SmolLM3: RMS norms, rotary positions, gated feed-forward parts."""
 
 from dataclasses import replace
 from typing import Any
