@@ -9,8 +9,8 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard import conversion
-from tgi_server.shard.encoder_queue import Turns
 from tgi_server.shard.tracing import RequestSpans
+from tgi_server.shard.turns import Turns
 
 # A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: the last
 # call was the one before.

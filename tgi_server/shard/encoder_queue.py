@@ -7,9 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tgi_server.contract import Task
 from tgi_server.engine.encoders import Encoder, Text, finished
+from tgi_server.shard.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -30,71 +30,19 @@ _MOST_TOKENS = 4_096
 _WINDOW_TOKENS = 8 * _MOST_TOKENS
 # Tokens of a batch beside a model that generates, until it has been measured what a layer costs.
 _UNMEASURED_TOKENS = 512
-# Seconds that one layer may take beside a model that generates, unless the router has another target for its tokens.
-_LAYER_SECONDS = 0.05
-# The share of the target that a layer may take: a step needs the rest.
-_LAYER_SHARE = 0.5
-
-
-class Turns:
-    """Lets one thread compute at a time, and steps before layers: a step waits for one layer at most."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._steps = 0
-        self._layer = False
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Waits until the layer that is computed is done, and keeps further layers from beginning."""
-        with self._changed:
-            self._steps += 1
-            self._changed.wait_for(lambda: not self._layer)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._steps -= 1
-                self._changed.notify_all()
-
-    @property
-    def steps_wait(self) -> bool:
-        """Returns True while a step is computed, or waits."""
-        return self._steps > 0
-
-    @contextmanager
-    def layers(self) -> Iterator[None]:
-        """Computes layers in the context; call `pause` between them."""
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
-
-    def pause(self) -> None:
-        """Lets a step that waits go first."""
-        if self._steps:
-            self._end()
-            self._begin()
-
-    def _begin(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._steps)
-            self._layer = True
-
-    def _end(self) -> None:
-        with self._changed:
-            self._layer = False
-            self._changed.notify_all()
 
 
 @dataclass(eq=False, slots=True)
 class _Encoding:
-    """One request. left: the numbers of its texts that have not been computed, the shortest first."""
+    """One request.
+
+    left: the numbers of its texts that have not been computed, the shortest first. target_gap_s: between two tokens of
+    the model that generates.
+    """
 
     texts: Sequence[Text]
     left: list[int]
-    layer_seconds: float
+    target_gap_s: float | None
     rows: list[Tensor | None]
     done: Future[Tensor] = field(default_factory=Future)
 
@@ -125,8 +73,7 @@ class EncoderQueue:
     ) -> Tensor:
         """Returns [texts, columns] in float32. What the caller does not wait for any more is not computed."""
         order = sorted(range(len(texts)), key=lambda each: len(texts[each].ids))
-        seconds = _layer_seconds(target_gap_s)
-        job = _Encoding(texts, order, seconds, [None] * len(texts))
+        job = _Encoding(texts, order, target_gap_s, [None] * len(texts))
         with self._lock:
             self._jobs[task].append(job)
         self._thread.submit(self._work, task)
@@ -138,15 +85,15 @@ class EncoderQueue:
         unit = unit and not (self.encoders[task].normalizes and not dimensions)
         return finished(values, dimensions, unit=unit)
 
-    async def run(self, work: Callable[[Callable[[], None], float], T], target_gap_s: float | None) -> T:
-        """Returns what `work` returns. It computes in pieces of the seconds that it is given, and calls the function
-        that it is given before each.
+    async def run(self, work: Callable[[Callable[[], None], Callable[[], float]], T], target_gap_s: float | None) -> T:
+        """Returns what `work` returns. It computes in pieces: it calls the first function that it is given before each,
+        and the second returns the seconds that the piece may take.
         """
-        return await asyncio.wrap_future(self._thread.submit(self._run, work, _layer_seconds(target_gap_s)))
+        return await asyncio.wrap_future(self._thread.submit(self._run, work, target_gap_s))
 
-    def _run(self, work: Callable[[Callable[[], None], float], T], seconds: float) -> T:
-        with self.turns.layers():
-            return work(self.turns.pause, seconds)
+    def _run(self, work: Callable[[Callable[[], None], Callable[[], float]], T], target_gap_s: float | None) -> T:
+        with self.turns.pieces():
+            return work(self.turns.pause, lambda: self.turns.piece_seconds(target_gap_s))
 
     def close(self) -> None:
         """Ends the thread; requests that wait get no answer."""
@@ -164,7 +111,7 @@ class EncoderQueue:
         if not window:
             return
         try:
-            with torch.inference_mode(), self.turns.layers():
+            with torch.inference_mode(), self.turns.pieces():
                 self._compute(task, window)
         except Exception as error:
             logger.error("encoding failed: %s", error, exc_info=error)
@@ -194,7 +141,7 @@ class EncoderQueue:
     def _compute(self, task: Task, window: Sequence[tuple[_Encoding, int]]) -> None:
         encoder = self.encoders[task]
         texts = [job.texts[number] for job, number in window]
-        for batch in encoder.batches(texts, self._most_tokens(task, min(job.layer_seconds for job, _ in window))):
+        for batch in encoder.batches(texts, self._most_tokens(task, window)):
             self._layer_seconds, self._layer_began = [], None
             values = encoder.encode([texts[each] for each in batch])
             if self._layer_seconds:
@@ -205,12 +152,15 @@ class EncoderQueue:
                 job.rows[number] = row
             self.turns.pause()
 
-    def _most_tokens(self, task: Task, layer_seconds: float) -> int:
-        """Returns the most tokens of a batch whose layers take at most these seconds each."""
+    def _most_tokens(self, task: Task, window: Sequence[tuple[_Encoding, int]]) -> int:
+        """Returns the tokens of a batch of which a layer takes as long as a piece may."""
         if not self._beside:
             return _MOST_TOKENS
         cost = self._token_seconds[task]
-        return min(_MOST_TOKENS, int(layer_seconds / cost)) if cost else _UNMEASURED_TOKENS
+        if not cost:
+            return _UNMEASURED_TOKENS
+        seconds = min(self.turns.piece_seconds(job.target_gap_s) for job, _ in window)
+        return min(_MOST_TOKENS, int(seconds / cost))
 
     def _between_layers(self) -> None:
         """Notes how long the last layer took, and lets a step that waits go first."""
@@ -218,10 +168,6 @@ class EncoderQueue:
             self._layer_seconds.append(time.perf_counter() - self._layer_began)
         self.turns.pause()
         self._layer_began = time.perf_counter()
-
-
-def _layer_seconds(target_gap_s: float | None) -> float:
-    return _LAYER_SECONDS if target_gap_s is None else target_gap_s * _LAYER_SHARE
 
 
 def _threads() -> tuple[int]:

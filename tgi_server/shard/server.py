@@ -36,7 +36,7 @@ from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to
 from tgi_server.grammar import Sandbox
 from tgi_server.loading import percent_of, remove_progress, write_progress
-from tgi_server.shard.encoder_queue import EncoderQueue, Turns
+from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.encoder_service import EncoderService, encoder_message
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
@@ -44,6 +44,7 @@ from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
 from tgi_server.shard.sockets import grammar_socket, shard_socket
 from tgi_server.shard.tracing import RequestSpans
+from tgi_server.shard.turns import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from shared.stubs.generate_pb2 import EncodeInput
 from tests.tiny_encoders import make_embedder
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.encoders import Encoder
-from tgi_server.shard.encoder_queue import EncoderQueue, Turns
+from tgi_server.shard.encoder_queue import EncoderQueue
+from tgi_server.shard.turns import Turns
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +87,8 @@ def _step(turns: Turns, layers: list[int]) -> int:
 async def test_steps_go_between_the_layers_of_other_work(queue: EncoderQueue) -> None:
     in_layer, done = threading.Event(), threading.Event()
 
-    def work(between: Callable[[], None], seconds: float) -> str:
-        assert 0 < seconds < 0.2
+    def work(between: Callable[[], None], seconds: Callable[[], float]) -> str:
+        assert 0 < seconds() < 0.2
         in_layer.set()
         while not done.is_set():
             between()

@@ -47,6 +47,11 @@ class ImageEncoding:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    @property
+    def running(self) -> bool:
+        """True while the shards compute an image."""
+        return bool(self._images)
+
     def __iter__(self) -> Iterator[Sequence]:
         return iter([sequence for sequence, _ in self._sequences.values()])
 

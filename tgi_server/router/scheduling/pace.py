@@ -12,6 +12,8 @@ _TARGET_STEPS = 3.0
 # When a crowd comes while few replies run, the target is longer: short steps would make all others wait, and the more
 # of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
 _LONGEST_FOR_A_CROWD_S = 0.5
+# Prompt tokens of a step at least, if there is a target and no room for more: with fewer, prompts hardly progress.
+_LEAST_TOKENS = 8
 # Steps that an estimate is the median of: a step that something else held up does not count, and a change soon does.
 _RECENT_STEPS = 15
 
@@ -23,9 +25,9 @@ class StepTimes:
     less than others, where a step waits for the weights, and long prompts cost more.
     """
 
-    def __init__(self, block_size: int) -> None:
-        """block_size: tokens of a KV block; 1 where there are none. Steps with fewer prompt tokens do not count."""
-        self._block_size = block_size
+    def __init__(self, least_tokens: int) -> None:
+        """least_tokens: steps with fewer prompt tokens do not count."""
+        self._least_tokens = least_tokens
         recent = partial(deque[float], maxlen=_RECENT_STEPS)
         self._decode_s: defaultdict[int, deque[float]] = defaultdict(recent)  # by the binary digits of the replies
         self._token_s = recent()
@@ -34,7 +36,7 @@ class StepTimes:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         if not prompt_tokens:
             self._decode_s[replies.bit_length()].append(seconds)
-        elif prompt_tokens >= self._block_size and (decode_s := self.decode_s(max(replies, 1))) is not None:
+        elif prompt_tokens >= self._least_tokens and (decode_s := self.decode_s(max(replies, 1))) is not None:
             self._token_s.append(max(0.0, seconds - decode_s) / prompt_tokens)
 
     @property
@@ -66,17 +68,24 @@ class PromptPace:
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._target_gap_s = target_gap_s
-        self._times = StepTimes(block_size)
+        self._least_tokens = block_size if target_gap_s is None else min(block_size, _LEAST_TOKENS)
+        self._times = StepTimes(self._least_tokens)
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         if replies:
             self._times.observe(replies, prompt_tokens, seconds)
 
+    @property
+    def measured(self) -> bool:
+        """True once a step without prompts has been measured."""
+        return self._times.decode_s(1) is not None
+
     def tokens_beside(self, replies: int, expected: int) -> int:
         """Returns how many prompt tokens a step may compute that continues `replies` replies.
 
-        They fill whole KV blocks, at least one, so that prompts always progress.
+        They fill whole KV blocks, at least one, so that prompts always progress. With a target of the operator's they
+        may fill a part of one.
 
         expected: replies once all that wait for their first token have it. The default target is that for this many,
         and longer by the square of the share of them that runs already, up to half a second.
@@ -92,4 +101,7 @@ class PromptPace:
         spare_s = max(0.0, goal_s - decode_s)
         if spare_s >= token_s * self._max_tokens:
             return self._max_tokens
-        return min(self._max_tokens, max(1, int(spare_s / token_s) // self._block_size) * self._block_size)
+        tokens = int(spare_s / token_s)
+        if tokens >= self._block_size:
+            tokens -= tokens % self._block_size
+        return min(self._max_tokens, max(self._least_tokens, tokens))

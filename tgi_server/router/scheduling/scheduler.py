@@ -349,7 +349,9 @@ class Scheduler:
         self._steps_in_flight -= 1
         self._answered.set()
         step = sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started
-        self._pace.observe(*step)
+        # While images are computed, their pieces lengthen the gaps: they fill what steps leave.
+        if not (self._encoding.running and self._pace.measured):
+            self._pace.observe(*step)
         self._forecast.observe(*step, self._answered_at)
         timings = response.step.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)

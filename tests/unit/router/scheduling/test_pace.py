@@ -42,7 +42,7 @@ def test_a_step_with_prompts_takes_three_times_as_long_as_one_without(machine: M
     assert machine(16, tokens) <= 3 * machine(16, 0) < machine(16, tokens + 16)
 
 
-@pytest.mark.parametrize(("target_ms", "tokens"), [(60, 64), (200, 336), (20, 16), (5, 16), (10_000, 4096)])
+@pytest.mark.parametrize(("target_ms", "tokens"), [(60, 64), (200, 336), (32, 11), (20, 8), (5, 8), (10_000, 4096)])
 def test_a_target_is_kept_as_far_as_a_step_without_prompts_lets_it(target_ms: int, tokens: int) -> None:
     pace = _used(PromptPace(4096, 16, target_ms / 1000), CPU, 16)
     assert pace.tokens_beside(16, 16) == tokens
