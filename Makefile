@@ -42,8 +42,9 @@ demo: $(RUNS)  ## Starts both services, makes real calls, prints the answers, st
 serve: $(RUNS)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8000.
 	@$(BIN)/python -m oatmill serve --grpc-port 8000
 
-test: $(READY)  ## Runs the test suite, two files at a time. More: make test ARGS=--runslow
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+# Three on two cores: while one waits for a process or a clock, the others compute.
+test: $(READY)  ## Runs the test suite, three files at a time. More: make test ARGS=--runslow
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 check: $(READY)  ## Lint, formatting, types, import rules, stubs, generated pages.
 	@$(BIN)/ruff check .

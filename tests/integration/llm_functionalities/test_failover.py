@@ -168,6 +168,7 @@ def stack(tmp_path: Path, free_port: FreePort) -> Iterator[Stack]:
         yield stack
 
 
+@pytest.mark.slow
 def test_neither_a_server_that_is_not_there_nor_one_that_stops_loses_a_call(stack: Stack) -> None:
     first, second = stack.replicas
     second.start().until_ready()

@@ -52,6 +52,7 @@ def many_replacements(count: int) -> llm_pb2.AdjustedStepGenerationRequest:
     )
 
 
+@pytest.mark.slow
 @on_a_busy_machine
 def test_many_steps_and_ingredients_hold_nobody_up(server: ModelServer) -> None:
     request = many_replacements(600)

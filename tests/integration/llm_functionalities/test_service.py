@@ -53,6 +53,7 @@ def readiness(service: Service) -> int:
         return int(check(health_pb2.HealthCheckRequest(service="readiness")).status)
 
 
+@pytest.mark.slow
 def test_a_service_is_ready_while_an_endpoint_may_be_there(absent: ModelServer) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     with running_service() as service:
@@ -109,6 +110,7 @@ def test_connections_are_kept_for_the_next_request(server: ModelServer) -> None:
         assert server.connections == 1
 
 
+@pytest.mark.slow
 def test_a_host_name_is_resolved_by_the_name_server_it_is_told(server: ModelServer) -> None:
     with NameServer({"tgi.": [("A", "127.0.0.1")]}) as names:
         flags = ("--endpoint", f"tgi:{server.port}", "--name-servers", f"127.0.0.1:{names.port}")
@@ -367,6 +369,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail() -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 @on_a_busy_machine
 def test_the_grace_ends_too(server: ModelServer) -> None:
     server.fault = "hang"

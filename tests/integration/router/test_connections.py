@@ -295,7 +295,7 @@ def long_answer(tokens: int, header: bytes = b"") -> bytes:
     ("request_", "outcome"),
     [
         pytest.param(long_stream(20_000), "cancelled", id="a stream"),
-        pytest.param(long_answer(2000), None, id="a whole answer"),
+        pytest.param(long_answer(2000), None, id="a whole answer", marks=pytest.mark.slow),
         pytest.param(
             long_answer(2000, b"connection: close\r\n"),
             None,

@@ -77,7 +77,7 @@ def answered(client: socket.socket) -> bytes:
     return received
 
 
-@pytest.mark.parametrize("kind", ["many fields", "an endless field"])
+@pytest.mark.parametrize("kind", ["many fields", pytest.param("an endless field", marks=pytest.mark.slow)])
 def test_trailers_of_a_chunked_body_are_bounded(router: Running, kind: str):
     url, process = router
     first, more = {"many fields": (b"", b"a: b\r\n" * 10_000), "an endless field": (b"a: ", b"b" * 60_000)}[kind]
@@ -110,6 +110,7 @@ def test_unfinished_bodies_are_bounded(router: Running):
         assert httpx.get(f"{url}/health", timeout=5).status_code == 200
 
 
+@pytest.mark.slow
 def test_heads_of_many_fields_are_bounded(router: Running):
     url, process = router
     with growth_at_most(process, SLACK), ExitStack() as stack:

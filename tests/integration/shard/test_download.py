@@ -90,6 +90,7 @@ def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hu
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_folders_of_templates_and_of_sentence_transformers_modules_are_fetched(download: Download, hub: Hub) -> None:
     hub.models[ID].files |= {"additional_chat_templates/tool_use.jinja": b"tools", "original/params.json": b"{}"}
     hub.models[ID].files |= {"1_Pooling/config.json": b"{}", "2_Dense/model.safetensors": b"weights"}

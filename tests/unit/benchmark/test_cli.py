@@ -34,9 +34,16 @@ def benchmark(*flags: str, **environment: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("flags", "status", "complaint"),
     [
-        (("--runs=0",), 2, "--runs (or RUNS): Input should be greater than 0, got '0'"),
+        pytest.param(
+            ("--runs=0",), 2, "--runs (or RUNS): Input should be greater than 0, got '0'", marks=pytest.mark.slow
+        ),
         (("--top-k=4294967296",), 2, "--top-k (or TOP_K): Input should be less than 2147483648, got '4294967296'"),
-        (("--output=results.txt",), 2, "--output (or OUTPUT): the name of the file must end with one of .json, .csv"),
+        pytest.param(
+            ("--output=results.txt",),
+            2,
+            "--output (or OUTPUT): the name of the file must end with one of .json, .csv",
+            marks=pytest.mark.slow,
+        ),
         (("-m", "/absent/socket"), 1, "there is no socket /absent/socket; start `text-generation-launcher`"),
     ],
 )

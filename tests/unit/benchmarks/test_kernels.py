@@ -31,6 +31,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path, monkeypatch) -> None:
         command.main()
 
 
+@pytest.mark.slow
 def test_a_section_of_the_table_is_measured_and_replaced(tiny_model: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(command, "_BUDGET_SECONDS", 0.0)
     monkeypatch.setattr(trials, "_WEIGHT_BYTES", 1 << 16)

@@ -18,7 +18,10 @@ def engine() -> Engine:
     return Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("sampling", [None, SamplingParameters(do_sample=True, temperature=1.5, seed=3)])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(None, marks=pytest.mark.slow), SamplingParameters(do_sample=True, temperature=1.5, seed=3)],
+)
 def test_each_prompt_gets_the_same_tokens_however_many_run_together(engine, sampling) -> None:
     alone = [generate(engine, [prompt], STOPPING, sampling)[0] for prompt in PROMPTS]
     assert all(len(tokens) == 12 for tokens in alone)

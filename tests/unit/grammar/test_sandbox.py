@@ -42,7 +42,7 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.mark.parametrize(
     "grammar",
     [
-        hostile.schema(hostile.references(20_000)),
+        pytest.param(hostile.schema(hostile.references(20_000)), marks=pytest.mark.slow),
         pytest.param(hostile.lark(hostile.rules(20_000)), marks=pytest.mark.slow),
         hostile.schema(hostile.spans(5_000)),
     ],

@@ -22,6 +22,7 @@ async def test_a_folder_with_weights_is_the_model() -> None:
     assert await find_model(settings(demo_model.PATH)) == demo_model.PATH
 
 
+@pytest.mark.slow
 async def test_a_folder_of_medusa_heads_stands_for_the_model_that_they_were_made_for(tmp_path: Path) -> None:
     heads = {"medusa_num_heads": 2, "base_model_name_or_path": str(demo_model.PATH)}
     (tmp_path / "config.json").write_text(json.dumps(heads))
@@ -76,6 +77,7 @@ async def test_adapters_are_found_in_gguf_files(tmp_path: Path) -> None:
         await find_adapters(read_settings(LauncherSettings, "launcher", ["--lora-adapters=x=absent.gguf"]))
 
 
+@pytest.mark.slow
 async def test_the_folder_of_an_adapter_is_not_ready_to_be_served(tmp_path: Path) -> None:
     """Its base model has to be found first, and the adapter merged, which this one does not say enough for."""
     for name in ("config.json", "adapter_config.json"):

@@ -65,6 +65,7 @@ def test_what_is_written_is_read_and_near_to_the_model(architecture, settings, t
     assert cross_entropy(logits(target), expected.softmax(-1)) < worse
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
     source, whole, target = make("llama", tmp_path / "source"), tmp_path / "whole", tmp_path / "target"
     quantize_folder(source, whole, samples(), SETTINGS)

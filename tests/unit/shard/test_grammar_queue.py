@@ -103,6 +103,7 @@ def test_a_wrong_grammar_is_remembered(queue: GrammarQueue, tried: list[Grammar]
     assert len(tried) == trials
 
 
+@pytest.mark.slow
 def test_slow_grammars_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadPoolExecutor) -> None:
     """However many of them wait; those beyond are turned away, and what nobody waits for is not tried."""
     compile_now(queue, hostile.regex("first"))

@@ -71,6 +71,7 @@ def test_a_grammar_that_is_refused_has_no_pin(stub: GrammarServiceStub) -> None:
         assert compile_it(stub, number).size > 0
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_has_no_pin(stub: GrammarServiceStub) -> None:
     slow = grammar_to_message(hostile.regex(hostile.optional_letters(100_000)))
     for number in range(ROOM + 3):

@@ -126,7 +126,9 @@ def read_until(file: IO[bytes], part: bytes) -> list[bytes]:
     return read
 
 
-@pytest.mark.parametrize("end", ["raise RuntimeError", "flush_log(); os._exit(1)"])
+@pytest.mark.parametrize(
+    "end", ["raise RuntimeError", pytest.param("flush_log(); os._exit(1)", marks=pytest.mark.slow)]
+)
 def test_a_reader_that_stands_still_does_not_stop_the_process(end: str):
     more_than_a_pipe_holds = "for _ in range(100): logging.error('x' * 1000); print('y' * 1000, file=sys.stderr)\n"
     with program(more_than_a_pipe_holds + end) as running:

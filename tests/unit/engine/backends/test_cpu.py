@@ -22,6 +22,8 @@ from tgi_server.engine.runners.paged import PagedRunner
 IN_ONE_CALL = ["cohere", "cohere_qk_norm", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "granite"]
 IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
 IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
+# Of the others only what gives all logits runs by default.
+GREEDY_TOO = {"gemma2", "llama", "qwen3_5_text"}
 
 
 def load(folder: Path, *, keep_hidden_states: bool = False, custom_kernels: bool = True) -> Runner:
@@ -56,6 +58,13 @@ def run(runner: Runner, *, all_logits: bool, greedy: GreedyOnly | None = None) -
     wanted = [0, 66, 67, 68] if all_logits else list(range(4))
     last = runner.forward(1, [PromptChunk.next_of(begun, 12, all_logits=all_logits)], greedy)
     return [mixed[wanted], last[[0, -1]]]
+
+
+def both_ways(all_logits: object, greedy: object) -> list[object]:
+    """Returns each model with both values."""
+    return [(name, all_logits) for name in IN_ONE_CALL] + [
+        pytest.param(name, greedy, marks=() if name in GREEDY_TOO else pytest.mark.slow) for name in IN_ONE_CALL
+    ]
 
 
 class Widened(TorchDispatchMode):
@@ -94,8 +103,7 @@ def test_the_last_layer_computes_what_is_wanted(
         assert torch.allclose(logits, others, atol=1e-4)
 
 
-@pytest.mark.parametrize("greedy", [None, GreedyOnly(None)])
-@pytest.mark.parametrize("name", IN_ONE_CALL)
+@pytest.mark.parametrize(("name", "greedy"), both_ways(None, GreedyOnly(None)))
 def test_a_pass_in_one_call_computes_what_transformers_does(
     name: str, greedy: GreedyOnly | None, tmp_path: Path
 ) -> None:
@@ -156,8 +164,7 @@ def test_the_text_model_of_one_that_sees_images_is_one_call(tmp_path: Path) -> N
         torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("name", IN_ONE_CALL)
+@pytest.mark.parametrize(("name", "greedy"), both_ways(False, True))
 def test_a_step_in_one_call_computes_what_transformers_does(name: str, greedy: bool, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():

@@ -114,7 +114,7 @@ def float_weights(dtype: torch.dtype) -> Weights:
 @pytest.mark.parametrize(
     "weights",
     [
-        float_weights,
+        pytest.param(float_weights, marks=pytest.mark.slow),
         pytest.param(lambda dtype: Weights.plain(Int8Linear, dtype), marks=pytest.mark.slow),
         lambda dtype: Weights.quantized("int4", dtype),
         pytest.param(lambda dtype: Weights.quantized("fp8", dtype), marks=pytest.mark.slow),

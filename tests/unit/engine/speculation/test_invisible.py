@@ -115,7 +115,7 @@ def _replies(plain: Outputs) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("grow", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replies_are_the_same_with_drafts_and_without(engine: Engine, plain: Outputs, name: str, grow: bool) -> None:
     replies = _replies(plain)
     outputs, driver = _run(engine, [DRAFTERS[name](replies)], replies=replies, grow=grow)
@@ -218,7 +218,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("itself", 4), ("eagle", 4), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in MODELS)],
+    [
+        ("itself", 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("eagle", 4), *((name, 1) for name in MODELS)]),
+    ],
 )
 @pytest.mark.parametrize("grow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_replies_are_the_same_with_a_model_that_drafts(

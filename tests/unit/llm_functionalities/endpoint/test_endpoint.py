@@ -115,7 +115,7 @@ def test_a_redirect_is_named(endpoint: Endpoint, server: ModelServer) -> None:
         ("interim", BadResponse),
         ("reset", ConnectionLost),
         ("hang", DeadlineExceeded),
-        ("trickle", DeadlineExceeded),
+        pytest.param("trickle", DeadlineExceeded, marks=pytest.mark.slow),
     ],
 )
 def test_each_failure_has_its_error(

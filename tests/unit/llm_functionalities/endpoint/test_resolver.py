@@ -231,7 +231,7 @@ def soon_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon_stale")
-@pytest.mark.parametrize("mode", ["silent", "servfail", "garbage"])
+@pytest.mark.parametrize("mode", ["silent", "servfail", pytest.param("garbage", marks=pytest.mark.slow)])
 def test_addresses_from_before_are_used_while_no_name_server_answers(
     mode: str, machine: Machine, server: NameServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

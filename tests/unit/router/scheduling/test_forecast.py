@@ -184,6 +184,7 @@ def test_a_machine_that_was_slow_for_a_while_serves_again() -> None:
     assert all(sink.reason is not None for sink in sinks[-5:])
 
 
+@pytest.mark.slow
 def test_what_can_be_in_time_is_at_three_times_the_capacity() -> None:
     rate = capacity(busy_server())
     seconds = 6

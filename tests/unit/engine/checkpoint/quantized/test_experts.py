@@ -49,7 +49,12 @@ def round_experts(file: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "architecture"),
-    [("gptq_act_order", "mixtral"), ("awq", "qwen3_moe"), ("mxfp4", "gpt_oss"), ("nf4", "deepseek_v3")],
+    [
+        pytest.param("gptq_act_order", "mixtral", marks=pytest.mark.slow),
+        ("awq", "qwen3_moe"),
+        ("mxfp4", "gpt_oss"),
+        pytest.param("nf4", "deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_experts_stay_quantised_and_say_what_dense_ones_do(layout, architecture, tmp_path) -> None:
     quantized, dense = make_quantized(layout, tmp_path, architecture)

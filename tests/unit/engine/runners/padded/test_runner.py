@@ -33,7 +33,7 @@ def warm(folder: Path, **settings) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "flan_t5"])
+@pytest.mark.parametrize("family", ["gpt_neo", pytest.param("flan_t5", marks=pytest.mark.slow)])
 def test_long_and_short_prompts_computed_in_one_step_keep_their_order(family, request) -> None:
     folder = request.getfixturevalue(family)
     texts = prompts(ALL_AT_ONCE)
