@@ -55,6 +55,22 @@ _EXAONE = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+_KIMI = rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?(?:(?!\p{{Han}})\p{{L}})+{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_WORDS}"
+_THREES_FROM_THE_END = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_AFMOE = (
+    _THREES_FROM_THE_END,
+    r"[\u4E00-\u9FFF\u3400-\u4DBF\uF900-\uFAFF\u3040-\u309F\u30A0-\u30FF\uFF65-\uFF9F\u2F00-\u2FDF\u0E40-\u0E7F"
+    r"\u0E80-\u0EFF\u1780-\u17FF\u1000-\u109F\uAA60-\uAA7F\uA9E0-\uA9FF\uAC00-\uD7AF\u1100-\u11FF]+",
+    _DEEPSEEK3[-1],
+)
+_CHAMELEON = (
+    r"<sentinel:[0-9]+>",
+    r"IMGIMG[A-I]{1,4}Z",
+    r"[\t\n]|    |  ",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
 SPLITS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4", "gigachat", "mellum"), (_GPT2,)),
     **dict.fromkeys(("a.x-4.0", "granite-docling", "modern-bert", "roberta-bpe"), (_GPT2,)),
@@ -83,6 +99,10 @@ SPLITS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
     "seed-coder": (_SEED,),
     "exaone-moe": (_EXAONE,),
+    "kimi-k2": (_KIMI,),
+    "superbpe": (_THREES_FROM_THE_END,),
+    "chameleon": _CHAMELEON,
+    "afmoe": _AFMOE,
     "default": _OLDEST,
 }
 # Kinds whose tokens are texts, and not bytes as characters; spaces are SentencePiece's.
