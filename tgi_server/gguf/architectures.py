@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from tgi_server.gguf import changes, configuration, tensor_names
+from tgi_server.gguf import changes, configuration, hybrids, tensor_names
 from tgi_server.gguf.changes import Change
-from tgi_server.gguf.configuration import Config, Metadata
+from tgi_server.gguf.configuration import Config
 from tgi_server.gguf.file import Gguf
+from tgi_server.gguf.metadata import Metadata, dtype_of
 from tgi_server.gguf.paths import GgufError
 
 # Tensors that are part of the configuration.
@@ -97,7 +98,7 @@ def config_of(file: Gguf) -> Config:
     config: Config = {
         "model_type": kind.model_type,
         "architectures": [kind.class_name],
-        "dtype": configuration.dtype_of(file),
+        "dtype": dtype_of(file),
         "vocab_size": embedding.shape[0],
         "hidden_size": given.number("embedding_length"),
         "num_hidden_layers": given.layers,
@@ -146,7 +147,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3NextForCausalLM",
         tensor_names.SHARED_EXPERT | tensor_names.DELTA_RULE_QKVZ,
         norm_offset=1.0,
-        config=configuration.qwen_linear_moe,
+        config=hybrids.qwen_linear_moe,
         changes=changes.qwen3_next,
         beside=("attn_gate",),
     ),
@@ -155,7 +156,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3_5ForCausalLM",
         tensor_names.DELTA_RULE,
         norm_offset=1.0,
-        config=configuration.linear_attention,
+        config=hybrids.linear_attention,
         changes=changes.delta_rule,
     ),
     "qwen35moe": Architecture(
@@ -163,7 +164,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3_5MoeForCausalLM",
         tensor_names.SHARED_EXPERT | tensor_names.DELTA_RULE,
         norm_offset=1.0,
-        config=configuration.qwen_linear_moe,
+        config=hybrids.qwen_linear_moe,
         changes=changes.delta_rule,
     ),
     "lfm2": Architecture(
@@ -171,7 +172,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Lfm2ForCausalLM",
         tensor_names.LFM2,
         tensor_names.LFM2_OF_MODEL,
-        config=configuration.lfm2,
+        config=hybrids.lfm2,
         changes=changes.short_convolution,
     ),
     "lfm2moe": Architecture(
@@ -179,7 +180,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Lfm2MoeForCausalLM",
         tensor_names.LFM2,
         tensor_names.LFM2_OF_MODEL,
-        config=configuration.lfm2_moe,
+        config=hybrids.lfm2_moe,
         changes=changes.short_convolution,
     ),
     "falcon-h1": Architecture(
@@ -187,14 +188,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "FalconH1ForCausalLM",
         tensor_names.FALCON_H1,
         tensor_names.FINAL_LAYERNORM,
-        config=configuration.falcon_h1,
+        config=hybrids.falcon_h1,
         changes=changes.mamba2,
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         tensor_names.GRANITE_HYBRID,
-        config=configuration.granite_hybrid,
+        config=hybrids.granite_hybrid,
         changes=changes.granite_hybrid,
         beside=("ffn_up", "ffn_up_shexp"),
         float_experts=tensor_names.GRANITE_FLOAT_EXPERTS,
@@ -204,7 +205,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "JambaForCausalLM",
         tensor_names.JAMBA,
         tensor_names.FINAL_LAYERNORM,
-        config=configuration.jamba,
+        config=hybrids.jamba,
         changes=changes.mamba1,
     ),
     "mamba": Architecture(
@@ -212,7 +213,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "MambaForCausalLM",
         tensor_names.MAMBA1,
         tensor_names.MAMBA1_OF_MODEL,
-        config=configuration.mamba,
+        config=hybrids.mamba,
         changes=changes.mamba1,
         layers="backbone.layers",
     ),
@@ -223,7 +224,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "NemotronHForCausalLM",
             tensor_names.NEMOTRON_H,
             tensor_names.NEMOTRON_H_OF_MODEL,
-            config=configuration.nemotron_h,
+            config=hybrids.nemotron_h,
             changes=changes.nemotron_h,
         ),
     ),

@@ -118,6 +118,21 @@ def test_every_kind_of_splitting_keeps_the_text(pre: str) -> None:
         assert made.decode(made.encode(text).ids) == text
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("kimi-k2", "\u4e2d\u6587word's 1234", ["\u4e2d\u6587", "word's", " ", "123", "4"]),
+        ("superbpe", "by the way, 1234567", ["by the way, ", "1", "234", "567"]),
+        ("chameleon", "a  b12,c\n", ["a", "  ", "b", "1", "2", ",", "c", "\n"]),
+        ("afmoe", "12345 \u4e2d\u6587 word", ["12", "345", " ", "\u4e2d\u6587", " word"]),
+    ],
+)
+def test_words_are_those_of_llama_cpp(pre: str, text: str, words: list[str]) -> None:
+    file = file_of(ggml__model="gpt2", ggml__pre=pre, ggml__tokens=sorted(ByteLevel.alphabet()), ggml__merges=[])
+    splits = Tokenizer.from_str(json.dumps(tokenizer_json(file))).pre_tokenizer
+    assert [text[first:last] for _, (first, last) in splits.pre_tokenize_str(text)] == words
+
+
 def test_pairs_of_texts() -> None:
     """As in Gemma 4: spaces are written as SentencePiece does, and what is no token is taken byte by byte."""
     tokens = ["<unk>", "\u2581", "a", "b", "\u2581a", "\n", "\n\n", *(f"<0x{byte:02X}>" for byte in range(256))]
