@@ -56,3 +56,21 @@ def test_a_shard_starts_without_what_serving_does_not_need(tmp_path: Path) -> No
     modules = imported(log.read_text())
     assert "tgi_server.shard.service" in modules
     assert not modules & NOT_FOR_SERVING
+
+
+LEAN = """
+from tgi_server.shard.lean_imports import lean_imports
+
+with lean_imports():
+    import transformers.models as lean
+from transformers.utils.import_utils import define_import_structure
+
+found = type(lean)(lean.__name__, lean.__file__, define_import_structure(lean.__file__), module_spec=lean.__spec__)
+assert len(dir(found)) > 1000
+assert dir(lean) == dir(found)
+"""
+
+
+@pytest.mark.slow
+def test_a_shard_knows_all_models_of_transformers() -> None:
+    subprocess.run([sys.executable, "-c", LEAN], check=True, timeout=60)
