@@ -1,5 +1,6 @@
 import math
 
+import pytest
 import torch
 
 from tgi_server.engine.sampling.random import as_int64, draw, uniform
@@ -38,13 +39,13 @@ def test_neighbouring_seeds_and_steps_are_unrelated() -> None:
         assert abs(correlation) < 0.01
 
 
-def test_draws_follow_the_distribution() -> None:
-    for tokens in (5, 256, 257, 1000):
-        scores = torch.randn(tokens, generator=torch.Generator().manual_seed(tokens))
-        drawn = draw(scores.expand(20000, -1), numbers(3, 20000))
-        expected = scores.softmax(-1) * 20000
-        chi_squared = ((torch.bincount(drawn, minlength=tokens) - expected) ** 2 / expected).sum()
-        assert chi_squared < tokens + 5 * (2 * tokens) ** 0.5
+@pytest.mark.parametrize("tokens", [5, 257, *(pytest.param(each, marks=pytest.mark.slow) for each in (256, 1000))])
+def test_draws_follow_the_distribution(tokens: int) -> None:
+    scores = torch.randn(tokens, generator=torch.Generator().manual_seed(tokens))
+    drawn = draw(scores.expand(20000, -1), numbers(3, 20000))
+    expected = scores.softmax(-1) * 20000
+    chi_squared = ((torch.bincount(drawn, minlength=tokens) - expected) ** 2 / expected).sum()
+    assert chi_squared < tokens + 5 * (2 * tokens) ** 0.5
 
 
 def test_draw_inverts_the_cumulative_distribution() -> None:
