@@ -260,7 +260,13 @@ def main() -> None:
         sys.exit(f"error: {error}")
     _print(results)
     plain = {
-        name: {"first_tokens": asdict(first), "beside": [asdict(each) | {"gaps": []} for each in beside]}
+        name: {
+            "first_tokens": asdict(first),
+            "beside": [
+                asdict(each) | {"gaps": {f"p{share}": percentile(each.gaps, share) for share in (50, 99, 100)}}
+                for each in beside
+            ],
+        }
         for name, (first, beside) in results.items()
     }
     finish(plain, arguments.output)

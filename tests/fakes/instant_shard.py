@@ -230,6 +230,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         arguments.tokens,
         step_seconds=arguments.step_seconds,
         max_total_tokens=arguments.max_total_tokens,
+        images=arguments.images,
     )
     server = await start(shard, arguments.uds_path)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(0)))
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(range(100, 164)), help="ids that are generated")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes (default: %(default)s)")
     parser.add_argument("--max-total-tokens", type=int, default=4096, help="of a prompt and its answer (%(default)s)")
+    parser.add_argument("--images", action="store_true", help="it takes prompts with images")
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -1,6 +1,7 @@
 """text-generation-router."""
 
 import asyncio
+import ctypes
 import logging
 import sys
 
@@ -11,6 +12,8 @@ from tgi_server.router.settings import RouterSettings
 
 _PROGRAM = "text-generation-router"
 _STARTUP_FAILED = 1
+# An option of glibc's mallopt: buffers of so many bytes and more have pages of their own.
+_MMAP_THRESHOLD, _LARGE = -3, 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ def main() -> None:
     from shared.tracing import configure_tracing, stop_tracing
     from tgi_server.router.startup import run
 
+    _unmap_large_buffers()
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     logger.debug("settings: %s", settings.describe())  # the launcher logs them
     if settings.usage_stats != "off":
@@ -37,6 +41,15 @@ def main() -> None:
         logger.info("stopped before the server was ready")
     finally:
         stop_tracing()
+
+
+def _unmap_large_buffers() -> None:
+    """Has the C library (glibc) return large buffers to the system as soon as they are freed.
+
+    After the first body with a large image it would do so no more, and each thread would keep tens of MB.
+    """
+    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
+        set_option(_MMAP_THRESHOLD, _LARGE)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A router in a process of its own."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -44,3 +45,11 @@ class Process:
             except httpx.HTTPError:
                 pass
             time.sleep(0.05)
+
+
+async def longest_turn(watch: Path) -> float:
+    """Returns for how many seconds the loop of a watched router stood still since the last call, at the longest."""
+    reader, writer = await asyncio.open_unix_connection(str(watch))
+    line = await reader.readline()
+    writer.close()
+    return float(line)

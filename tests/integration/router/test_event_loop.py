@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders
 
 from tests.conftest import FreePort
 from tests.integration.router.filled_bodies import WHOLE, Place, Schemas, body, candidates, limits_answer, mark, merged
-from tests.integration.router.process import Start
+from tests.integration.router.process import Start, longest_turn
 from tgi_server import demo_model
 
 BOUND_SECONDS = 0.25
@@ -53,10 +53,7 @@ class Watched:
 
     async def stood(self) -> float:
         """Returns for how many seconds the loop stood still since the last call, at the longest."""
-        reader, writer = await asyncio.open_unix_connection(str(self.watch))
-        line = await reader.readline()
-        writer.close()
-        return float(line)
+        return await longest_turn(self.watch)
 
     async def check(self, shape: Shape) -> Any:
         """Sends the request. Returns the response's JSON, or None for an error.

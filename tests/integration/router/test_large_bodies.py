@@ -1,18 +1,23 @@
 """Whatever the largest bodies hold, the server answers others meanwhile."""
 
 import asyncio
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import psutil
 import pytest
+from PIL import Image
 
 from tests.conftest import FreePort
-from tests.integration.router.conftest import Router, RouterFactory
-from tests.integration.router.process import Process, Start
+from tests.image_processors import as_data_url, as_file, save_processor
+from tests.integration.router.conftest import Router, RouterFactory, shard_process
+from tests.integration.router.process import Process, Start, longest_turn
 from tests.integration.router.test_bodies import HELLO
+from tests.timing import eventually
 from tgi_server.router.api.routes.tokenize import MOST_TOKENS
 
 LARGEST = 1_999_900
@@ -159,3 +164,53 @@ async def test_the_loop_is_watched(router: Router):
 
 async def _watched(router: Router) -> bool:
     return await router.metric("tgi_event_loop_lag_seconds_count") > 0
+
+
+def chats_about_photographs(count: int) -> list[str]:
+    """Returns bodies, each with an image of its own of 15 MB, which are 20 MB as a data URL."""
+    pixels = random.Random(0).randbytes(3 * 2236 * 2236)
+    file = as_file(Image.frombytes("RGB", (2236, 2236), pixels), compress_level=0)
+    part = '[{"type":"image_url","image_url":{"url":"@"}}]'
+    # What follows the end of a PNG is not read.
+    return [SAY.replace("@", part).replace("@", as_data_url(file + bytes([number]))) for number in range(count)]
+
+
+@pytest.mark.slow
+async def test_streams_go_on_while_large_images_arrive_and_their_memory_comes_back(
+    start: Start, free_port: FreePort, tmp_path: Path
+):
+    url, watch = f"http://127.0.0.1:{(port := free_port())}", tmp_path / "watch"
+    bodies = chats_about_photographs(10)
+    assert 20_000_000 < len(bodies[0]) < 21_000_000
+    with shard_process(tmp_path / "shard", "--step-seconds=0.02", "--images") as shard:
+        model = save_processor("qwen2_5_vl", tmp_path / "model")
+        flags = (f"--tokenizer-name={model}", f"--master-shard-uds-path={shard}", "--hostname=127.0.0.1")
+        flags += (f"--port={port}", "--validation-workers=1", "--max-client-memory=4096")
+        router = start(*flags, watch=watch).until_ready(url)
+        memory = psutil.Process(router.popen.pid).memory_info
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            assert (await http.post("/v1/chat/completions", content=bodies.pop())).status_code == 200
+            before = memory().rss
+            await longest_turn(watch)
+            streaming = [asyncio.create_task(stream_until_done(http, bodies)) for _ in range(4)]
+            answers = await asyncio.gather(*(http.post("/v1/chat/completions", content=body) for body in bodies))
+            stood = await longest_turn(watch)
+            bodies.clear()
+            tokens = await asyncio.gather(*streaming)
+            assert [answer.status_code for answer in answers] == [200] * 9
+            print(f"{(memory().rss - before) / 2**20:.0f} MiB more when all were answered")
+            print(f"the loop stood for {stood:.3f} s, streams had {tokens} tokens")
+            assert stood < PROBE_SECONDS
+            assert min(tokens) > 100
+            await eventually(lambda: memory().rss - before < 100 * 2**20)
+            print(f"{(memory().rss - before) / 2**20:.0f} MiB more")
+
+
+async def stream_until_done(http: httpx.AsyncClient, bodies: Sequence[str]) -> int:
+    """Streams texts while there are bodies to send. Returns the number of tokens that came."""
+    tokens = 0
+    while bodies:
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}
+        async with http.stream("POST", "/generate_stream", json=body) as response:
+            tokens += len([line async for line in response.aiter_lines() if line])
+    return tokens
