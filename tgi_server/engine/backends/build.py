@@ -58,12 +58,12 @@ def build_decoder(
     Raises Unfit before anything has changed.
     """
     modules = _layers_of(model)
-    _check(model, modules, spec, variants, linear)
+    mixers = _check(model, modules, spec, variants, linear)
     decoder: Any = model.get_decoder()
     layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
     for index, layer in enumerate(spec.layers if keep else counted(PACKING, spec.layers, len(spec.layers))):
-        made.append(_layer(modules[index], index, spec, layer, variants.get(index), linear, pack))
+        made.append(_layer(modules[index], index, spec, layer, variants.get(index), mixers[index], linear, pack))
         if not keep:
             _put(modules, str(index), nn.Identity(), deferred)
     deferred.free()
@@ -122,14 +122,18 @@ def _check(
     spec: DecoderSpec,
     variants: Mapping[int, AttentionVariant],
     linear: LinearFactory,
-) -> None:
-    """Raises Unfit for a model that its spec does not describe."""
+) -> list[MixerKernel | None]:
+    """Raises Unfit for a model that its spec does not describe. Returns the kernels of layers with states."""
     attending = {index for index, layer in enumerate(spec.layers) if layer.mixer is None}
     if len(modules) != len(spec.layers) or not variants.keys() >= attending:
         raise Unfit(f"it has {len(modules)} layers, where its spec has {len(spec.layers)}")
+    mixers = []
     for index, (module, layer) in enumerate(zip(modules, spec.layers, strict=True)):
         try:
-            mixer = _mixer(module, layer)
+            mixer = MixerKernel.of(module.get_submodule(layer.mixer), linear) if layer.mixer else None
+            mixers.append(mixer)
+            if layer.mixer and mixer is None:
+                raise Unfit(f"there is no kernel for layer {index}, {layer.mixer}")
             names_of = _linear_names(layer, mixer)
             parts = [[inner(module.get_submodule(name)) for name in names] for names in names_of.values()]
             mixture = module.get_submodule(layer.mixture[0]) if layer.mixture else None
@@ -138,8 +142,6 @@ def _check(
         except AttributeError as error:
             raise Unfit(f"layer {index}: {error}") from error
         mixed = mixture is None or hasattr(mixture, "experts")
-        if layer.mixer and mixer is None:
-            raise Unfit(f"there is no kernel for layer {index}, {layer.mixer}")
         if not mixed or not all(linear.joins(*each) if len(each) > 1 else linear.takes(*each) for each in parts):
             raise Unfit(f"layer {index} is made of other parts than its spec says")
     head, embedding = (inner(each) for each in (model.get_output_embeddings(), model.get_input_embeddings()))
@@ -147,6 +149,7 @@ def _check(
     quantized = isinstance(plain, QuantizedEmbedding) and linear.takes(plain.layer)
     if not linear.takes(head) or not (quantized or isinstance(plain, nn.Embedding)):
         raise Unfit("its head or its embedding is of another kind")
+    return mixers
 
 
 def _layer(
@@ -155,12 +158,12 @@ def _layer(
     model: DecoderSpec,
     spec: LayerSpec,
     variant: AttentionVariant | None,
+    mixer: MixerKernel | None,
     linear: LinearFactory,
     pack: Callable[[nn.Module, LinearFactory], None],
 ) -> DecoderLayer:
     """Returns a layer with the weights of one of `transformers`."""
-    mixer = _mixer(module, spec)
-    linears: dict[str, Any] = dict.fromkeys(("up", "down"))
+    linears: dict[str, Any] = dict.fromkeys(("up", "down", "shared_gate"))
     parts = {}
     for part, names in _linear_names(spec, mixer).items():
         own = [module.get_submodule(name) for name in names]
@@ -181,13 +184,10 @@ def _layer(
         linears["output"],
         linears["up"],
         linears["down"],
+        linears["shared_gate"],
         mixture,
         parts,
     )
-
-
-def _mixer(module: nn.Module, spec: LayerSpec) -> MixerKernel | None:
-    return MixerKernel.of(module.get_submodule(spec.mixer)) if spec.mixer else None
 
 
 def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> AttentionHeads:
@@ -211,7 +211,9 @@ def _linear_names(spec: LayerSpec, mixer: MixerKernel | None) -> dict[str, tuple
             "qkv": tuple(f"{spec.mixer}.{name}" for name in mixer.projections),
             "output": (f"{spec.mixer}.{mixer.output}",),
         }
-    return names if spec.mixture else names | {"up": spec.up, "down": (spec.down,)}
+    if spec.mixture is None or spec.shared:
+        names |= {"up": spec.up, "down": (spec.down,)}
+    return names | {"shared_gate": (spec.shared_gate,)} if spec.shared_gate else names
 
 
 def _norm_names(spec: LayerSpec) -> dict[str, str]:

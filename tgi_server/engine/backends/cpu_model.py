@@ -200,9 +200,11 @@ def _layers_kernel(decoder: Decoder) -> Any:
 
 
 def _feed_forward_kernels(layer: DecoderLayer) -> tuple[list[Any], Any]:
-    """Returns the up and the down projection, and the mixture in their place or None."""
+    """Returns the up and the down projection, if there are any, and the mixture or None."""
+    linears = layer.up, layer.down, layer.shared_gate
+    own = [_linear_kernel(each) for each in linears if each is not None]
     if layer.mixture is None:
-        return [_linear_kernel(layer.up), _linear_kernel(layer.down)], None
+        return own, None
     assert layer.spec.mixture is not None
     router, experts = getattr(layer.mixture, layer.spec.mixture[1]), inner(layer.mixture.experts)
     kernel = experts.kernel() if isinstance(experts, Experts) else None
@@ -210,9 +212,9 @@ def _feed_forward_kernels(layer: DecoderLayer) -> tuple[list[Any], Any]:
         raise UnsupportedModel(
             f"layer {layer.index} has experts for which there is no kernel; start with --disable-custom-kernels"
         )
-    normalised = bool(getattr(router, "norm_topk_prob", True))
+    normalised = not layer.spec.shares_of_all and bool(getattr(router, "norm_topk_prob", True))
     routing = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
-    return [], torch.classes.oatmill.Mixture(routing, kernel, router.top_k, normalised)
+    return own, torch.classes.oatmill.Mixture(routing, kernel, router.top_k, normalised)
 
 
 def _norm_kernel(norm: Norm | None) -> Any:

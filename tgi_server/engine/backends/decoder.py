@@ -69,8 +69,9 @@ class DecoderLayer:
 
     index: its place among the layers. heads, variant: of its attention. mixer: what is in the place of attention, then
     `qkv` are its first projections and `output` is its last one; None: it attends. norms: by their names in LayerSpec,
-    those that there are. up, down: None where `mixture`, a module of `transformers` whose experts may be packed, is the
-    feed-forward part. parts: what each linear layer is made of in `transformers`, with the numbers of outputs.
+    those that there are. mixture: a module of `transformers` whose experts may be packed; None: there is none.
+    up, down: the feed-forward part, or the expert that all tokens have; None: there is none. shared_gate: of that
+    expert. parts: what each linear layer is made of in `transformers`, with the numbers of outputs.
     """
 
     spec: LayerSpec
@@ -83,6 +84,7 @@ class DecoderLayer:
     output: PackedLinear | RowParallel
     up: PackedLinear | None
     down: PackedLinear | RowParallel | None
+    shared_gate: PackedLinear | None
     mixture: Any
     parts: dict[str, list[tuple[str, int]]]
 
@@ -90,6 +92,9 @@ class DecoderLayer:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
         for name, parts in self.parts.items():
             yield inner(getattr(self, name)), parts
+        if self.mixer is not None:
+            for name, linear in self.mixer.inner.items():
+                yield linear, [(f"{self.spec.mixer}.{name}", linear.out_features)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tgi_server.engine.backends.recurrent import Runs
+from tgi_server.engine.backends.recurrent import Runs, mamba_parts
 from tgi_server.engine.backends.states import SequenceStates
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear
+from tgi_server.engine.checkpoint.quantized.layer import plain_linear
+from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.parallel.layers import ShardedGatedNorm
 
 # Shape and dtype of one slot's states, by the name of the function that has them; None: the dtype of the model.
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+# A kernel, and the linear layers in it that adapters may change, by their names.
+_Made: TypeAlias = tuple[Any, dict[str, PackedLinear]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,35 +28,43 @@ class _Family:
     """The mixers of some families.
 
     projections: the names of the first ones, whose outputs stand side by side for the kernel. make: makes the kernel of
-    a mixer, a `torch.classes.oatmill.Mixer`; returns None if there is none. shapes: of a mixer's states, in the order
-    in which the kernel takes them. output: the name of the last projection.
+    a mixer, a `torch.classes.oatmill.Mixer`, and the linear layers in it that adapters may change. It takes what packs
+    linear layers, or None where hooks may change these; it returns None if there is no kernel. shapes: of a mixer's
+    states, in the order in which the kernel takes them. output: the name of the last projection.
     """
 
     projections: tuple[str, ...]
-    make: Callable[[Any], Any]
+    make: Callable[[Any, LinearFactory | None], _Made | None]
     shapes: Callable[[Any], _Shapes]
     output: str = "out_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class MixerKernel:
-    """Computes one mixer between its projections. projections, output: their names in the mixer. layer: its index."""
+    """Computes one mixer between its projections. projections, output: their names in the mixer. layer: its index.
+
+    inner: linear layers in between, by their names.
+    """
 
     projections: tuple[str, ...]
     output: str
     kernel: Any
+    inner: dict[str, PackedLinear]
     layer: int
     _shapes: _Shapes
 
     @classmethod
-    def of(cls, mixer: Any) -> Self | None:
-        """Returns the kernel of a mixer of `transformers`; None if there is none. The kernels must be loaded."""
+    def of(cls, mixer: Any, linear: LinearFactory | None = None) -> Self | None:
+        """Returns the kernel of a mixer of `transformers`; None if there is none. The kernels must be loaded.
+
+        linear: packs layers in between; None: these must stay as they are.
+        """
         family = _FAMILIES.get(type(mixer).__name__)
         if family is None or getattr(mixer, "activation", "silu") not in ("silu", "swish"):
             return None
-        kernel = family.make(mixer)
+        made = family.make(mixer, linear)
         shapes = family.shapes(mixer)
-        return None if kernel is None else cls(family.projections, family.output, kernel, mixer.layer_idx, shapes)
+        return None if made is None else cls(family.projections, family.output, *made, mixer.layer_idx, shapes)
 
     def states(self, states: SequenceStates, dtype: torch.dtype) -> list[Tensor]:
         """Returns the states of all slots, in the order in which the kernel takes them. dtype: of the model."""
@@ -91,6 +107,10 @@ def _mamba2(mixer: Any) -> Any:
         if norm.share.copies > 1:
             return None
         norm = norm.inner
+    plain = isinstance(norm, nn.Identity)
+    size = mixer.num_heads * mixer.head_dim
+    groups = getattr(norm, "n_groups", None)  # of Falcon-H1; the others count the features of a group
+    group = size // groups if groups else getattr(norm, "group_size", size)
     return torch.classes.oatmill.Mixer.mamba2(
         _taps(mixer.conv1d),
         _bias(mixer.conv1d),
@@ -99,9 +119,10 @@ def _mamba2(mixer: Any) -> Any:
         mixer.dt_bias.float(),
         float(least),
         float(most),
-        norm.weight.float(),
-        norm.variance_epsilon,
-        norm.group_size,
+        None if plain else norm.weight.float(),
+        0.0 if plain else norm.variance_epsilon,
+        group,
+        not getattr(norm, "norm_before_gate", False),
         mixer.n_groups,
     )
 
@@ -111,8 +132,45 @@ def _states_of_mamba2(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"mamba2_chunk_scan": (recurrent, torch.float32)}
 
 
+def _mamba(mixer: Any, linear: LinearFactory | None) -> _Made | None:
+    steps = mixer.dt_proj.unpacked() if isinstance(mixer.dt_proj, QuantizedLinear) else mixer.dt_proj
+    if linear is None or not linear.takes(mixer.x_proj) or type(steps) is not nn.Linear or steps.bias is None:
+        return None
+    inner = linear(mixer.x_proj)
+    norms = [getattr(mixer, f"{name}_layernorm") for name in ("dt", "b", "c")]
+    kernel = torch.classes.oatmill.Mixer.mamba(
+        _taps(mixer.conv1d),
+        _bias(mixer.conv1d),
+        inner.kernel(),
+        [norm.weight for norm in norms],
+        norms[0].variance_epsilon,
+        linear(plain_linear(steps.weight, None)).kernel(),
+        steps.bias.to(steps.weight.dtype),
+        -mixer.A_log.float().exp().t().contiguous(),
+        mixer.D.float(),
+    )
+    return kernel, {"x_proj": inner}
+
+
+def _states_of_mamba(mixer: Any) -> _Shapes:
+    channels, size = mixer.A_log.shape
+    parts = mamba_parts(channels)
+    recurrent = parts, size, channels // parts
+    return _states_of_convolution(mixer.conv1d) | {"mamba_selective_scan": (recurrent, torch.float32)}
+
+
 def _short_convolution(mixer: Any) -> Any:
     return torch.classes.oatmill.Mixer.short_convolution(_taps(mixer.conv), _bias(mixer.conv))
+
+
+def _alone(make: Callable[[Any], Any]) -> Callable[[Any, LinearFactory | None], _Made | None]:
+    """Returns what makes kernels without linear layers in them."""
+
+    def made(mixer: Any, _: LinearFactory | None) -> _Made | None:
+        kernel = make(mixer)
+        return None if kernel is None else (kernel, {})
+
+    return made
 
 
 def _taps(convolution: Any) -> Tensor:
@@ -130,25 +188,26 @@ def _states_of_convolution(module: Any) -> dict[str, tuple[tuple[int, ...], torc
     return {"causal_conv1d_fn": ((width - 1, channels), None)}
 
 
-_QWEN3_NEXT = _Family(
-    ("in_proj_qkvz", "in_proj_ba"), lambda mixer: _delta_net(mixer, grouped=True), _states_of_delta_net
-)
-_QWEN3_5 = _Family(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _delta_net, _states_of_delta_net)
+_QWEN3_NEXT = _Family(("in_proj_qkvz", "in_proj_ba"), _alone(partial(_delta_net, grouped=True)), _states_of_delta_net)
+_QWEN3_5 = _Family(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _alone(_delta_net), _states_of_delta_net)
 _OLMO = _Family(
     ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
-    lambda mixer: _delta_net(mixer, "o_norm"),
+    _alone(partial(_delta_net, norm="o_norm")),
     _states_of_delta_net,
     "o_proj",
 )
-_MAMBA2 = _Family(("in_proj",), _mamba2, _states_of_mamba2)
-_SHORT = _Family(("in_proj",), _short_convolution, lambda mixer: _states_of_convolution(mixer.conv))
+_MAMBA = _Family(("in_proj",), _mamba, _states_of_mamba)
+_MAMBA2 = _Family(("in_proj",), _alone(_mamba2), _states_of_mamba2)
+_SHORT = _Family(("in_proj",), _alone(_short_convolution), lambda mixer: _states_of_convolution(mixer.conv))
 # By the name of the mixer's class in `transformers`.
 _FAMILIES = {
     "Qwen3NextGatedDeltaNet": _QWEN3_NEXT,
     "Qwen3_5GatedDeltaNet": _QWEN3_5,
     "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
     "OlmoHybridGatedDeltaNet": _OLMO,
+    "JambaMambaMixer": _MAMBA,
     "BambaMixer": _MAMBA2,
+    "FalconH1Mixer": _MAMBA2,
     "GraniteMoeHybridMambaLayer": _MAMBA2,
     "NemotronHMamba2Mixer": _MAMBA2,
     "Lfm2ShortConv": _SHORT,

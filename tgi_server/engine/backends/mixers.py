@@ -117,10 +117,15 @@ def _with_kernels(mixer: Any, packed: Callable[..., Tensor]) -> Callable[..., Te
         kernel = kernel_of() if states.in_kernels else None
         if kernel is None:
             return packed(hidden_states, *others, **named)
+        if factor := getattr(mixer, "ssm_in_multiplier", None):  # of Falcon-H1
+            hidden_states = hidden_states * factor
         parts = [getattr(mixer, name)(hidden_states) for name in kernel.projections]
-        projected = {"x": torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]}
+        x = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        if (factors := getattr(mixer, "mup_vector", None)) is not None:
+            x = x * factors
+        projected = {"x": x}
         computed = _compute_in_kernel(partial(kernel.compute, states), 1, projected, metadata, states)
-        output: Tensor = getattr(mixer, kernel.output)(computed)
+        output: Tensor = getattr(mixer, kernel.output)(computed.to(hidden_states.dtype))
         return output
 
     return forward

@@ -138,13 +138,18 @@ class Mamba(KernelFunction):
             steps = steps + bias.to(steps.dtype)[..., None]
         if arguments.get("delta_softplus"):
             steps = torch.nn.functional.softplus(steps)
-        parts = next(each for each in _MAMBA_PARTS if x.shape[1] % each == 0)
+        parts = mamba_parts(x.shape[1])
         state = states((parts, into.shape[1], x.shape[1] // parts), torch.float32)
         gates = None if gate is None else _rows(gate[0].t())
         places = state, runs.runs, runs.saves
         skip = _wide(arguments.get("D"))
         output = torch.ops.oatmill.mamba(x, _rows(steps[0].t()), self._rates, into, out_of, skip, gates, *places)
         return output.t().unsqueeze(0)
+
+
+def mamba_parts(channels: int) -> int:
+    """Returns the number of parts of a Mamba layer's channels."""
+    return next(each for each in _MAMBA_PARTS if channels % each == 0)
 
 
 def _rows(x: Tensor) -> Tensor:

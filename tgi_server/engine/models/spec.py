@@ -36,6 +36,9 @@ class LayerSpec:
     attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
     up: the gate's projection first, where there is a gate.
     mixture: a module with `experts` in the place of `up` and `down`, and the name of the router in it.
+    shared: beside the mixture, `up` and `down` are those of an expert that all tokens have. shared_gate: a linear layer
+    whose output, by its sigmoid, is a gate of that expert's.
+    shares_of_all: shares of a token's experts are those of the softmax over all experts, and need not add up to 1.
     rope: which of the model's rotary tables turns queries and keys; None: none does.
     scaling: of the scores, where `transformers` scales the query before it calls attention; None: as it says there.
     gated: the query's projection gives a gate beside each head's query; the head's output is multiplied by its sigmoid.
@@ -48,6 +51,9 @@ class LayerSpec:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mixture: tuple[str, str] | None = None
+    shared: bool = False
+    shared_gate: str | None = None
+    shares_of_all: bool = False
     attention_norm: str | None = "input_layernorm"
     query_norm: str | None = None
     key_norm: str | None = None

@@ -22,6 +22,7 @@ from tgi_server.engine.runners.paged import PagedRunner
 IN_ONE_CALL = ["cohere", "cohere_qk_norm", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "granite"]
 IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
 IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
+IN_ONE_CALL += ["jamba", "qwen3_5_moe_text", "qwen3_next"]
 # Of the others only what gives all logits runs by default.
 GREEDY_TOO = {"gemma2", "llama", "qwen3_5_text"}
 

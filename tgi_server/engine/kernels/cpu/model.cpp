@@ -92,7 +92,8 @@ using MaybeNorm = std::optional<NormPtr>;
 
 // Norms are none where a layer has none of the kind. qkv: query, key and value side by side. query_norm, key_norm: of each
 // head, or of all heads together. up: with the gate before it where the feed-forward part is gated; up and down are none
-// where it is a mixture. attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
+// where it is a mixture without a shared expert; shared_gate: its sigmoid multiplies the shared expert's output, or none.
+// attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
 // rotation: the number of its rotary tables; -1: it has none. gated: beside each head's query stands what, by its sigmoid,
 // is a gate of the head's output. mixer: in the place of attention, between its projections, qkv and output; or none.
 struct Layer {
@@ -103,6 +104,7 @@ struct Layer {
   MaybeNorm attended_norm, feed_forward_norm;
   LinearPtr up, down;
   MixturePtr mixture;
+  LinearPtr shared_gate;
   MaybeNorm fed_norm;
   int64_t rotation;
   double scaling;
@@ -218,14 +220,16 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // norms: before attention, of queries, of keys, of what attention adds, before the feed-forward part, of what that adds;
-  // each may be none. feed_forward: up and down, or none. mixer: none for a layer with attention.
+  // each may be none. feed_forward: up and down, and in a mixture a gate or nothing; or none. mixer: none for a layer with
+  // attention.
   void add_layer(std::vector<MaybeNorm> norms, LinearPtr qkv, LinearPtr output, std::vector<LinearPtr> feed_forward,
                  std::optional<MixturePtr> mixture, int64_t rotation, double scaling, int64_t window, double softcap,
                  MaybeTensor sinks, bool gated, std::optional<MixerPtr> mixer) {
-    TORCH_CHECK(norms.size() == 6 && feed_forward.size() == (mixture ? 0 : 2));
+    TORCH_CHECK(norms.size() == 6 && (feed_forward.size() == 2 || (mixture && feed_forward.size() != 1)));
     Layer layer{norms[0], std::move(qkv), norms[1], norms[2], std::move(output), norms[3], norms[4]};
     if (mixture) layer.mixture = *mixture;
-    else layer.up = feed_forward[0], layer.down = feed_forward[1];
+    if (!feed_forward.empty()) layer.up = feed_forward[0], layer.down = feed_forward[1];
+    if (feed_forward.size() == 3) layer.shared_gate = feed_forward[2];
     TORCH_CHECK(!mixture || (!norms[5] && residual_scale_ == 1), "a mixture adds what it computes as it is");
     layer.fed_norm = norms[5], layer.rotation = rotation, layer.scaling = scaling, layer.window = window;
     layer.softcap = softcap, layer.sinks = std::move(sinks), layer.gated = gated;
@@ -240,7 +244,8 @@ class Decoder : public torch::CustomClassHolder {
   // hidden: [tokens, hidden_size]. wanted: [rows] int64, the tokens of which the output is wanted, each sequence's last
   // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. images: in the pass;
   // if something is added to the last layer's output, all are wanted. tapped: indices of layers, in order, whose inputs
-  // are appended to taps; the last one may be that behind all layers, then all are wanted, too. projected: gets what the mixers of all layers take, or null. Returns [rows, hidden_size].
+  // are appended to taps; the last one may be that behind all layers, then all are wanted, too. projected: gets what the
+  // mixers of all layers take, or null. Returns [rows, hidden_size].
   at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, States& states, const Pass& pass,
                  const MaybeTensor& wanted, const ImageRows& images, const std::vector<int64_t>& tapped,
                  std::vector<at::Tensor>& taps, std::vector<at::Tensor>* projected) const {
@@ -255,7 +260,7 @@ class Decoder : public torch::CustomClassHolder {
       if (layer.mixer) {
         TORCH_CHECK(i < states.size(), "each layer with a mixer needs its states");
         if (projected) projected->push_back(input);
-        attended = (*layer.mixer)(input, states[i], pass.runs);
+        attended = (*layer.mixer)(input, states[i], pass.runs, pass.adapters);
         if (chosen) attended = attended.index_select(0, *chosen);
       } else {
         TORCH_CHECK(i < caches.size(), "each layer with attention needs its cache");
@@ -273,12 +278,14 @@ class Decoder : public torch::CustomClassHolder {
     return residual;
   }
 
-  // Moves the states of a slot on by some tokens of a pass, of which `run` gave what is `projected`.
-  void advance(const std::vector<at::Tensor>& projected, States& states, int64_t slot, int64_t first, int64_t tokens) const {
+  // Moves the states of a slot on by some tokens of a pass, of which `run` gave what is `projected`. adapters: of the pass.
+  void advance(const std::vector<at::Tensor>& projected, States& states, int64_t slot, int64_t first, int64_t tokens,
+               const MaybeTensor& adapters) const {
+    const MaybeTensor own = adapters ? MaybeTensor(adapters->narrow(0, first, tokens)) : MaybeTensor();
     auto input = projected.begin();
     for (size_t i = 0; i < layers_.size(); ++i)
       if (layers_[i].mixer)
-        (*layers_[i].mixer)((input++)->narrow(0, first, tokens), states.at(i), {{0, tokens, slot, true, {}}});
+        (*layers_[i].mixer)((input++)->narrow(0, first, tokens), states.at(i), {{0, tokens, slot, true, {}}}, own);
   }
 
   size_t layers() const { return layers_.size(); }
@@ -288,9 +295,23 @@ class Decoder : public torch::CustomClassHolder {
 
   at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const MaybeTensor& adapters,
                           const at::Tensor& residual) const {
-    if (layer.mixture) return summed((*layer.mixture)(x, own_residual(residual)));
-    const at::Tensor up = layer.up->adapted(x, adapters, !gated_);
-    return added(*layer.down, gated_ ? gate_mul(up, gelu_) : up, adapters, residual, layer.fed_norm);
+    at::Tensor inner;
+    if (layer.up) {
+      inner = layer.up->adapted(x, adapters, !gated_);
+      if (gated_) inner = gate_mul(inner, gelu_);
+    }
+    if (!layer.mixture) return added(*layer.down, inner, adapters, residual, layer.fed_norm);
+    at::Tensor sum = (*layer.mixture)(x, own_residual(residual));
+    if (layer.up) {
+      at::Tensor shared = layer.down->adapted(inner, adapters);
+      if (layer.shared_gate) {
+        const at::Tensor gate = layer.shared_gate->adapted(x, adapters);
+        at::Tensor rows = shared.unsqueeze(1);
+        multiply_by_sigmoid(rows, gate.unsqueeze(1).expand(rows.sizes()).contiguous());
+      }
+      add(sum, shared);
+    }
+    return summed(sum);
   }
 
   // The residual and a layer's output, normalised first where there is a norm.
@@ -388,7 +409,9 @@ class CausalLM : public torch::CustomClassHolder {
 
   // Moves the states of a slot on by the first of the tokens that the last pass had drafted for it. first: the index of the
   // first one in the pass.
-  void advance(int64_t slot, int64_t first, int64_t tokens) { decoder_->advance(projected_, states_, slot, first, tokens); }
+  void advance(int64_t slot, int64_t first, int64_t tokens) {
+    decoder_->advance(projected_, states_, slot, first, tokens, drafting_adapters_);
+  }
 
   // Takes what `decode` reads and writes, of all rows. tokens, positions: [most] int64, tables: [most, blocks] int32,
   // adapters: [most] int32. rope_deltas: [most] int64, rotary positions less positions. state_slots: [most] int64.
@@ -499,7 +522,7 @@ class CausalLM : public torch::CustomClassHolder {
     const bool reads_all = !tapped_.empty() && tapped_.back() == layers;
     const bool in_order = !wanted || (ascending(*wanted) && added < layers && !reads_all);
     std::vector<at::Tensor> taps;
-    projected_.clear();
+    projected_.clear(), drafting_adapters_ = drafted ? pass.adapters : MaybeTensor();
     hidden = decoder_->run(hidden, caches_, states_, pass, in_order ? wanted : MaybeTensor{}, places, tapped_, taps,
                            drafted ? &projected_ : nullptr);
     if (!in_order) hidden = hidden.index_select(0, *wanted);
@@ -560,7 +583,9 @@ class CausalLM : public torch::CustomClassHolder {
   int64_t block_size_ = 0;
   std::vector<Cache> caches_;
   States states_;
-  std::vector<at::Tensor> projected_;  // of the mixers of the last pass, if it had drafted tokens
+  // What mixers got in the last pass, and its adapters, if it had drafted tokens.
+  std::vector<at::Tensor> projected_;
+  MaybeTensor drafting_adapters_;
 };
 
 }  // namespace
@@ -609,10 +634,11 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.class_<Mixer>("Mixer")
       .def_static("gated_delta_net", &gated_delta_net)
       .def_static("mamba2", &mamba2_mixer)
+      .def_static("mamba", &mamba_mixer)
       .def_static("short_convolution", &short_convolution)
       .def("forward", [](const MixerPtr& self, const at::Tensor& projected, std::vector<at::Tensor> states,
                          const at::Tensor& runs, const at::Tensor& saves) {
-        return (*self)(projected, states, read_runs(runs, saves, states.at(0).size(0), projected.size(0)));
+        return (*self)(projected, states, read_runs(runs, saves, states.at(0).size(0), projected.size(0)), {});
       });
   library.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, double, bool>())

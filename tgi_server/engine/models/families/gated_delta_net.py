@@ -6,7 +6,7 @@ In a gated delta net, several value heads share a key head. A shard has some val
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, Splits, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, of_heads, query_heads, sections
@@ -14,10 +14,40 @@ from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, 
 _LAYER = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", gated=True)
 
 
+# Beside its own experts every token has one that all have.
+_MIXED = replace(
+    _LAYER,
+    mixture=("mlp", "gate"),
+    shared=True,
+    shared_gate="mlp.shared_expert_gate",
+    up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    down="mlp.shared_expert.down_proj",
+)
+
+
 def qwen3_5(config: Any) -> DecoderSpec:
-    mixers = ("linear_attn" if kind == "linear_attention" else None for kind in config.layer_types)
-    layers = (replace(_LAYER, mixer=mixer) for mixer in mixers)
-    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), norms="rms_plus_one")
+    return _qwen(config, [_LAYER] * config.num_hidden_layers)
+
+
+def qwen3_5_moe(config: Any) -> DecoderSpec:
+    return _qwen(config, [_MIXED] * config.num_hidden_layers)
+
+
+def qwen3_next(config: Any) -> DecoderSpec:
+    """Some layers may have a plain feed-forward part."""
+    mixed = (
+        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+    return _qwen(config, [_MIXED if each else _LAYER for each in mixed])
+
+
+def _qwen(config: Any, layers: list[LayerSpec]) -> DecoderSpec:
+    if (gate := activation(config.hidden_act)) != "silu":
+        raise NoSpec(f"experts with {gate} as their gate are not known")
+    kinds = zip(layers, config.layer_types, strict=True)
+    mixers = (replace(each, mixer="linear_attn" if kind == "linear_attention" else None) for each, kind in kinds)
+    return DecoderSpec(tuple(mixers), activation=gate, norms="rms_plus_one")
 
 
 _OLMO = LayerSpec(
@@ -88,9 +118,9 @@ def _olmo_plan(config: Any) -> ShardingPlan:
     return llama_plan(config, {**NORMS_OF_ALL_HEADS, **_delta_net(config, "o_proj")})
 
 
-_QWEN = Family(plan=_qwen_plan)
 FAMILIES = {
     "qwen3_5_text": Family(qwen3_5, _qwen_plan),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _QWEN),
+    "qwen3_5_moe_text": Family(qwen3_5_moe, _qwen_plan),
+    "qwen3_next": Family(qwen3_next, _qwen_plan),
     "olmo_hybrid": Family(olmo, _olmo_plan),
 }

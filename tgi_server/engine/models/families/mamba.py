@@ -38,7 +38,7 @@ _GRANITE = LayerSpec(up=("shared_mlp.input_linear",), down="shared_mlp.output_li
 
 
 def bamba(config: Any) -> DecoderSpec:
-    layers = _with_mamba(_BAMBA, config.layers_block_type)
+    layers = _with_mamba(_BAMBA, config.layer_types)
     return DecoderSpec(layers, activation=activation(config.hidden_act), final_norm="final_layernorm")
 
 
@@ -48,12 +48,28 @@ def granite(config: Any) -> DecoderSpec:
         raise NoSpec("experts beside a shared one are not known")
     rotary = config.position_embedding_type == "rope"
     return DecoderSpec(
-        _with_mamba(replace(_GRANITE, rope=0 if rotary else None), config.layers_block_type),
+        _with_mamba(replace(_GRANITE, rope=0 if rotary else None), config.layer_types),
         activation=activation(config.hidden_act),
         ropes=(RopeSpec(),) if rotary else (),
         embedding_scale=config.embedding_multiplier,
         residual_scale=config.residual_multiplier,
         logits_divisor=config.logits_scaling,
+    )
+
+
+def jamba(config: Any) -> DecoderSpec:
+    """Nothing is rotated: Mamba knows the order of tokens."""
+    if activation(config.hidden_act) != "silu":
+        raise NoSpec(f"experts with {config.hidden_act} as their gate are not known")
+    plain = replace(_BAMBA, rope=None)
+    mixed = replace(plain, mixture=("feed_forward", "router"), shares_of_all=True)
+    experts = config.layers_num_experts or [1] * config.num_hidden_layers
+    layers = [mixed if count > 1 else plain for count in experts]
+    kinds = zip(layers, config.layer_types, strict=True)
+    return DecoderSpec(
+        tuple(layer for each, kind in kinds for layer in _with_mamba(each, [kind])),
+        final_norm="final_layernorm",
+        ropes=(),
     )
 
 
@@ -145,5 +161,5 @@ FAMILIES = {
     "granitemoehybrid": Family(granite, _plan),
     "falcon_h1": Family(plan=_plan),
     "nemotron_h": Family(plan=_nemotron_plan),
-    "jamba": Family(plan=_jamba_plan),
+    "jamba": Family(jamba, _jamba_plan),
 }

@@ -215,6 +215,7 @@ at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu) {
 
 // x = x * sigmoid(gate). x, gate: [tokens, heads, size], x contiguous, gate with a dense last dimension.
 void multiply_by_sigmoid(at::Tensor& x, const at::Tensor& gate) {
+  if (x.numel() == 0) return;
   TORCH_CHECK(x.is_contiguous() && are_heads(gate) && x.sizes() == gate.sizes());
   by_dtype(x, [&]<typename T>(T*) {
     for_each_row<T>(gate, x, [&](const T* from, T* to, int64_t size) {
