@@ -323,7 +323,9 @@ def _explain(error: Exception, named: str) -> str:
         case LocalEntryNotFoundError(__cause__=OfflineModeIsEnabled()):
             return f"{named} is not complete on this machine; unset HF_HUB_OFFLINE to have it fetched"
         case IncompleteSnapshotError() | LocalEntryNotFoundError(__cause__=None):
-            return f"{named} is not complete on this machine; run `text-generation-server download-weights` first"
+            offline = "unset HF_HUB_OFFLINE to have it fetched"
+            advice = offline if constants.HF_HUB_OFFLINE else "run `text-generation-server download-weights` first"
+            return f"{named} is not complete on this machine; {advice}"
         case LocalEntryNotFoundError():
             return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
         case JSONDecodeError() | LookupError() | TypeError():  # of the client, which reads something else

@@ -372,10 +372,15 @@ def _response_template(spec: Any) -> ResponseTemplate | None:
 
 
 def public_name(model_id: str) -> str:
-    """Returns a model's id without the server's paths: of a local folder its name, of a hub's cache the model's id."""
+    """Returns a model's id without the server's paths: of a local folder its name, of a hub's cache the model's id.
+
+    Of a GGUF file it is the name, also where that is a link to a file with another name.
+    """
     path = Path(model_id)
     if not path.is_absolute() and not path.exists():
         return model_id
+    if path.is_file():
+        return path.name
     path = path.resolve()
     if path == demo_model.PATH:
         return demo_model.NAME

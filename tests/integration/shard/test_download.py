@@ -272,6 +272,9 @@ def test_a_gguf_file_is_fetched_by_its_kind(download: Download, hub: Hub, tmp_pa
     assert {"config.json", "tokenizer.json", "tiny-Q8_0.gguf"} <= {path.name for path in folder.iterdir()}
     hub.requests.clear()
     assert folder_of(download("maker/tiny-GGUF:Q8_0", HF_HUB_OFFLINE="1")) == folder
+    assert "maker/other is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
+        download("maker/other:Q8_0", HF_HUB_OFFLINE="1")
+    )
     assert "has several GGUF files; choose one with --gguf-file: tiny-Q4_K_M.gguf, tiny-Q8_0.gguf" in complaint_of(
         download("maker/tiny-GGUF")
     )

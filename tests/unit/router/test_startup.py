@@ -38,6 +38,9 @@ def test_no_name_of_a_model_is_a_path(tmp_path: Path):
     assert public_name(str(tmp_path / "my-llama")) == "my-llama"
     assert public_name(f"{tmp_path}/my-llama/") == "my-llama"
     assert public_name(str(demo_model.PATH)) == "oatmill-demo"
+    (tmp_path / "sha256-6a0746a1ec1a").touch()  # as Ollama and the hub's cache store files
+    (tmp_path / "model-Q4_K_M.gguf").symlink_to(tmp_path / "sha256-6a0746a1ec1a")
+    assert public_name(str(tmp_path / "model-Q4_K_M.gguf")) == "model-Q4_K_M.gguf"
 
 
 async def test_the_folder_of_a_model_names_it_and_its_path_is_understood(path: Path):
