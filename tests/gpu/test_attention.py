@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.gpu.marks import DTYPES, needs_gpu
+from tests.gpu.marks import DTYPES, NEEDS_GPU
 from tests.unit.engine.backends.attention.test_backends import FP8, fp8, run, run_latents
 from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 SLOPES = torch.linspace(0.02, 0.6, 8)

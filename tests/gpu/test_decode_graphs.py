@@ -5,14 +5,14 @@ import logging
 import pytest
 import torch
 
-from tests.gpu.marks import needs_gpu
+from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, ONE_BY_ONE, PLAIN_ON_GPUS, make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 # `transformers` looks at the tokens of a GPT-2 that has a padding token: it is not captured.
 WAITS = {"gpt2"}

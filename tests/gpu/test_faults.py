@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from tests.gpu.marks import needs_gpu
+from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import make
 from tests.unit.engine.requests import load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import RunningSequence
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 POISONED = """
 import torch

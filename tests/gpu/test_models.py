@@ -5,7 +5,7 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from tests.gpu.marks import DTYPES, needs_gpu
+from tests.gpu.marks import DTYPES, NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import LENGTHS, NEW, Requests, load_engine, load_reference, prompts
 from tests.unit.engine.runners.test_parity import (
@@ -18,7 +18,7 @@ from tests.unit.engine.runners.test_parity import (
 )
 from tgi_server.engine.linear.grouped_experts import GroupedExperts, _fault_of
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 CUDA = torch.device("cuda")
 # How far, in standard deviations, a token's logit may be below the highest one in half precision. Where the last bit

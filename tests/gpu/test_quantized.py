@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.marks import needs_gpu
+from tests.gpu.marks import NEEDS_GPU
 from tests.quantized_models import make_quantized
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
@@ -11,7 +11,7 @@ from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.linear.gpu import TRITON, fault_of
 from tgi_server.engine.linear.kernel_table import SCALED_MM
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 CUDA = torch.device("cuda")
 TEXTS = prompts((1, 20, 5, 33))

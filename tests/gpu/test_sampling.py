@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.gpu.marks import needs_gpu
+from tests.gpu.marks import NEEDS_GPU
 from tgi_server import demo_model
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.offline import generate
 from tgi_server.engine.sampling import TorchSampler
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 PROMPTS = [[1, 40, 77, 300], [1, *range(50, 90)], [1, 5]]
 

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.gpu.marks import needs_gpu
+from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import make_llama
 from tgi_server import demo_model
 
@@ -26,7 +26,7 @@ for _module in (
     pytest.importorskip(_module)
 from tests.servers import TextGenerationServer  # noqa: E402
 
-pytestmark = needs_gpu()
+pytestmark = NEEDS_GPU
 
 PROMPT = "### Instruction:\nHow do I sharpen a chisel?\n\n### Response:\n"
 
