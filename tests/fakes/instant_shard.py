@@ -24,6 +24,13 @@ from shared.stubs.generate_pb2_grpc import (
     add_TextGenerationServiceServicer_to_server,
 )
 
+# As a shard has them. Without the last two, gRPC closes the connection of a router that has pinged three times.
+_SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 2**16
 _LOGPROB = -0.25
@@ -216,7 +223,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
 
 async def start(shard: InstantShard, path: Path) -> grpc.aio.Server:
     """Serves `shard` on the Unix socket `path`."""
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
     add_TextGenerationServiceServicer_to_server(shard, server)
     add_GrammarServiceServicer_to_server(shard, server)
     server.add_insecure_port(f"unix://{path}")

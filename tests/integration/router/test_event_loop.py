@@ -23,13 +23,28 @@ from tgi_server import demo_model
 BOUND_SECONDS = 0.25
 # So long no machine makes a turn of the loop by being busy.
 CERTAIN_SECONDS = 3.0
-RESPONSE_SECONDS = 20.0
+RESPONSE_SECONDS = 100.0
 ROOM = 1_990_000
 # A text of so many bytes is a prompt that is taken.
 PROMPT_ROOM = 200_000
 TRIES = 4
 # Responses of a conversation that goes on.
 TURNS = 14
+
+
+# Routes whose bodies are those of other routes, which fill each place in every way.
+SAME_BODIES = {
+    "/generate_stream": ("/generate",),
+    "/": ("/generate",),
+    "/v1/messages/count_tokens": ("/v1/messages",),
+    "/chat_tokenize": ("/v1/chat/completions",),
+    "/v1/warm": ("/v1/chat/completions", "/v1/completions"),
+    "/v1/decisions": ("/v1/responses",),  # in its input
+    "/vertex": ("/v1/chat/completions", "/generate"),
+    "/invocations": ("/v1/chat/completions", "/v1/completions", "/generate"),
+}
+# Fillings of such places on the routes that share them: the slowest of each kind.
+FEW_FILLINGS = ("lists", "text of '<|user|>'", "items", "members", "schema")
 
 
 @dataclass(slots=True)
@@ -147,8 +162,11 @@ async def watched(
 
 def single(schemas: Schemas, path: str, settings: dict[str, Any]) -> Iterator[Shape]:
     """Yields the bodies of a route that have one place filled."""
+    shared = _shared(schemas, path)
     for place in schemas.places(schemas.bodies[path]):
         for filling in schemas.fillings(place.schema):
+            if place.name in shared and filling.name not in FEW_FILLINGS:
+                continue
             for room in (ROOM, PROMPT_ROOM) if "text" in filling.name or place.name.startswith("prompt") else (ROOM,):
                 yield Shape(
                     path,
@@ -159,9 +177,10 @@ def single(schemas: Schemas, path: str, settings: dict[str, Any]) -> Iterator[Sh
 
 def pairs(schemas: Schemas, path: str, settings: dict[str, Any]) -> Iterator[Shape]:
     """Yields the bodies of a route that have two places filled with items whose names are the same."""
+    shared = _shared(schemas, path)
     growing = [place for place in schemas.places(schemas.bodies[path]) if place.grows]
     for both in combinations(growing, 2):
-        if both[0].path == both[1].path[: len(both[0].path)]:
+        if {each.name for each in both} <= shared or both[0].path == both[1].path[: len(both[0].path)]:
             continue
         fillings = [_items(schemas, place) for place in both]
         yield Shape(
@@ -169,6 +188,13 @@ def pairs(schemas: Schemas, path: str, settings: dict[str, Any]) -> Iterator[Sha
             " with ".join(place.name for place in both),
             lambda both=both, fillings=fillings: _filled(both, fillings, settings, ROOM),
         )
+
+
+def _shared(schemas: Schemas, path: str) -> set[str]:
+    """Returns the names of the places that other routes fill in every way."""
+    others = (place for each in SAME_BODIES.get(path, ()) for place in schemas.places(schemas.bodies[each]))
+    within = "instances.[]." if path == "/vertex" else ""
+    return {within + place.name for place in others}
 
 
 def _items(schemas: Schemas, place: Place) -> Callable[[int], str]:
