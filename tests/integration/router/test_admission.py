@@ -39,6 +39,27 @@ async def test_a_request_that_cannot_be_in_time_is_refused(routers: RouterFactor
     assert await router.metric("tgi_batch_current_size") == 0
 
 
+async def test_a_stream_that_cannot_be_in_time_is_refused_with_a_status(routers: RouterFactory) -> None:
+    router = await measured(await routers(shard={"step_seconds": 0.01}))
+    limits = {"max_tokens": 400, "timeout_ms": 1000, "stream": True}
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    parameters = {"max_new_tokens": 400, "timeout_ms": 1000, "do_sample": False}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": ["Hi", "Ho"], **limits},
+        "/v1/chat/completions": chat | limits,
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 400, "timeout_ms": 1000, "stream": True},
+        "/v1/messages": chat | limits,
+        "/generate_stream": {"inputs": "Hi", "parameters": parameters},
+    }
+    for path, body in bodies.items():
+        refused = await router.post(path, **body)
+        assert (refused.status_code, refused.headers["content-type"]) == (503, "application/json"), path
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["x-error-code"] == "deadline_unreachable"
+    assert await router.metric('tgi_request_failure{err="overloaded"}') == len(bodies)
+    assert await router.metric("tgi_queue_size") == 0
+
+
 @pytest.mark.parametrize("settings", [{"admission": "off"}, {}])
 async def test_without_admission_or_deadline_it_is_tried(routers: RouterFactory, settings: dict[str, str]) -> None:
     router = await measured(await routers(shard={"step_seconds": 0.002}, **settings))

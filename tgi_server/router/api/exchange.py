@@ -331,7 +331,11 @@ class Exchange:
         """Returns the response that sends what is written into `outbox`; at its end the exchange is closed.
 
         characters: of the prompts. collects: the answer is held as a whole until its end.
+
+        Raises the error of a sequence that has failed already, so that the response has its status.
         """
+        if outbox.error is not None:
+            raise outbox.error
         self._streams, self._outbox, self._collects = True, outbox, collects
         headers = compute_headers(self.service.model.compute_type, characters=characters)
         return EventStream(outbox, headers | self._notes(), self.close)
