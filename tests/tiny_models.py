@@ -231,6 +231,13 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "llama3": ("llama", _GATED | _LLAMA3),
     "llama_yarn": ("llama", _GATED | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "mamba": ("mamba", {"state_size": 8}),
+    # Values with fewer elements than keys, and more KV heads in layers with a window.
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        _GATED
+        | {"num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1},
+    ),
     "minicpm3": ("minicpm3", _LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32}),
     "minimax_m2": ("minimax_m2", _GATED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mistral": ("mistral", _GATED | {"sliding_window": WINDOW}),

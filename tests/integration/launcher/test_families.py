@@ -15,15 +15,8 @@ from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
 from tests.unit.engine.lora.adapted import make_adapted
 from tests.unit.engine.requests import generated
 
-# Those of text models that are downloaded most, as far as the hub's lists show it: each by one of its architectures.
-FAMILIES = (
-    *("bloom", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "exaone4", "falcon_40b"),
-    *("falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe"),
-    *("glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid", "kimi_linear"),
-    *("lfm2", "lfm2_moe", "llama3", "llama4_text", "minimax_m2", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3"),
-    *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
-    *("qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-)
+# One with latents, one with windows, one with states; all of them: tests/unit/engine/parallel/test_families.py.
+FAMILIES = ("deepseek_v3", "olmo3", "qwen3_next")
 TEXT = "the quick brown fox jumps over the lazy dog, and then it rests in the shade of an old oak. " * 3
 # Less than a prompt has, so that it is computed in chunks.
 CHUNK = 24

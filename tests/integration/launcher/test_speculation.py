@@ -9,7 +9,9 @@ import pytest
 
 from tests.conftest import ServerFactory
 from tests.servers import TextGenerationServer
+from tests.tiny_models import make_tokenizer
 from tests.unit.engine.speculation.test_invisible import MODELS
+from tests.unit.engine.speculation.test_mtp import save
 from tgi_server import demo_model
 
 CLIENTS = 16
@@ -74,6 +76,25 @@ def test_answers_are_those_of_a_server_without_drafts(
         # Drafts are checked where steps with them were measured to take little longer: for a request alone, if for any.
         _compare(ask(running, clients=1), expected, running)
         assert _drafts_were_right_and_wrong(running), _told(running)
+
+
+@pytest.mark.slow
+def test_metrics_count_what_the_models_own_layer_drafts(server: ServerFactory, tmp_path: Path) -> None:
+    """The layer is right about a model whose tokens each say which one is next."""
+    folder = save("glm4_moe", tmp_path / "model", right=True, layers=12)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    running = server(f"--model-id={folder}", "--dtype=float32", "--speculate=3", "--max-batch-size=4")
+    running.wait_until_ready()
+    assert "drafts come from the layer for multi-token prediction" in running.lines()
+    drafts: dict[str, float] = {}
+    for first in range(3, 12):  # drafts are checked where steps with them were measured to take little longer
+        body = {"model": "tgi", "prompt": [first], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+        httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        if (drafts := _drafts(running))["tgi_batch_speculated_tokens"] > 0:
+            break
+    print(drafts)
+    assert drafts["tgi_batch_speculated_tokens"] == drafts["tgi_batch_accepted_tokens"] > 0
+    assert drafts["tgi_request_skipped_tokens_sum"] > 0
 
 
 def _compare(answers: list[dict[str, Any]], expected: list[dict[str, Any]], server: TextGenerationServer) -> None:

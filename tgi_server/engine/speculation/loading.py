@@ -54,8 +54,7 @@ def load_own_drafter(config: EngineConfig, model: PreTrainedModel, runner: Paged
     """
     if isinstance(runner.model, CpuModel):
         layer_type = runner.model.decoder.layer_type
-    elif isinstance(runner.model, GenericModel):
-        decoder: Any = model.get_decoder()
+    elif isinstance(runner.model, GenericModel) and hasattr(decoder := model.get_decoder(), "layers"):
         layer_type = type(decoder.layers[-1])
     else:
         return None

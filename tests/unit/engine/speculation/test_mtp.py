@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.tiny_models import NOISE, build
+from tests.tiny_models import NOISE, build, make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import load_engine
 from tests.unit.engine.runners.test_parity import quick
@@ -30,11 +30,11 @@ QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", *QWEN)
 
 
-def save(architecture: str, folder: Path, *, right: bool = False) -> Path:
+def save(architecture: str, folder: Path, *, right: bool = False, layers: int = LAYERS) -> Path:
     """Saves a model with a layer for multi-token prediction, which is random, or right about a model whose tokens each
-    say which one is next.
+    say which one is next. layers: of the model alone.
     """
-    settings: dict[str, Any] = {"num_hidden_layers": LAYERS + 1}
+    settings: dict[str, Any] = {"num_hidden_layers": layers + 1}
     if architecture in QWEN:
         settings["layer_types"] = ["linear_attention", "full_attention", "full_attention"]
     if architecture == "glm_moe_dsa":
@@ -45,7 +45,7 @@ def save(architecture: str, folder: Path, *, right: bool = False) -> Path:
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    prefix = f"model.layers.{LAYERS}."
+    prefix = f"model.layers.{layers}."
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     if architecture in QWEN:
         tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
@@ -53,10 +53,10 @@ def save(architecture: str, folder: Path, *, right: bool = False) -> Path:
     own = dict(zip(names, _around(tensors["model.norm.weight"], right=right), strict=True))
     save_file(tensors | {f"{prefix}{name}.weight": own[name] for name in names}, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = LAYERS
+    config["num_hidden_layers"] = layers
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if config.get(name):
-            del config[name][LAYERS:]
+            del config[name][layers:]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -165,6 +165,12 @@ def test_drafts_are_those_of_the_layer_in_transformers(
             ids, positions = torch.tensor([tokens[1:]]), torch.arange(len(tokens) - 1)[None]
             output = network.forward_layer(0, hidden, positions, None, input_ids=ids)
             assert draft == [int(model.lm_head(output[0, -1]).argmax())]
+
+
+def test_models_whose_layers_are_called_otherwise_draft_from_texts(tmp_path: Path) -> None:
+    engine = load_engine(make("gpt2", tmp_path), speculate=2)
+    assert engine.speculation is not None
+    assert not any(isinstance(each, Eagle) for each in engine.speculation.drafters)
 
 
 def test_a_layer_that_is_not_whole_is_refused_with_what_is_missing(tmp_path: Path) -> None:

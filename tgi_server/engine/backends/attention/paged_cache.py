@@ -9,6 +9,7 @@ attention module that calls it: there is no global state.
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, Cache
 
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
@@ -33,11 +34,14 @@ class PagedCache(Cache):
         self.states = states
         self.metadata: ForwardMetadata | None = None
         self._written_by_attention: set[int] = set()
+        self._of_latents: set[int] = set()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
         if layer_idx not in self._written_by_attention:
-            self.write(layer_idx, key, value)
+            # Blocks have as much for a value as for a key; attention gives back as much as the value had.
+            narrower = 0 if layer_idx in self._of_latents else key.shape[-1] - value.shape[-1]
+            self.write(layer_idx, key, functional.pad(value, (0, narrower)) if narrower > 0 else value)
         key.cached_by = layer_idx  # type: ignore[attr-defined]
         return key, value
 
@@ -56,6 +60,8 @@ class PagedCache(Cache):
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.paged_cache = self
+                if getattr(getattr(module, "variant", None), "latents", None) is not None:
+                    self._of_latents.add(int(module.layer_idx))  # type: ignore[arg-type]
             if getattr(module, "writes_cache", False):
                 self._written_by_attention.add(int(module.layer_idx))  # type: ignore[arg-type]
 
@@ -109,7 +115,7 @@ def paged_attention(
         keys_of=source if (source := getattr(key, "cached_by", layer)) != layer else None,
     )
     cache: PagedCache = module.paged_cache  # type: ignore[assignment]
-    return cache.attend(layer, query, variant), None
+    return cache.attend(layer, query, variant)[..., : value.shape[-1]], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

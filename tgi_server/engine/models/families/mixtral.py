@@ -1,11 +1,12 @@
-"""Mixtral, Qwen MoE and MiniMax M2: Llama's attention, and a mixture of experts as the feed-forward part."""
+"""Mixtral, Qwen MoE, MiMo V2 and MiniMax M2: Llama's attention, and a mixture of experts as the feed-forward part."""
 
 from dataclasses import replace
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
-from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, llama_plan
-from tgi_server.engine.parallel.plan import ShardingPlan
+from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, attention, heads_of, llama_plan
+from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split
+from tgi_server.engine.parallel.shares import Heads, query_heads
 
 _MIXTURE = ("mlp", "gate")
 
@@ -36,6 +37,22 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, EXPERTS, whole=("gate",))
 
 
+def _mimo(config: Any) -> ShardingPlan:
+    """Layers with a window have twice as many KV heads, and sinks."""
+    whole = heads_of(config)
+    windows = Heads(whole.queries, 2 * whole.keys)
+    others = {
+        f"layers.{index}.self_attn": windows
+        for index, kind in enumerate(config.layer_types)
+        if kind == "sliding_attention"
+    }
+    sinks = dict.fromkeys(("sinks", "attention_sink_bias"), Slice(0, query_heads))  # the latter in checkpoints
+    splits = {**EXPERTS, "self_attn": Split(sinks)}
+    for name in others:
+        splits |= attention(name, heads=windows)
+    return replace(llama_plan(config, splits, whole=("gate",)), layer_heads=others)
+
+
 def _minimax(config: Any) -> ShardingPlan:
     return llama_plan(config, {**EXPERTS, **NORMS_OF_ALL_HEADS}, whole=("gate",))
 
@@ -45,6 +62,7 @@ def _qwen2_moe(config: Any) -> ShardingPlan:
 
 
 FAMILIES = {
+    "mimo_v2_flash": Family(plan=_mimo),
     "minimax_m2": Family(plan=_minimax),
     "mixtral": Family(mixtral, _plan),
     "qwen2_moe": Family(plan=_qwen2_moe),
