@@ -3,6 +3,7 @@
 The names: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py, class Keys.Adapter.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,8 @@ def read_gguf_adapter(path: Path, model_type: str) -> GgufAdapter:
     if "adapter.alora.invocation_tokens" in file.metadata:
         raise GgufError(f"{path} takes effect only behind its adapter.alora.invocation_tokens, which is not supported")
     alpha = file.metadata.get("adapter.lora.alpha")
-    if not isinstance(alpha, int | float):
-        raise GgufError(f"{path}: adapter.lora.alpha is {alpha!r}; a number is needed")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise GgufError(f"{path}: adapter.lora.alpha is {alpha!r}; a finite number is needed")
     architecture = _architecture(file, model_type)
     pairs = {name.rpartition(".")[0] for name in file.tensors}
     matrices: dict[str, tuple[GgufTensor, GgufTensor]] = {}

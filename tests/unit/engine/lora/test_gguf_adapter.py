@@ -106,7 +106,8 @@ def test_matrices_may_be_quantised(model: Path, adapter: Path, tmp_path: Path) -
     [
         ({"adapter__type": "control_vector"}, "adapter.type is 'control_vector'; only 'lora' is served"),
         ({"general__type": "model"}, r"chef.gguf is a model, not an adapter \(general.type is 'model'\)"),
-        ({"adapter__lora__alpha": None}, "adapter.lora.alpha is None; a number is needed"),
+        ({"adapter__lora__alpha": None}, "adapter.lora.alpha is None; a finite number is needed"),
+        ({"adapter__lora__alpha": float("nan")}, "adapter.lora.alpha is nan; a finite number is needed"),
         ({"adapter__alora__invocation_tokens": [1, 2]}, "takes effect only behind its adapter.alora.invocation_tokens"),
     ],
 )
