@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+# Modules are compiled once, also where the environment says otherwise: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install demo serve test check proto reference format screenshots site dist clean
 .DEFAULT_GOAL := help
