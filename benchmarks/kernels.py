@@ -118,7 +118,7 @@ def kinds_of_weights() -> dict[str, list[choice.Weights]]:
         plain = choice.Weights.plain(FloatLinear, dtype), choice.Weights.plain(Int8Linear, dtype)
         for weights in (
             *plain,
-            *(choice.Weights.quantized(kind, dtype) for kind in ("int4", "codebook", "int8", "fp8")),
+            *(choice.Weights.quantized(kind, dtype) for kind in ("int4", "codebook", "int6", "int8", "fp8")),
         ):
             kinds.setdefault(weights.kind, []).append(weights)
     return kinds
@@ -219,7 +219,11 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a model folder; its weights are not read")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument(
-        "--weights", nargs="+", choices=("int8", "int4", "codebook", "fp8"), default=(), help="quantised ones as well"
+        "--weights",
+        nargs="+",
+        choices=("int8", "int4", "int6", "codebook", "fp8"),
+        default=(),
+        help="quantised ones as well",
     )
     parser.add_argument("--rows", type=positive, nargs="+", default=trials.ROWS, help="default: %(default)s")
     parser.add_argument("--prompts", type=positive, nargs="+", default=[128, 512, 2048], help="default: %(default)s")

@@ -32,6 +32,7 @@ from tgi_server.engine.config import DTYPES
 from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.errors import CannotConnect, PeerLost
 from tgi_server.engine.kernels import compile_beside
+from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to
 from tgi_server.grammar import Sandbox
@@ -131,6 +132,7 @@ def serve(settings: ShardSettings, model_path: Path | None, encoder_paths: Mappi
     # Objects made while loading live as long as the process: the garbage collector need not walk them again and again.
     gc.collect()
     gc.freeze()
+    malloc_trim()
     uvloop.run(_serve(settings, model_path, encoder_paths, loaded))
     if loaded.group is not None and loaded.engine is not None and loaded.engine.info.device_type == "cuda":
         _end_at_once(0)  # NCCL waits for graphs with its kernels, which are still there, before it lets a process end

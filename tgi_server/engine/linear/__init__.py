@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -12,13 +12,13 @@ from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWei
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.choice import W4A8, Weights, choose_kernels, plain_shapes, quantized_shapes
+from tgi_server.engine.linear.choice import A8, Weights, choose_kernels, plain_shapes, quantized_shapes
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_linear import SideBySideLinear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
-from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear, packed_kind_of
 from tgi_server.engine.linear.trials import fastest
 from tgi_server.engine.parallel import ShardGroup
 
@@ -36,7 +36,8 @@ class LinearFactory:
     layer: what layers with dense weights become, and kernels theirs. quantized: the kernels of quantized weights, by
     their kind; quantized layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of
     the model. quantized_layer: makes a quantized layer of a weight, a bias, the kernels and the dtype. side_by_side:
-    makes one layer of several with different kinds of weights; None: these are widened to 8 bits.
+    makes one layer of several with different kinds of weights; None: these are widened to 8 bits. kind_of: returns the
+    kind of a weight.
     """
 
     layer: type[PackedLinear]
@@ -47,11 +48,12 @@ class LinearFactory:
         PackedQuantizedLinear
     )
     side_by_side: Callable[[Sequence[PackedLinear]], PackedLinear] | None = None
+    kind_of: Callable[[QuantizedWeight], str] = packed_kind_of
 
     @property
     def rounding(self) -> float:
         """Returns the share of their norm by which the layers may change a model's logits."""
-        rounds_inputs = any({W4A8, SCALED_MM} & set(table.kernels) for table in self.quantized.values())
+        rounds_inputs = any({*A8, SCALED_MM} & set(table.kernels) for table in self.quantized.values())
         return max(self.layer.rounding, Int8Linear.rounding if rounds_inputs else 0)
 
     def __str__(self) -> str:
@@ -63,7 +65,7 @@ class LinearFactory:
     def takes(self, module: nn.Module) -> bool:
         """Returns True for a layer that it makes another one of."""
         if isinstance(module, QuantizedLinear):
-            return self.layer is Int8Linear or kind_of(module.quantized(0, 1)) in self.quantized
+            return self.layer is Int8Linear or self.kind_of(module.quantized(0, 1)) in self.quantized
         return type(module) is nn.Linear
 
     def joins(self, *modules: nn.Module) -> bool:
@@ -113,7 +115,7 @@ class LinearFactory:
             layer = Int8Linear(weight.dense(), bias, self.kernels)
             layer.weight = layer.weight.to(self.dtype)
             return layer
-        return self.quantized_layer(weight, bias, self.quantized[kind_of(weight)], self.dtype)
+        return self.quantized_layer(weight, bias, self.quantized[self.kind_of(weight)], self.dtype)
 
 
 def _kind(module: Linear) -> Hashable:
@@ -122,7 +124,7 @@ def _kind(module: Linear) -> Hashable:
         return None
     weight = module.quantized(0, 1)
     book = None if weight.codebook is None else tuple(weight.codebook.tolist())
-    return weight.codes.dtype, book, tuple(weight.groups.tolist())
+    return weight.codes.dtype, weight.six_bits, book, tuple(weight.groups.tolist())
 
 
 def linear_factory(
@@ -169,12 +171,19 @@ def _table(
     return KernelTable.of(group.exchange(answer)[0] if group else answer)
 
 
+def _for_bits(name: str, bits: int, known: Sequence[str]) -> str:
+    """Returns the kernel that does for weights of so many bits what the one with this name does for those of 4."""
+    wider = name.replace("w4", f"w{bits}", 1)
+    return wider if wider in known else name
+
+
 def _pinned(text: str, weights: Weights) -> KernelTable:
     try:
         table = KernelTable.of(text)
     except ValueError as error:
         raise UnsupportedModel(f"--linear-kernels: {error}") from error
     known = [*weights.kernels, *weights.by_name]
+    table = replace(table, kernels=tuple(_for_bits(name, weights.bits, known) for name in table.kernels))
     if unknown := [name for name in table.kernels if name not in known]:
         raise UnsupportedModel(
             f"--linear-kernels: this CPU has no {', '.join(unknown)} for these weights; it has {', '.join(known)}"

@@ -7,7 +7,7 @@ is not in the table uses the rules at the beginning of the file.
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +20,7 @@ from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
+from tgi_server.engine.linear.quantized import SIX_BITS, PackedQuantizedLinear, packed_kind_of
 
 TABLE = Path(__file__).with_name("kernels.toml")
 # The section of the table for machines that it does not have.
@@ -28,8 +28,9 @@ RULES = "rules"
 
 # Kernels that emulate instructions end so. They are in builds for tests only.
 _EMULATED = "_emulated"
-# The kernel that quantizes its inputs to 8 bits: models in float32 use it if it is named, and never because it is fast.
-W4A8 = "w4a8"
+# The kernels that quantize their inputs to 8 bits: models in float32 use them if they are named, and never because they
+# are fast.
+A8 = ("w4a8", "w6a8")
 # The kernel that quantizes them to 16 bits, for models whose dtype has no more; with a codebook to 14.
 W4A16 = "w4a16"
 # Those that round neither inputs nor weights, which models in float32 ask for.
@@ -74,24 +75,26 @@ class Weights:
     @classmethod
     def quantized(cls, kind: str, dtype: torch.dtype) -> Self:
         """Quantized weights of a kind. dtype: of the model."""
-        bits = 4 if kind in ("int4", "codebook") else 8
+        bits = 4 if kind in ("int4", "codebook") else 6 if kind == SIX_BITS else 8
         codebook = {"int4": LINE, "codebook": LINE.flip(0)}.get(kind)
-        codes = {4: torch.uint8, 8: torch.float8_e4m3fn if kind == "fp8" else torch.int8}[bits]
+        codes = torch.uint8 if bits == 4 else torch.float8_e4m3fn if kind == "fp8" else torch.int8
+        bits_of_code, largest = (4, 120) if bits == 4 else (8, 31 if kind == SIX_BITS else 120)
 
         def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
             scales = torch.rand(_DISTINCT, -(-inputs // _GROUP), generator=_generator()).half().float()  # as most are
-            numbers = torch.randint(0, 120, (_DISTINCT, inputs * bits // 8), generator=_generator()).to(torch.uint8)
+            shape = _DISTINCT, inputs * bits_of_code // 8
+            numbers = torch.randint(0, largest, shape, generator=_generator()).to(torch.uint8)
             zeros = torch.full((outputs, scales.shape[1]), CODES / 2 - 1) if kind == "int4" else None  # 8 is none
             packed = _repeated(numbers, outputs).view(codes)
             weight = QuantizedWeight.of(packed, _repeated(scales, outputs), zeros, codebook=codebook)
-            return PackedQuantizedLinear(weight, None, table)
+            return PackedQuantizedLinear(replace(weight, six_bits=kind == SIX_BITS), None, table)
 
         kernels = torch.ops.oatmill.quantized_kernels(kind)
         if dtype == torch.float32:
-            kernels = [name for name in kernels if name in (*_EXACT, W4A8)]
+            kernels = [name for name in kernels if name in (*_EXACT, *A8)]
         elif kind == "codebook" and dtype != torch.bfloat16:
             kernels = [name for name in kernels if name != W4A16]
-        by_name = (W4A8,) if W4A8 in kernels and dtype == torch.float32 else ()
+        by_name = tuple(name for name in kernels if name in A8) if dtype == torch.float32 else ()
         return cls(kind, dtype, bits, _real([name for name in kernels if name not in by_name]), make, by_name)
 
 
@@ -119,7 +122,7 @@ def quantized_shapes(model: nn.Module) -> dict[str, Counter[tuple[int, int]]]:
     found: dict[str, Counter[tuple[int, int]]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            kind = kind_of(module.quantized(0, 1))
+            kind = packed_kind_of(module.quantized(0, 1))
             found.setdefault(kind, Counter())[module.out_features, module.in_features] += 1
     return found
 

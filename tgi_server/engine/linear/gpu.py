@@ -58,7 +58,7 @@ def gpu_linear_factory(
                 break
             fallbacks.append(f"{kind} weights are multiplied in a slower way: {fault}")
             logger.warning(fallbacks[-1])
-    return LinearFactory(BlasLinear, None, quantized, dtype, quantized_layer), fallbacks
+    return LinearFactory(BlasLinear, None, quantized, dtype, quantized_layer, kind_of=kind_of), fallbacks
 
 
 def quantized_layer(

@@ -1,4 +1,4 @@
-"""Linear layers with weights of 4 or 8 bits that are read as they are, by the engine's own kernels."""
+"""Linear layers with weights of 4, 6 or 8 bits that are read as they are, by the engine's own kernels."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
-_WORD_BITS = 32
+# Codes that stand together, by their bits: those of a word, or of three.
+_OF_UNIT = {4: 8, 6: 16, 8: 4}
+# The kind of int8 weights that need 6 bits only.
+SIX_BITS = "int6"
 # Inputs are padded to a multiple of this, so that every kernel can take a layer.
 _UNIT = 32
 _ZERO_POINT = 8  # of integers of 4 bits
@@ -23,8 +26,8 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         weight = weight.compact()
-        self.kind = kind_of(weight)
-        self._bits = 8 if weight.codebook is None else 4
+        self.kind = packed_kind_of(weight)
+        self._bits = 6 if self.kind == SIX_BITS else 8 if weight.codebook is None else 4
         self._codebook, self._groups = weight.codebook, weight.groups
         self._scale_factors: Tensor | None = None
         self._offset_factors: Tensor | None = None
@@ -38,7 +41,7 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
             self._scales, self._scale_factors = _blocks_by_tile(weight.stored_scales)
             if weight.stored_offsets is not None:
                 self._offsets, self._offset_factors = _blocks_by_tile(weight.stored_offsets)
-        self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
+        self._order, starts = _arrangement(weight, _OF_UNIT[self._bits])
         packed = torch.ops.oatmill.quantized_pack(weight.codes.view(torch.uint8), self._order, self._bits)
         by_kind = torch.classes.oatmill.QuantizedWeights(
             self.kind,
@@ -83,7 +86,7 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
         elif self.kind == "int4":
             numbers = codes.float() - _ZERO_POINT
         else:
-            numbers = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
+            numbers = codes.view(torch.float8_e4m3fn if self.kind == "fp8" else torch.int8).float()
         scales = self._by_input(_product(self._scales, self._scale_factors))
         if self._zeros is not None:
             numbers -= self._by_input(self._zeros.float())
@@ -98,27 +101,32 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
 
 
 def kind_of(weight: QuantizedWeight) -> str:
-    """Returns the kernels' name for weights of this kind."""
+    """Returns the name of this kind of weights."""
     if weight.codebook is not None:
         return "int4" if weight.on_a_line else "codebook"
     return "int8" if weight.codes.dtype == torch.int8 else "fp8"
 
 
-def _arrangement(weight: QuantizedWeight, of_word: int) -> tuple[Tensor, Tensor]:
-    """Arranges inputs so that those of a group follow each other and begin a word.
+def packed_kind_of(weight: QuantizedWeight) -> str:
+    """Returns the name of the kind that weights have once they are packed for CPUs."""
+    return SIX_BITS if weight.six_bits else kind_of(weight)
 
-    of_word: codes of a word. Returns the input that stands at each place, -1 for none, and the word with which each
-    group begins, followed by the number of words; both int32.
+
+def _arrangement(weight: QuantizedWeight, of_unit: int) -> tuple[Tensor, Tensor]:
+    """Arranges inputs so that those of a group follow each other and begin a unit of so many codes.
+
+    Returns the input that stands at each place, -1 for none, and the unit with which each group begins, followed by the
+    number of units; both int32.
     """
     order: list[Tensor] = []
     starts, size = [], 0
     for group in weight.groups.argsort(stable=True).split(weight.groups.bincount().tolist()):
-        starts.append(size // of_word)
-        order.append(pad(group, (0, -len(group) % of_word), value=-1))
+        starts.append(size // of_unit)
+        order.append(pad(group, (0, -len(group) % of_unit), value=-1))
         size += len(order[-1])
     order.append(torch.full((-size % _UNIT,), -1))
     places = torch.cat(order).to(torch.int32)
-    return places, torch.tensor([*starts, len(places) // of_word], dtype=torch.int32)
+    return places, torch.tensor([*starts, len(places) // of_unit], dtype=torch.int32)
 
 
 def _keeps_order(order: Tensor, inputs: int) -> bool:

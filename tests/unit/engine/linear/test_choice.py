@@ -41,7 +41,7 @@ def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
 def test_inputs_of_32_bits_are_not_rounded() -> None:
     assert load_kernels()
     assert "w4a16" in Weights.quantized("int4", torch.bfloat16).kernels
-    for kind in ("int4", "codebook", "int8", "fp8"):
+    for kind in ("int4", "codebook", "int6", "int8", "fp8"):
         weights = Weights.quantized(kind, torch.float32)
         assert weights.kernels == ("fma",)
         assert str(choice.choose_kernels(weights)) == "fma"

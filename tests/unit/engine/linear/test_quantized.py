@@ -15,12 +15,12 @@ from tgi_server.engine.checkpoint.quantized.weight import LINE, paired
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.choice import Weights, choose_kernels
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear, packed_kind_of
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100, 300]
 SHAPES = [(64, 48), (60, 131), (352, 70), (32, 1600)]
 NF4, FP4 = torch.tensor(_NF4), torch.tensor(_FP4)
-KINDS = ["int4", "int4 without offsets", "codebook", "int8", "int8 with offsets", "fp8"]
+KINDS = ["int4", "int4 without offsets", "codebook", "int6", "int6 with offsets", "int8", "int8 with offsets", "fp8"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,9 +42,11 @@ def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | N
     if kind == "fp8":
         small = torch.cat([torch.randn(outputs, inputs - 8), torch.randn(outputs, 8) * 2**-8], 1)  # some are subnormal
         return QuantizedWeight.of(small.to(torch.float8_e4m3fn), scales, groups=groups)
-    codes = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
+    most = 32 if kind.startswith("int6") else 128
+    codes = torch.randint(-most, most, (outputs, inputs)).to(torch.int8)
     zeros = torch.randint(-9, 9, scales.shape).float() if "with" in kind else None
-    return QuantizedWeight.of(codes, scales / 16, zeros, groups=groups)
+    weight = QuantizedWeight.of(codes, scales * 8 / most, zeros, groups=groups)
+    return replace(weight, six_bits=most == 32)
 
 
 def require(kernel: str, kind: str) -> None:
@@ -57,14 +59,14 @@ def require(kernel: str, kind: str) -> None:
 def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs, outputs) -> None:
     weight, bias = random_weight(kind, inputs, outputs), torch.randn(outputs)
     dense = weight.dense().double()
-    kernels = torch.ops.oatmill.quantized_kernels(kind_of(weight))
+    kernels = torch.ops.oatmill.quantized_kernels(packed_kind_of(weight))
     for name in kernels:
         layer = PackedQuantizedLinear(weight, bias, KernelTable.of(name))
         rounded = "bf16" in name or "amx" in name
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
-        if name == "w4a8":
+        if name in ("w4a8", "w6a8"):
             close = {"rtol": 1e-2, "atol": 5e-2}
-        if name in ("w4a16", "w8a16"):
+        if name in ("w4a16", "w6a16", "w8a16"):
             close = {"rtol": 1e-4, "atol": 5e-4} if kind != "codebook" else {"rtol": 1e-3, "atol": 2e-3}
         for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
             x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
@@ -84,7 +86,7 @@ def test_in_float32_the_chosen_kernels_are_as_exact_as_the_dequantized_weights(k
     weight, x = random_weight(kind, 384, 96, groups), torch.randn(40, 384)
     assert weight.scales.dtype == torch.float32
     assert not torch.equal(weight.scales, weight.scales.bfloat16().float()), "no 16 bits hold these"
-    table = choose_kernels(Weights.quantized(kind_of(weight), torch.float32))
+    table = choose_kernels(Weights.quantized(packed_kind_of(weight), torch.float32))
     exact, dense = linear(x.double(), weight.dense().double()), linear(x, weight.dense())
     error, usual = ((y.double() - exact).norm() for y in (PackedQuantizedLinear(weight, None, table)(x), dense))
     assert error <= 4 * usual
@@ -117,8 +119,8 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
     torch.testing.assert_close(actual, linear(x, weight.dense()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["w4a8", "bf16"])
-@pytest.mark.parametrize("kind", ["int4", "codebook", "fp8"])
+@pytest.mark.parametrize("name", ["w4a8", "w6a8", "bf16"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int6", "fp8"])
 def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
     """Groups of all sizes: one input, what does not fill the words that are summed together, and what is too large."""
     require(name, kind)
@@ -215,8 +217,8 @@ def test_zeros_may_be_any_numbers(place, name, rows) -> None:
     torch.testing.assert_close(layer(x).float(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets", "fp8"])
-@pytest.mark.parametrize("name", ["fma", "fma_dequant", "w4a8", "w4a16", "bf16"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int6", "int8 with offsets", "fp8"])
+@pytest.mark.parametrize("name", ["fma", "w4a8", "w6a8", "w4a16", "w6a16", "w8a16", "bf16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
     require(name, kind)
     layer = PackedQuantizedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
@@ -237,11 +239,11 @@ def test_weights_joined_are_the_layers_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("name", ["fma", "w4a8", "w4a16", "w8a16", "bf16"])
+@pytest.mark.parametrize("name", ["fma", "w4a8", "w4a16", "w6a8", "w6a16", "bf16"])
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_factors_of_blocks_are_multiplied_as_they_are_read(kind, name, rows) -> None:
     weight = quantized_weight(kind, torch.from_numpy(random_blocks(kind, 70, 512)).view(70, 2, -1))
-    require(name, kind_of(weight))
+    require(name, packed_kind_of(weight))
     x = torch.randn(rows, 512).bfloat16()
     layer, wanted = PackedQuantizedLinear(weight, None, KernelTable.of(name)), linear(x.float(), weight.dense())
     assert layer._scale_factors is not None

@@ -70,6 +70,7 @@ class QuantizedLinear(nn.Module):
         self._dtype = weight.codes.dtype
         self._group_size = weight.group_size
         self._on_a_line = weight.on_a_line
+        self._six_bits = weight.six_bits
         buffers = {
             "codes": weight.codes.view(torch.uint8).contiguous(),
             "codebook": weight.codebook,
@@ -89,7 +90,7 @@ class QuantizedLinear(nn.Module):
         offsets = None
         if self.offsets is not None:
             offsets = _stored(self.offsets[first:last], self.offset_factors, first, last)
-        return QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets)
+        return QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets, self._six_bits)
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the weights of some outputs, [rows, in_features]. indices: [rows] int64."""

@@ -47,6 +47,7 @@ class QuantizedWeight:
     any order.
     stored_scales, stored_offsets: scales and offsets, float32 or in blocks; no offsets: None. Where an offset stands
     beside a scale of 0, the codes are 0.
+    six_bits: True if all codes, int8, are from -32 to 31.
     """
 
     codes: Tensor
@@ -55,6 +56,7 @@ class QuantizedWeight:
     zeros: Tensor | None
     groups: Tensor
     stored_offsets: Scales | None = None
+    six_bits: bool = False
 
     @classmethod
     def of(
@@ -222,7 +224,7 @@ class QuantizedWeight:
             None if each is None else each.repeat_interleave(repeats, 1) for each in (self.zeros, self.offsets)
         )
         groups = torch.arange(self.shape[1], device=self.groups.device) // group_size
-        return type(self)(codes, None, scales, zeros, groups, offsets)
+        return type(self)(codes, None, scales, zeros, groups, offsets, self.six_bits)
 
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> Self:
@@ -239,7 +241,8 @@ class QuantizedWeight:
             offsets = _joined_scales(parts)
         codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype)
         scales = _joined_scales([weight.stored_scales for weight in weights])
-        return cls(codes, first.codebook, scales, zeros, first.groups, offsets)
+        six_bits = all(weight.six_bits for weight in weights)
+        return cls(codes, first.codebook, scales, zeros, first.groups, offsets, six_bits)
 
 
 def _expanded(scales: Scales) -> Tensor:

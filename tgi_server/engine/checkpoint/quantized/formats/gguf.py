@@ -56,6 +56,11 @@ def _eight_bits(codes: Tensor, scales: Scales, offsets: Scales | None = None) ->
     return _with_offsets(QuantizedWeight.of(codes.flatten(1).view(torch.int8), _by_output(scales)), offsets)
 
 
+def _six_bits(codes: Tensor, scales: Scales, offsets: Scales | None = None) -> QuantizedWeight:
+    """Returns a weight whose codes, each in a byte of its own, have 5 or 6 bits."""
+    return replace(_eight_bits(codes, scales, offsets), six_bits=True)
+
+
 def _by_output(scales: Scales) -> Scales:
     """Returns what stands in blocks as matrices, [outputs, ...]."""
     if isinstance(scales, BlockScales):
@@ -85,11 +90,11 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q5_0(blocks: Tensor) -> QuantizedWeight:
-    return _eight_bits(_fifth_bit(blocks[..., 2:]) - 16, _floats(blocks, 0))
+    return _six_bits(_fifth_bit(blocks[..., 2:]) - 16, _floats(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> QuantizedWeight:
-    return _eight_bits(_fifth_bit(blocks[..., 4:]), _floats(blocks, 0), _floats(blocks, 2))
+    return _six_bits(_fifth_bit(blocks[..., 4:]), _floats(blocks, 0), _floats(blocks, 2))
 
 
 def _fifth_bit(stored: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ def _q4_k(blocks: Tensor) -> QuantizedWeight:
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
     scales, offsets = _six_bit_scales(blocks)
     low = _single_nibbles(blocks[..., 48:].unflatten(-1, (-1, 32))).flatten(-2)
-    return _eight_bits(low | (_bits(blocks[..., 16:48], 8).flatten(-2) << 4), scales, offsets)
+    return _six_bits(low | (_bits(blocks[..., 16:48], 8).flatten(-2) << 4), scales, offsets)
 
 
 def _six_bit_scales(blocks: Tensor) -> tuple[BlockScales, BlockScales]:
@@ -149,7 +154,7 @@ def _q6_k(blocks: Tensor) -> QuantizedWeight:
     low = _single_nibbles(blocks[..., :128].unflatten(-1, (-1, 64))).flatten(-2)
     codes = (low | (_two_bits(blocks[..., 128:192]) << 4)) - 32
     factors = blocks[..., 192:208].contiguous().view(torch.int8)
-    return _eight_bits(codes, BlockScales(_floats(blocks, 208), factors))
+    return _six_bits(codes, BlockScales(_floats(blocks, 208), factors))
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedWeight:

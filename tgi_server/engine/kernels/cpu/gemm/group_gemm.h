@@ -8,7 +8,7 @@
 //   number(product, place, acc), the float value of an accumulator, of the row and group at a place;
 //   input_sum(product, place), the sum of a group's inputs; GROUP_SUMS, if that needs those of the product;
 //   TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
-//   Loads, the static part of the policy that loads its weights.
+//   Loads, the static part of the policy that loads its weights; PLANES, as of their kind.
 //   MANY, the most rows of a block that shares unpacked weights with others, and UNPACKED_VECTORS, such a block's registers
 //   of outputs.
 // Weights are unpacked by
@@ -54,7 +54,9 @@ struct GroupGemm {
   }
 
  private:
-  static constexpr bool BY_STEPS = requires { &Dot::unpacked; }, FIRST_UNPACKS = BY_STEPS && REGISTERS == 32;
+  using Words = decltype(WeightStream<Dot::PLANES>{}.read(0, 0));
+  static constexpr bool BY_STEPS = requires(const Dot& dot, Words words) { dot.unpacked(words, 0, U32{}); };
+  static constexpr bool FIRST_UNPACKS = BY_STEPS && REGISTERS == 32;
   // Words that are unpacked into L1: 24 KiB at most, which leaves room beside them.
   static constexpr int64_t KEPT = std::min<int64_t>(32, 24 * 1024 / (Dot::STEPS * TILE_WORD));
 
@@ -65,7 +67,7 @@ struct GroupGemm {
 
   // scaled: where the scales of the first group stand, and those of the tile that comes next.
   struct Tile {
-    WeightStream words;
+    WeightStream<Dot::PLANES> words;
     int64_t scaled, next_scaled;
   };
 
@@ -122,12 +124,12 @@ struct GroupGemm {
   template <int V>
   struct QuantizedTile : Dot::Loads {
     const Dot& dot;
-    const WeightStream& words;
+    const WeightStream<Dot::PLANES>& words;
     int column;
     [[no_unique_address]] Zeros<V> zeros;
 
-    [[gnu::always_inline]] QuantizedTile(const Dot& dot, const QuantizedGemmArgs& product, const WeightStream& words,
-                                         int column, int64_t scaled)
+    [[gnu::always_inline]] QuantizedTile(const Dot& dot, const QuantizedGemmArgs& product,
+                                         const WeightStream<Dot::PLANES>& words, int column, int64_t scaled)
         : dot(dot), words(words), column(column), zeros(product, scaled) {}
 
     [[gnu::always_inline]] void prefetch(int64_t k) const { words.template prefetch<V>(k, column); }
@@ -225,7 +227,7 @@ struct GroupGemm {
       tile.words.template prefetch<V>(k, 0);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v) {
-        const U32 words = tile.words.read(k, v * WIDTH);
+        const auto words = tile.words.read(k, v * WIDTH);
         char* to = place(kept, k - part.first, 0, v * WIDTH);
         if constexpr (BY_STEPS) {
 #pragma GCC unroll 4
@@ -301,7 +303,7 @@ template <typename Kind>
 struct FmaW4Dot {
   using Accumulator = F32;
   static constexpr int64_t STEPS = Kind::DEPTH, NUMBER = sizeof(float);
-  static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ZERO_POINT = 0;
+  static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ZERO_POINT = 0, PLANES = planes_of<Kind>();
   struct Loads : OneAtATime {
     using Operand = F32;
     static constexpr int TOGETHER = Kind::TOGETHER;
@@ -329,10 +331,12 @@ struct FmaW4Dot {
   static void add(F32 x, F32 number, F32& sum) { sum = fma(x, number, sum); }
 
   // Dequantizes TOGETHER weights of the words of WIDTH outputs, or one.
-  [[gnu::always_inline]] void numbers(U32 words, int part, F32 (&to)[Kind::TOGETHER]) const {
+  template <typename Words>
+  [[gnu::always_inline]] void numbers(const Words& words, int part, F32 (&to)[Kind::TOGETHER]) const {
     kind_.numbers(words, part, to);
   }
-  [[gnu::always_inline]] F32 number_of(U32 words, int step) const {
+  template <typename Words>
+  [[gnu::always_inline]] F32 number_of(const Words& words, int step) const {
     F32 number;
     kind_.numbers(words, step, &number);
     return number;

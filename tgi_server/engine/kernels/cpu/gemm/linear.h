@@ -35,8 +35,8 @@ struct LinearKernel {
               at::Tensor& output);
 };
 
-// Codes of 4 or 8 bits, beside the words that quantized_pack makes of them; w4_gemm.h says how they are multiplied.
-// kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, and one of offsets and zeros or
+// Codes of 4, 6 or 8 bits, beside the words that quantized_pack makes of them; w4_gemm.h says how they are multiplied.
+// kind: "int4", "codebook", "int6", "int8" or "fp8". starts: [groups + 1] int32, in words, or of 6 bits in 16 codes. scales, and one of offsets and zeros or
 // none: [tiles, groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16]
 // float32, of that kind only. order: as given to quantized_pack; none where it changes nothing.
 // scale_factors, offset_factors: int8, [tiles, groups, COLUMNS]; then scales and offsets are float16, [tiles, blocks,

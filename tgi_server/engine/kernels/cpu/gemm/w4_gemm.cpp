@@ -1,4 +1,4 @@
-// Linear layers with quantized weights of 4 or 8 bits, and the packing of these.
+// Linear layers with quantized weights of 4, 6 or 8 bits, and the packing of these.
 
 #include "gemm/w4_gemm.h"
 
@@ -54,63 +54,119 @@ uint32_t gathered_word(const uint8_t* codes, const int32_t* inputs) {
   return word;
 }
 
+// A unit of packed codes: OF_UNIT of an output, in WORDS words that stand COLUMNS apart.
 template <int BITS>
+struct Unit {
+  static constexpr int OF_UNIT = BITS_OF_WORD / BITS, OF_BYTE = 8 / BITS, WORDS = 1;
+
+  static void pack(const uint8_t* codes, int32_t* to) { *to = static_cast<int32_t>(word_of<BITS>(codes)); }
+  static void pack(const uint8_t* codes, const int32_t* inputs, int32_t* to) {
+    *to = static_cast<int32_t>(gathered_word<BITS>(codes, inputs));
+  }
+  static uint8_t code(const int32_t* words, int64_t step) {
+    const int place = place_in_word(static_cast<int>(step), OF_UNIT);
+    return static_cast<uint32_t>(*words) >> (place * BITS) & ((1u << BITS) - 1);
+  }
+};
+
+// See SixBits. Codes are numbers of 8 bits.
+template <>
+struct Unit<6> {
+  static constexpr int OF_UNIT = Int6::DEPTH, OF_BYTE = 1, WORDS = Int6::PLANES;
+
+  static void pack(const uint8_t* codes, int32_t* to) {
+    uint32_t low[2] = {}, high = 0;
+    for (int step = 0; step < 4; ++step) {
+      const uint32_t raised = (word_of<8>(codes + 4 * step) & 0x3f3f3f3f) ^ 0x20202020;  // by ZERO_POINT
+      low[step / 2] |= (raised & 0x0f0f0f0f) << (4 * (step % 2));
+      high |= (raised >> 4 & 0x03030303) << (2 * step);
+    }
+    to[0] = static_cast<int32_t>(low[0]), to[COLUMNS] = static_cast<int32_t>(low[1]);
+    to[2 * COLUMNS] = static_cast<int32_t>(high);
+  }
+  static void pack(const uint8_t* codes, const int32_t* inputs, int32_t* to) {
+    uint8_t in_order[OF_UNIT];
+    for (int step = 0; step < OF_UNIT; ++step) in_order[step] = inputs[step] >= 0 ? codes[inputs[step]] : 0;
+    pack(in_order, to);
+  }
+  static uint8_t code(const int32_t* words, int64_t step) {
+    const int64_t four = step / 4, byte = 8 * place_in_word(static_cast<int>(step % 4), 4);
+    const auto low = static_cast<uint32_t>(words[four / 2 * COLUMNS]), high = static_cast<uint32_t>(words[2 * COLUMNS]);
+    const uint32_t raised = (low >> (byte + 4 * (four % 2)) & 15) | (high >> (byte + 2 * four) & 3) << 4;
+    return static_cast<uint8_t>(raised - Int6::ZERO_POINT);
+  }
+};
+
+// Calls work with a Unit of so many bits.
+template <typename Work>
+void by_bits(int64_t bits, const Work& work) {
+  if (bits == 4) work(Unit<4>{});
+  else if (bits == 6) work(Unit<6>{});
+  else work(Unit<8>{});
+}
+
+template <typename Packed>
 void pack_quantized(const at::Tensor& codes, const at::Tensor& order, at::Tensor& packed) {
-  constexpr int OF_WORD = BITS_OF_WORD / BITS, OF_BYTE = 8 / BITS;
-  const int64_t outputs = codes.size(0), row = codes.size(1), depth = packed.size(1);
+  constexpr int OF_UNIT = Packed::OF_UNIT, WORDS = Packed::WORDS;
+  const int64_t outputs = codes.size(0), row = codes.size(1), depth = packed.size(1) / WORDS;
   const uint8_t* from = codes.const_data_ptr<uint8_t>();
   const int32_t* inputs = order.const_data_ptr<int32_t>();
   int32_t* to = packed.mutable_data_ptr<int32_t>();
-  std::vector<int64_t> whole(depth, -1);  // where the codes of a word stand as they are given; -1: not side by side
-  for (int64_t word = 0; word < depth; ++word) {
-    const int32_t* own = inputs + word * OF_WORD;
-    bool follow = own[0] >= 0 && own[0] % OF_BYTE == 0;
-    for (int step = 1; step < OF_WORD; ++step) follow = follow && own[step] == own[0] + step;
-    if (follow) whole[word] = own[0] / OF_BYTE;
+  std::vector<int64_t> whole(depth, -1);  // where the codes of a unit stand as they are given; -1: not side by side
+  for (int64_t unit = 0; unit < depth; ++unit) {
+    const int32_t* own = inputs + unit * OF_UNIT;
+    bool follow = own[0] >= 0 && own[0] % Packed::OF_BYTE == 0;
+    for (int step = 1; step < OF_UNIT; ++step) follow = follow && own[step] == own[0] + step;
+    if (follow) whole[unit] = own[0] / Packed::OF_BYTE;
   }
-  constexpr int64_t TOGETHER = 16;  // words of an output: a line of the cache
+  constexpr int64_t TOGETHER = 16;  // units of an output: a line of the cache, or some
   parallel_for(packed.size(0), [&, places = whole.data()](int64_t tile) {
     const int64_t count = std::min<int64_t>(COLUMNS, outputs - tile * COLUMNS);
     for (int64_t first = 0; first < depth; first += TOGETHER)
       for (int64_t n = 0; n < count; ++n) {
         const uint8_t* own = from + (tile * COLUMNS + n) * row;
-        int32_t* column = to + tile * depth * COLUMNS + n;
-        for (int64_t word = first; word < std::min(first + TOGETHER, depth); ++word) {
-          const int64_t place = places[word];
-          column[word * COLUMNS] = static_cast<int32_t>(
-              place >= 0 ? word_of<BITS>(own + place) : gathered_word<BITS>(own, inputs + word * OF_WORD));
+        int32_t* column = to + tile * depth * WORDS * COLUMNS + n;
+        for (int64_t unit = first; unit < std::min(first + TOGETHER, depth); ++unit) {
+          const int64_t place = places[unit];
+          int32_t* words = column + unit * WORDS * COLUMNS;
+          if (place >= 0) Packed::pack(own + place, words);
+          else Packed::pack(own, inputs + unit * OF_UNIT, words);
         }
       }
   });
 }
 
 // codes: of so many bits, [outputs, inputs] uint8, or [outputs, inputs / 2] of 4 bits, in pairs, the first in the low
-// bits. order: the input that stands at each place, or -1 for none.
+// bits; of 6 bits, numbers from -32 to 31. order: the input that stands at each place, or -1 for none.
 // Returns words, [outputs / COLUMNS, places * bits / 32, COLUMNS] int32.
 at::Tensor quantized_pack(const at::Tensor& codes, const at::Tensor& order, int64_t bits) {
-  const int64_t outputs = codes.size(0), places = order.size(0), of_word = BITS_OF_WORD / bits;
-  TORCH_CHECK(codes.scalar_type() == at::kByte && order.scalar_type() == at::kInt && places % of_word == 0);
-  at::Tensor packed = zeros_in_huge_pages({ceil_div(outputs, COLUMNS), places / of_word, COLUMNS},
-                                           codes.options().dtype(at::kInt));
-  bits == 4 ? pack_quantized<4>(codes.contiguous(), order, packed) : pack_quantized<8>(codes.contiguous(), order, packed);
+  const int64_t outputs = codes.size(0), places = order.size(0);
+  at::Tensor packed;
+  by_bits(bits, [&]<typename Packed>(Packed) {
+    TORCH_CHECK(codes.scalar_type() == at::kByte && order.scalar_type() == at::kInt && places % Packed::OF_UNIT == 0);
+    packed = zeros_in_huge_pages({ceil_div(outputs, COLUMNS), places / Packed::OF_UNIT * Packed::WORDS, COLUMNS},
+                                 codes.options().dtype(at::kInt));
+    pack_quantized<Packed>(codes.contiguous(), order, packed);
+  });
   return packed;
 }
 
 // Returns what quantized_pack was given, each code in a byte of its own.
 at::Tensor quantized_unpack(const at::Tensor& packed, const at::Tensor& order, int64_t outputs, int64_t inputs,
                         int64_t bits) {
-  const int64_t depth = packed.size(1), of_word = BITS_OF_WORD / bits;
+  const int64_t depth = packed.size(1);
   at::Tensor codes = at::empty({outputs, inputs}, packed.options().dtype(at::kByte));
   const int32_t* from = packed.const_data_ptr<int32_t>();
   const int32_t* input = order.const_data_ptr<int32_t>();
   uint8_t* to = codes.mutable_data_ptr<uint8_t>();
-  parallel_for(outputs, [&](int64_t n) {
-    for (int64_t place = 0; place < depth * of_word; ++place) {
-      if (input[place] < 0) continue;
-      const auto word =
-          static_cast<uint32_t>(from[(n / COLUMNS * depth + place / of_word) * COLUMNS + n % COLUMNS]);
-      to[n * inputs + input[place]] = word >> (place_in_word(place % of_word, of_word) * bits) & ((1u << bits) - 1);
-    }
+  by_bits(bits, [&]<typename Packed>(Packed) {
+    parallel_for(outputs, [&](int64_t n) {
+      const int32_t* column = from + n / COLUMNS * depth * COLUMNS + n % COLUMNS;
+      for (int64_t place = 0; place < order.size(0); ++place)
+        if (input[place] >= 0)
+          to[n * inputs + input[place]] =
+              Packed::code(column + place / Packed::OF_UNIT * Packed::WORDS * COLUMNS, place % Packed::OF_UNIT);
+    });
   });
   return codes;
 }
@@ -157,7 +213,8 @@ template <typename Kind, typename Kernel>
 void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
                at::Tensor& output) {
   const QuantizedWeights& codes = *layer.codes;
-  const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1), groups = codes.starts.size(0) - 1;
+  const int64_t rows = x.numel() / layer.inputs, groups = codes.starts.size(0) - 1;
+  const int64_t words = layer.packed.size(1), depth = words / planes_of<Kind>();
   const int32_t* starts = codes.starts.const_data_ptr<int32_t>();
   by_dtype(x, [&]<typename T>(T*) {
     const T* from = x.const_data_ptr<T>();
@@ -190,7 +247,8 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
         groups,
         codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,
         sums.data(),
-        input.scales.data()};
+        input.scales.data(),
+        words * TILE_WORD};
     const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, finish.relu,
                               finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
                               output.mutable_data_ptr<T>(), finish.adapted};
@@ -200,9 +258,9 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
 }
 
 // Writes the weights of some outputs, [rows, inputs], in the dtype of the result. number: of a code.
-template <int BITS, typename Number>
+template <typename Packed, typename Number>
 void dequantize_rows(const Linear& layer, const at::Tensor& indices, at::Tensor& found, const Number& number) {
-  constexpr int64_t OF_WORD = BITS_OF_WORD / BITS;
+  constexpr int64_t OF_UNIT = Packed::OF_UNIT;
   const QuantizedWeights& weights = *layer.codes;
   const int64_t depth = layer.packed.size(1), groups = weights.starts.size(0) - 1;
   const int64_t blocks = weights.scales.size(1), of_block = groups / blocks;
@@ -230,12 +288,12 @@ void dequantize_rows(const Linear& layer, const at::Tensor& indices, at::Tensor&
               offset = static_cast<float>(weights.offsets->const_data_ptr<c10::Half>()[block]) *
                        factor(weights.offset_factors, place);
             else if (weights.offsets) offset = weights.offsets->const_data_ptr<float>()[place];
-            for (int64_t w = starts[g]; w < starts[g + 1]; ++w) {
-              const auto word = static_cast<uint32_t>(words[(tile * depth + w) * COLUMNS + column]);
-              for (int64_t step = 0; step < OF_WORD; ++step) {
-                const int64_t k = order ? order[w * OF_WORD + step] : w * OF_WORD + step;
+            for (int64_t unit = starts[g]; unit < starts[g + 1]; ++unit) {
+              const int32_t* own = words + (tile * depth + unit * Packed::WORDS) * COLUMNS + column;
+              for (int64_t step = 0; step < OF_UNIT; ++step) {
+                const int64_t k = order ? order[unit * OF_UNIT + step] : unit * OF_UNIT + step;
                 if (k < 0 || k >= layer.inputs) continue;
-                const int code = word >> (place_in_word(step, OF_WORD) * BITS) & ((1u << BITS) - 1);
+                const uint8_t code = Packed::code(own, step);
                 // The product is exact in double, and rounded before the offset is added, as in dequantization.
                 const auto product = static_cast<float>(static_cast<double>(number(code) - zero) * scale);
                 to[row * layer.inputs + k] = static_cast<T>(product + offset);
@@ -272,7 +330,8 @@ constexpr auto BF16_VARIANTS =
 #endif
 
 template <typename Kind, typename Dot>
-constexpr std::array A16_VARIANTS{kernel<Kind, GroupGemm<Dot>>(Kind::DEPTH == 8 ? "w4a16" : "w8a16")};
+constexpr std::array A16_VARIANTS{
+    kernel<Kind, GroupGemm<Dot>>(Kind::DEPTH == 8 ? "w4a16" : Kind::DEPTH == 16 ? "w6a16" : "w8a16")};
 
 constexpr auto CODEBOOK_A16 =
 #if OATMILL_LUT
@@ -284,7 +343,7 @@ constexpr auto CODEBOOK_A16 =
 template <typename Kind, typename Digits>
 constexpr auto A8_VARIANTS =
 #if OATMILL_W4A8
-    std::array{kernel<Kind, GroupGemm<W4A8Dot<Kind, Digits>>>("w4a8")};
+    std::array{kernel<Kind, GroupGemm<W4A8Dot<Kind, Digits>>>(Kind::DEPTH == 8 ? "w4a8" : "w6a8")};
 #else
     None{};
 #endif
@@ -299,6 +358,8 @@ constexpr auto joined(const std::array<LinearKernel, N>&... variants) {
 
 constexpr auto FP8_KERNELS = joined(KERNELS<Fp8Weights>, BF16_VARIANTS<Fp8Weights>);
 constexpr auto INT8_KERNELS = joined(KERNELS<Int8>, A16_VARIANTS<Int8, W4A16Dot<Int8, IntegerI16<Int8>>>);
+constexpr auto INT6_KERNELS =
+    joined(KERNELS<Int6>, A16_VARIANTS<Int6, W4A16Dot<Int6, SixBitI16>>, A8_VARIANTS<Int6, SixBitBytes>);
 constexpr auto INT4_KERNELS =
     joined(KERNELS<Int4>, BF16_VARIANTS<Int4>, A16_VARIANTS<Int4, Int4W4A16Dot>, A8_VARIANTS<Int4, Int4Bytes>);
 constexpr auto CODEBOOK_KERNELS = joined(KERNELS<Codebook>, BF16_VARIANTS<Codebook>, CODEBOOK_A16, A8_VARIANTS<Codebook, CodebookI8>);
@@ -344,12 +405,13 @@ at::Tensor Linear::rows(const at::Tensor& indices, at::ScalarType dtype) const {
   for (int64_t i = 0; i < indices.numel(); ++i)
     TORCH_CHECK(0 <= index[i] && index[i] < outputs, "there is no row ", index[i], " of ", outputs);
   at::Tensor found = at::empty({indices.numel(), inputs}, packed.options().dtype(dtype));
-  if (codes->kind == "int4") dequantize_rows<4>(*this, indices, found, [](int code) { return code - 8.0f; });
-  else if (codes->kind == "int8")
-    dequantize_rows<8>(*this, indices, found, [](int code) { return static_cast<float>(static_cast<int8_t>(code)); });
+  const auto number = [](uint8_t code) { return static_cast<float>(static_cast<int8_t>(code)); };
+  if (codes->kind == "int4") dequantize_rows<Unit<4>>(*this, indices, found, [](int code) { return code - 8.0f; });
+  else if (codes->kind == "int6") dequantize_rows<Unit<6>>(*this, indices, found, number);
+  else if (codes->kind == "int8") dequantize_rows<Unit<8>>(*this, indices, found, number);
   else if (codes->kind == "codebook")
-    dequantize_rows<4>(*this, indices, found,
-                       [book = codes->codebook->const_data_ptr<float>()](int code) { return book[code]; });
+    dequantize_rows<Unit<4>>(*this, indices, found,
+                             [book = codes->codebook->const_data_ptr<float>()](int code) { return book[code]; });
   else TORCH_CHECK(false, "rows of ", codes->kind, " weights are not read");
   return found;
 }
@@ -357,9 +419,10 @@ at::Tensor Linear::rows(const at::Tensor& indices, at::ScalarType dtype) const {
 std::span<const LinearKernel> quantized_kernels_of(const std::string& kind) {
   if (kind == "int4") return INT4_KERNELS;
   if (kind == "codebook") return CODEBOOK_KERNELS;
+  if (kind == "int6") return INT6_KERNELS;
   if (kind == "int8") return INT8_KERNELS;
   if (kind == "fp8") return FP8_KERNELS;
-  TORCH_CHECK(false, "codes are int4, codebook, int8 or fp8, and not ", kind);
+  TORCH_CHECK(false, "codes are int4, codebook, int6, int8 or fp8, and not ", kind);
 }
 
 }  // namespace oatmill

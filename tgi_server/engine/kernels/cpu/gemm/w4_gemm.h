@@ -1,7 +1,8 @@
-// Quantized weights of 4 or 8 bits: codes, the LUTs and shifts that decode them, and a scale for each group of inputs.
+// Quantized weights of 4, 6 or 8 bits: codes, the LUTs and shifts that decode them, and a scale for each group of inputs.
 //
 // Codes are packed in the tiles of gemm.h, 8 or 4 to a word: even k in the low 16 bits, odd k in the high ones, so that
-// vpmaddwd and vdpbf16ps take neighbours. The inputs of a group follow each other; its words are those from starts[g] to
+// vpmaddwd and vdpbf16ps take neighbours. Those of 6 bits, 16 to three words, are in SixBits. The inputs of a group follow
+// each other; its words are those from starts[g] to
 // starts[g + 1]. A weight is number(code) * scale + offset. group_gemm.h has the loops around the products, w4a16.h and
 // w4a8.h what is multiplied.
 
@@ -19,7 +20,18 @@ namespace oatmill {
 constexpr int place_in_word(int code, int depth) { return code % 2 * (depth / 2) + code / 2; }
 constexpr int code_in_word(int place, int depth) { return place % (depth / 2) * 2 + place / (depth / 2); }
 
-// Kinds of quantized weights: DEPTH codes make a word; numbers(words, part, to) decodes codes of each word, TOGETHER at
+// The words that have 16 codes of 6 bits: the lower four bits of 8 each, and the upper two of all. Bytes of them are codes in
+// the order of 8-bit words: step s of four has its lower bits in low[s / 2], and the upper ones in high.
+struct SixBits {
+  U32 low[2], high;
+
+  // Returns four codes of each output, in the order of a word of 8 bits.
+  [[gnu::always_inline]] U32 bytes(int step) const {
+    return (low[step / 2] >> (4 * (step % 2)) & 0x0f0f0f0f) | ((high >> (2 * step) & 0x03030303) << 4);
+  }
+};
+
+// Kinds of quantized weights: DEPTH codes make a word, or PLANES of them; numbers(words, part, to) decodes codes of each word, TOGETHER at
 // once, namely those of the inputs step(part, 0), step(part, 1), ...
 
 // Any 16 numbers, by LUT.
@@ -153,6 +165,24 @@ struct Int8 : OneAtATime {
   }
 };
 
+// Integers from -32 to 31, stored plus ZERO_POINT.
+struct Int6 : OneAtATime {
+  static constexpr int64_t DEPTH = 16;
+  static constexpr int PLANES = 3, ZERO_POINT = 32;
+  explicit Int6(const float*) {}
+  void numbers(const SixBits& words, int step, F32* to) const {
+    const U32 codes = words.bytes(step / 4) >> (8 * place_in_word(step % 4, 4)) & 0xff;
+    *to = __builtin_convertvector(reinterpret_cast<const I32&>(codes) - ZERO_POINT, F32);
+  }
+};
+
+// Returns the words of an output that hold DEPTH codes.
+template <typename Kind>
+constexpr int planes_of() {
+  if constexpr (requires { Kind::PLANES; }) return Kind::PLANES;
+  return 1;
+}
+
 // Floats of 8 bits, with 4 bits of exponent and 3 of mantissa; none of them is a NaN.
 struct Fp8Weights : OneAtATime {
   static constexpr int64_t DEPTH = 4;
@@ -247,7 +277,7 @@ struct Scales {
 };
 
 // A GEMM with quantized weights. weights: their words. sums: [rows, groups], of the inputs of each group, if weights have offsets.
-// input_scales: of rows that were quantized.
+// input_scales: of rows that were quantized. depth: in DEPTH inputs; tile_bytes: of the words of a tile.
 struct QuantizedGemmArgs : GemmArgs {
   Scales scales;
   const int32_t* starts;
@@ -255,26 +285,36 @@ struct QuantizedGemmArgs : GemmArgs {
   const float* codebook;
   const float* sums;
   const float* input_scales;
+  int64_t tile_bytes;
 
-  const char* words(int64_t tile) const { return weights + tile * depth * TILE_WORD; }
+  const char* words(int64_t tile) const { return weights + tile * tile_bytes; }
 };
 
-// The words of a tile, prefetched AHEAD of their use. next: the words of the tile that comes next.
+// The words of a tile, prefetched AHEAD of their use. next: the words of the tile that comes next. PLANES: as of a kind.
+template <int PLANES>
 struct WeightStream {
-  static constexpr int64_t AHEAD = 48;
+  static constexpr int64_t AHEAD = 48 / PLANES, BYTES = PLANES * TILE_WORD;
   const char *words, *next;
   int64_t depth;
 
-  // Returns word k of the WIDTH outputs from a column on.
-  U32 read(int64_t k, int column) const { return load_as<U32>(words + k * TILE_WORD + column * WORD); }
+  // Returns word k of the WIDTH outputs from a column on, or what takes the place of one.
+  auto read(int64_t k, int column) const {
+    const char* from = words + k * BYTES + column * WORD;
+    if constexpr (PLANES == 1)
+      return load_as<U32>(from);
+    else
+      return SixBits{{load_as<U32>(from), load_as<U32>(from + TILE_WORD)}, load_as<U32>(from + 2 * TILE_WORD)};
+  }
 
   // V: registers of words, from a column on. Inline: compilers leave out calls of a function that does nothing else.
   template <int V>
   [[gnu::always_inline]] void prefetch(int64_t k, int column) const {
     const int64_t later = k + AHEAD;
-    const char* place = (later < depth ? words + later * TILE_WORD : next + (later - depth) * TILE_WORD) + column * WORD;
+    const char* place = (later < depth ? words + later * BYTES : next + (later - depth) * BYTES) + column * WORD;
+#pragma GCC unroll 3
+    for (int plane = 0; plane < PLANES; ++plane)
 #pragma GCC unroll 12
-    for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(place + v * WIDTH * WORD, 0, 2);
+      for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(place + plane * TILE_WORD + v * WIDTH * WORD, 0, 2);
   }
 };
 

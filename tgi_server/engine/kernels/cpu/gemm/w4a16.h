@@ -77,6 +77,15 @@ struct IntegerI16 {
   }
 };
 
+// Of 6 bits. Where other kinds have pairs of 4-bit codes, these have bytes.
+struct SixBitI16 {
+  static constexpr int ZERO_POINT = Int6::ZERO_POINT, INPUT_BITS = 15, TOGETHER = 128, ROWS = WIDTH == 8 ? 5 : 4;
+
+  explicit SixBitI16(const float*) {}
+  static float unit() { return 1; }
+  static U32 unpacked(const SixBits& words, int step) { return words.bytes(step / 2) >> (8 * (step % 2)) & 0x00ff00ff; }
+};
+
 // A codebook as integers, of which the largest is `most` or its negative, times a unit.
 struct RoundedCodebook {
   int numbers[16];
@@ -134,6 +143,7 @@ class CodebookI16 {
 template <typename Kind>
 struct PairDot {
   static constexpr int MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, UNPACKED_VECTORS = WIDTH == 16 ? 3 : 2;
+  static constexpr int PLANES = planes_of<Kind>();
   static constexpr int64_t NUMBER = WORD;
 
   static constexpr int vectors(int rows) {
@@ -185,7 +195,10 @@ struct W4A16Dot : PairDot<Kind> {
     return quantized_rows<int16_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  U32 unpacked(U32 words, int step, U32) const { return numbers_.unpacked(words, step); }
+  template <typename Words>
+  U32 unpacked(const Words& words, int step, U32) const {
+    return numbers_.unpacked(words, step);
+  }
   static void add(U32 x, U32 numbers, DotI16Accumulator& sums) {
     dot_i16(reinterpret_cast<const I32&>(x), reinterpret_cast<const I32&>(numbers), sums);
   }

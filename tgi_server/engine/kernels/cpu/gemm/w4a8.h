@@ -110,6 +110,26 @@ struct Int4Bytes {
   }
 };
 
+// Integers from -32 to 31.
+struct SixBitBytes {
+  static constexpr int FIT = 1, ZERO_POINT = Int6::ZERO_POINT;
+
+  explicit SixBitBytes(const float*) {}
+  float unit() const { return 1; }
+  static U32 numbers(U32 bytes) { return bytes; }
+  template <typename Sum>
+  static void add(U32 numbers, U32 inputs, Sum& sum) {
+    if constexpr (ADDS_FOUR)
+      add_bytes(numbers, inputs, sum);
+    else
+      add_pairs(multiply_bytes(numbers, inputs), sum);
+  }
+};
+
+// Four codes of each word that a step multiplies.
+inline U32 bytes_of(U32 words, int step) { return (words >> (4 * step)) & 0x0f0f0f0f; }
+inline U32 bytes_of(const SixBits& words, int step) { return words.bytes(step); }
+
 // Any 16 numbers, rounded to 8 bits.
 #if defined(__AVX2__)
 class CodebookI8 {
@@ -181,7 +201,7 @@ constexpr bool SPLITS = !ADDS_FOUR && Digits::FIT > 1;
 template <typename Kind, typename Digits>
 struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   using Accumulator = std::conditional_t<SPLITS<Digits>, SplitAccumulator, I32>;
-  static constexpr int ROWS = 4, STEPS = 2, ZERO_POINT = Digits::ZERO_POINT;
+  static constexpr int ROWS = 4, STEPS = Kind::DEPTH / 4, ZERO_POINT = Digits::ZERO_POINT, PLANES = planes_of<Kind>();
   static constexpr int64_t NUMBER = WORD;
   static constexpr int MANY = WIDTH == 16 ? (ADDS_FOUR ? 8 : 4) : REGISTERS == 32 ? 5 : 6;
   static constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
@@ -202,7 +222,10 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
     return quantized_rows<int8_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  static U32 unpacked(U32 words, int step, U32) { return (words >> (4 * step)) & 0x0f0f0f0f; }
+  template <typename Words>
+  static U32 unpacked(const Words& words, int step, U32) {
+    return bytes_of(words, step);
+  }
 
   using Loads = OneAtATime;
 
@@ -226,7 +249,10 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
     return quantize_row(from, count, [&](int64_t k, const int32_t* numbers) {
-      store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
+      if constexpr (PLANES == 1)
+        store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
+      else
+        store_as(to + k, lowest_bytes<0, 2, 1, 3, 4, 6, 5, 7>(numbers));
     });
   }
 
@@ -236,6 +262,7 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
 #else
 #define OATMILL_W4A8 0
 struct Int4Bytes;
+struct SixBitBytes;
 class CodebookI8;
 #endif
 
@@ -248,7 +275,7 @@ struct SplitW4A16Dot {
   struct Accumulator {
     U32 high = {}, low = {};
   };
-  static constexpr int ROWS = 6, MANY = 6, STEPS = 2, ZERO_POINT = Int4::ZERO_POINT, UNPACKED_VECTORS = 2;
+  static constexpr int ROWS = 6, MANY = 6, STEPS = 2, ZERO_POINT = Int4::ZERO_POINT, UNPACKED_VECTORS = 2, PLANES = 1;
   static constexpr int64_t NUMBER = 2 * WORD;
   static constexpr int64_t MOST = 128 / Int4::DEPTH;
   static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
