@@ -92,11 +92,11 @@ inline I32 total(const SplitAccumulator& acc) { return acc.sum; }
 
 // Weights as bytes: numbers(codes) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, acc) adds their
 // products, in pairs or, where ADDS_FOUR, by four; unit() is their scale. FIT: the products whose sum fits 16 bits.
-// ZERO_POINT: what codes have added to them.
+// ZERO_POINT: what codes have added to them. ROWS: as of a Dot.
 
 // Integers from -8 to 7.
 struct Int4Bytes {
-  static constexpr int FIT = 8, ZERO_POINT = Int4::ZERO_POINT;
+  static constexpr int FIT = 8, ZERO_POINT = Int4::ZERO_POINT, ROWS = WIDTH == 16 && ADDS_FOUR ? 8 : 4;
 
   explicit Int4Bytes(const float*) {}
   float unit() const { return 1; }
@@ -112,7 +112,7 @@ struct Int4Bytes {
 
 // Integers from -32 to 31.
 struct SixBitBytes {
-  static constexpr int FIT = 1, ZERO_POINT = Int6::ZERO_POINT;
+  static constexpr int FIT = 1, ZERO_POINT = Int6::ZERO_POINT, ROWS = 4;
 
   explicit SixBitBytes(const float*) {}
   float unit() const { return 1; }
@@ -134,7 +134,7 @@ inline U32 bytes_of(const SixBits& words, int step) { return words.bytes(step); 
 #if defined(__AVX2__)
 class CodebookI8 {
  public:
-  static constexpr int FIT = 1, ZERO_POINT = 0;
+  static constexpr int FIT = 1, ZERO_POINT = 0, ROWS = 4;
   struct Numbers {
     U32 sizes, signed_;
   };
@@ -167,7 +167,7 @@ class CodebookI8 {
 #else
 class CodebookI8 {
  public:
-  static constexpr int FIT = 1, ZERO_POINT = 0;
+  static constexpr int FIT = 1, ZERO_POINT = 0, ROWS = 4;
 
   explicit CodebookI8(const float* codebook) {
     const RoundedCodebook book(codebook, 127);
@@ -201,7 +201,8 @@ constexpr bool SPLITS = !ADDS_FOUR && Digits::FIT > 1;
 template <typename Kind, typename Digits>
 struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   using Accumulator = std::conditional_t<SPLITS<Digits>, SplitAccumulator, I32>;
-  static constexpr int ROWS = 4, STEPS = Kind::DEPTH / 4, ZERO_POINT = Digits::ZERO_POINT, PLANES = planes_of<Kind>();
+  static constexpr int ROWS = Digits::ROWS, STEPS = Kind::DEPTH / 4, ZERO_POINT = Digits::ZERO_POINT;
+  static constexpr int PLANES = planes_of<Kind>();
   static constexpr int64_t NUMBER = WORD;
   static constexpr int MANY = WIDTH == 16 ? (ADDS_FOUR ? 8 : 4) : REGISTERS == 32 ? 5 : 6;
   static constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
