@@ -14,6 +14,8 @@ from benchmarks.words import text
 from benchmarks.workloads import Workload
 
 _WARM_UP_SEED = -1
+# Seconds for one reply beside other work, which may be a long one.
+_STREAM_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ async def stream_texts(
     connection = Connection(url)
     while not ended.is_set():
         path, body = api.completion(text(random, words), new_tokens, stream=True)
-        times.append(read_reply(await connection.request("POST", path, body)).token_times)
+        times.append(read_reply(await connection.request("POST", path, body, _STREAM_SECONDS)).token_times)
     connection.close()
     return times
 
