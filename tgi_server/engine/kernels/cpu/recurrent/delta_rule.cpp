@@ -35,10 +35,10 @@ void normalise(const T* from, float* to, int64_t size, bool wanted, float scale)
 }
 
 // One token: state = decay * state + key * (value - key . decay * state) * rate; output = query . state. V registers of
-// columns. state: [size], `stride` numbers apart. ahead: numbers to what is to be prefetched, if PREFETCHES.
-template <int V, bool PREFETCHES, bool BY_CHANNEL>
-void advance(float* state, int64_t stride, int64_t size, int64_t ahead, const float* query, const float* key,
-             const float* decayed_key, const float* decay, float rate, const F32 (&values)[V], F32 (&outputs)[V]) {
+// columns. state: [size], `stride` numbers apart.
+template <int V, bool BY_CHANNEL>
+void advance(float* state, int64_t stride, int64_t size, const float* query, const float* key, const float* decayed_key,
+             const float* decay, float rate, const F32 (&values)[V], F32 (&outputs)[V]) {
   F32 known[2][V] = {}, added[2][V] = {};
   const auto read = [&](int64_t i, F32(&sums)[V]) {
     const F32 k = F32{} + decayed_key[i];
@@ -56,7 +56,6 @@ void advance(float* state, int64_t stride, int64_t size, int64_t ahead, const fl
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       float* place = state + i * stride + v * WIDTH;
-      if constexpr (PREFETCHES) __builtin_prefetch(place + ahead, 1, 2);
       const F32 next = fma(k, change[v], load_f32(place) * d);
       store(place, next);
       sums[v] = fma(next, q, sums[v]);
@@ -82,7 +81,7 @@ template <bool BY_CHANNEL, typename T, typename Gate, typename Finish>
 void compute(const Inputs<T>& in, const Runs& runs, at::Tensor& states, const Gate& gate, const Finish& finish) {
   const int64_t size = in.size, columns = in.columns;
   const float scale = 1.0f / std::sqrt(static_cast<float>(size));
-  for_each_tile(runs, states, in.heads, [&](int64_t head, float* state, int64_t first, int64_t count, int64_t ahead) {
+  for_each_tile(runs, states, in.heads, [&](int64_t head, float* state, int64_t first, int64_t count) {
     thread_local Tile tile;
     for (auto* each : {&tile.query, &tile.key, &tile.decayed_key, &tile.decay}) each->resize(TILE_TOKENS * size);
     tile.outputs.resize(TILE_TOKENS * columns);
@@ -93,17 +92,15 @@ void compute(const Inputs<T>& in, const Runs& runs, at::Tensor& states, const Ga
       tile.rates[t] = gate(first + t, head, decay);
       for (int64_t i = 0; i < size; ++i) decayed[i] = k[i] * decay[BY_CHANNEL ? i : 0];
     }
-    by_columns(state, size, columns, count, tile.scratch, [&]<int V, bool PREFETCHES>(float* part, int64_t stride,
-                                                                                      int64_t column, int64_t of) {
+    by_columns(state, size, columns, count, tile.scratch, [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
       for (int64_t t = 0; t < count; ++t) {
         const T* from = in.values.at(first + t, head) + column;
         float* row = &tile.outputs[t * columns + column];
         F32 values[V], outputs[V];
         for (int v = 0; v < V; ++v)
           values[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
-        advance<V, PREFETCHES, BY_CHANNEL>(part, stride, size, ahead, &tile.query[t * size], &tile.key[t * size],
-                                           &tile.decayed_key[t * size], &tile.decay[t * size], tile.rates[t], values,
-                                           outputs);
+        advance<V, BY_CHANNEL>(part, stride, size, &tile.query[t * size], &tile.key[t * size], &tile.decayed_key[t * size],
+                               &tile.decay[t * size], tile.rates[t], values, outputs);
         for (int v = 0; v < V && v * WIDTH < of; ++v) store_some(row + v * WIDTH, outputs[v], of - v * WIDTH);
       }
     });

@@ -101,16 +101,15 @@ constexpr int64_t TILE_TOKENS = 32, TILE_COLUMNS = 32;
 // The most registers of columns of a state that is read where it is.
 constexpr int WIDEST = REGISTERS == 32 ? 8 : 4;
 
-// Calls step.template operator()<V, PREFETCHES>(state, stride, column, count) for V registers of columns at a time: state:
-// [rows], `stride` numbers apart. count: of the columns that there are. PREFETCHES: the state is where it is, and what the
-// thread needs next may be prefetched.
+// Calls step.template operator()<V>(state, stride, column, count) for V registers of columns at a time: state: [rows],
+// `stride` numbers apart. count: of the columns that there are.
 template <typename Step>
 void by_columns(float* state, int64_t rows, int64_t columns, int64_t tokens, std::vector<float>& scratch,
                 const Step& step) {
   int64_t column = 0;
   const auto in_place = [&]<int V>() {
     for (; column + V * WIDTH <= columns; column += V * WIDTH)
-      step.template operator()<V, true>(state + column, columns, column, static_cast<int64_t>(V) * WIDTH);
+      step.template operator()<V>(state + column, columns, column, static_cast<int64_t>(V) * WIDTH);
   };
   if (tokens == 1) {  // it would be copied as often as it is read
     if constexpr (WIDEST > 4) {
@@ -125,26 +124,24 @@ void by_columns(float* state, int64_t rows, int64_t columns, int64_t tokens, std
     const int64_t count = std::min(TILE_COLUMNS, columns - column);
     scratch.assign(rows * TILE_COLUMNS, 0.0f);
     for (int64_t i = 0; i < rows; ++i) std::copy_n(state + i * columns + column, count, &scratch[i * TILE_COLUMNS]);
-    step.template operator()<TILE_COLUMNS / WIDTH, false>(scratch.data(), TILE_COLUMNS, column, count);
+    step.template operator()<TILE_COLUMNS / WIDTH>(scratch.data(), TILE_COLUMNS, column, count);
     for (int64_t i = 0; i < rows; ++i) std::copy_n(&scratch[i * TILE_COLUMNS], count, state + i * columns + column);
   }
 }
 
 // Computes the runs of a pass. states: [slots, parts, size]; each part of a state is computed by itself. work(part, state,
-// first, tokens, ahead) computes a tile of tokens and moves the state on. ahead: numbers from the state to the one that this
-// thread will probably need next.
+// first, tokens) computes a tile of tokens and moves the state on.
 template <typename Work>
 void for_each_tile(const Runs& runs, at::Tensor& states, int64_t parts, const Work& work) {
   TORCH_CHECK(states.is_contiguous());
   float* slots = states.mutable_data_ptr<float>();
   const int64_t slot_size = states.numel() / states.size(0), size = slot_size / parts;
-  parallel_for(static_cast<int64_t>(runs.size()) * parts, [&](int64_t item, int64_t next) {
+  parallel_for(static_cast<int64_t>(runs.size()) * parts, [&](int64_t item) {
     const Run& run = runs[item / parts];
     const int64_t part = item % parts;
     const auto place = [&](int64_t slot) { return slots + slot * slot_size + part * size; };
     thread_local std::vector<float> copy;
     float* state = place(run.slot);
-    const float* following = slots + runs[next / parts].slot * slot_size + next % parts * size;
     if (!run.written) {
       copy.assign(state, state + size);
       state = copy.data();
@@ -153,7 +150,7 @@ void for_each_tile(const Runs& runs, at::Tensor& states, int64_t parts, const Wo
     for (int64_t done = 0; done < run.tokens;) {
       const int64_t end = save == run.saves.end() ? run.tokens : save->tokens;
       const int64_t tokens = std::min(TILE_TOKENS, end - done);
-      work(part, state, run.first + done, tokens, following - state);
+      work(part, state, run.first + done, tokens);
       done += tokens;
       for (; save != run.saves.end() && save->tokens == done; ++save) std::copy_n(state, size, place(save->slot));
     }

@@ -19,10 +19,10 @@ struct Tile {
 };
 
 // One token of Mamba-2: state = decay * state + into * x; output = out_of . state. V registers of columns. state: [size],
-// `stride` numbers apart. ahead: numbers to what is to be prefetched, if PREFETCHES.
-template <int V, bool PREFETCHES>
-void advance(float* state, int64_t stride, int64_t size, int64_t ahead, const float* into, const float* out_of,
-             float decay, const F32 (&x)[V], F32 (&outputs)[V]) {
+// `stride` numbers apart.
+template <int V>
+void advance(float* state, int64_t stride, int64_t size, const float* into, const float* out_of, float decay,
+             const F32 (&x)[V], F32 (&outputs)[V]) {
   F32 sums[2][V] = {};
   const F32 d = F32{} + decay;
   const auto step = [&](int64_t i, F32(&sum)[V]) {
@@ -30,7 +30,6 @@ void advance(float* state, int64_t stride, int64_t size, int64_t ahead, const fl
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       float* place = state + i * stride + v * WIDTH;
-      if constexpr (PREFETCHES) __builtin_prefetch(place + ahead, 1, 2);
       const F32 next = fma(b, x[v], load_f32(place) * d);
       store(place, next);
       sum[v] = fma(next, c, sum[v]);
@@ -65,7 +64,7 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
     const float* biases = bias ? bias->const_data_ptr<float>() : nullptr;
     float* to = output.mutable_data_ptr<float>();
     const auto as_t = [](float number) { return static_cast<float>(static_cast<T>(number)); };
-    for_each_tile(runs, states, heads, [&](int64_t head, float* state, int64_t first, int64_t count, int64_t ahead) {
+    for_each_tile(runs, states, heads, [&](int64_t head, float* state, int64_t first, int64_t count) {
       thread_local Tile tile;
       tile.into.resize(TILE_TOKENS * size), tile.out_of.resize(TILE_TOKENS * size);
       for (int64_t t = 0; t < count; ++t) {
@@ -81,8 +80,7 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
         tile.steps[t] = step;
         tile.decays[t] = std::exp(rate[head] * step);
       }
-      by_columns(state, size, columns, count, tile.scratch, [&]<int V, bool PREFETCHES>(float* part, int64_t stride,
-                                                                                        int64_t column, int64_t of) {
+      by_columns(state, size, columns, count, tile.scratch, [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
         for (int64_t t = 0; t < count; ++t) {
           const T* from = inputs.at(first + t, head) + column;
           float* row = to + ((first + t) * heads + head) * columns + column;
@@ -91,8 +89,7 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
             own[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
             scaled[v] = own[v] * tile.steps[t];
           }
-          advance<V, PREFETCHES>(part, stride, size, ahead, &tile.into[t * size], &tile.out_of[t * size], tile.decays[t],
-                                 scaled, outputs);
+          advance<V>(part, stride, size, &tile.into[t * size], &tile.out_of[t * size], tile.decays[t], scaled, outputs);
           for (int v = 0; v < V && v * WIDTH < of; ++v)
             store_some(row + v * WIDTH, skips ? outputs[v] + own[v] * skips[head] : outputs[v], of - v * WIDTH);
         }
@@ -118,7 +115,7 @@ at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor&
     const TokenRows<T> inputs(x), dts(steps), intos(into), outs(out_of), gates(gate ? *gate : x);
     const float *rate = rates.const_data_ptr<float>(), *skips = skip ? skip->const_data_ptr<float>() : nullptr;
     T* to = output.mutable_data_ptr<T>();
-    for_each_tile(runs, states, parts, [&](int64_t part, float* state, int64_t first, int64_t count, int64_t) {
+    for_each_tile(runs, states, parts, [&](int64_t part, float* state, int64_t first, int64_t count) {
       for (int64_t t = first; t < first + count; ++t)
         for (int64_t c = 0; c < columns; c += WIDTH) {
           const int64_t place = part * columns + c, of = columns - c;
