@@ -1,7 +1,7 @@
 """The kernel chooses what torch chooses, and what the distribution says."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -102,6 +102,46 @@ def test_the_kernel_chooses_what_torch_chooses(values: Tensor, data: st.DataObje
 @given(logits([49_152, 256_000]), st.data())
 def test_and_so_it_does_with_large_vocabularies(values: Tensor, data: st.DataObject) -> None:
     same(data, values, data.draw(st.lists(PARAMETERS, min_size=len(values), max_size=len(values))))
+
+
+def _few_likely(vocab: int) -> Tensor:
+    """Three likely tokens, at places that a sample of the vocabulary easily misses, and many that are not."""
+    values = torch.randn(vocab)
+    values[[vocab // 3 + 17, vocab // 2 + 5, vocab - 2]] = 9.0
+    return values
+
+
+_LARGE_ROWS: dict[str, Callable[[int], Tensor]] = {
+    "flat": lambda vocab: torch.randn(vocab) * 0.5,
+    "steep": lambda vocab: torch.randn(vocab) * 4,
+    "few likely": _few_likely,
+    "equal": lambda vocab: torch.ones(vocab),
+    "two values": lambda vocab: torch.arange(vocab) % 5 // 4 * 0.5,
+    "ordered": lambda vocab: torch.linspace(-3, 3, vocab),
+    "mostly impossible": lambda vocab: torch.where(torch.rand(vocab) < 0.9, -torch.inf, torch.randn(vocab)),
+}
+
+
+@pytest.mark.parametrize("kind", _LARGE_ROWS)
+def test_thresholds_are_the_same_however_well_a_sample_foretells_them(kind: str) -> None:
+    torch.manual_seed(0)
+    vocab = 20_000
+    kinds = [
+        SamplingParameters(True, 0.7, top_p=0.9),
+        SamplingParameters(True, 1.0, top_p=0.5),
+        SamplingParameters(True, 1.3, top_p=0.999),
+        SamplingParameters(True, 0.7, top_p=0.01),
+        SamplingParameters(True, 0.9, typical_p=0.8),
+        SamplingParameters(True, 1.0, top_k=11_000),
+    ]
+    values = _LARGE_ROWS[kind](vocab).bfloat16().repeat(len(kinds), 1)
+    samplers: list[Sampler] = [CpuSampler(len(kinds), vocab), new_torch_sampler(len(kinds), vocab)]
+    for seed in range(3):
+        for sampler in samplers:
+            for row, each in enumerate(kinds):
+                sampler.add(row, replace(each, seed=seed), ReportParameters(True, 5), [1], [])
+        ours, theirs = (sampler.sample(values.clone(), range(len(kinds))) for sampler in samplers)
+        compare(ours.start_copy().wait(), theirs.start_copy().wait())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ namespace oatmill {
 namespace {
 
 constexpr int64_t PART = 64;          // tokens of which the likeliest is looked for
-constexpr int64_t BLOCK = 512;        // tokens whose weights are added up together; doubles hold their sum exactly
+constexpr int64_t BLOCK = 512;        // tokens whose weights are added up together
 constexpr float WEIGHTLESS = -28.0f;  // its exponential weighs nothing, nor does that of all below
 constexpr float HIGHEST = std::numeric_limits<float>::max();
 constexpr double ONE = 1099511627776.0;  // 2^40, the weight of the likeliest token
@@ -219,20 +219,9 @@ struct Scratch {
         if (temperature != 1) store(&scores[i], x = vmin(x / temperature, F32{} + HIGHEST));
         store(&weights[i], round_down(scaled_exponential(vmax(x - base, F32{} + WEIGHTLESS))));
       }
-      add_up(block);
+      blocks[block / BLOCK] = whole_sum<BLOCK>(&weights[block]);
     }
     return peak;
-  }
-
-  void add_up(int64_t block) {
-    F64 sums[4] = {};
-    for (int64_t i = 0; i < BLOCK; i += 2 * WIDTH)
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) sums[v] += load_f64(&weights[block + i + v * WIDTH / 2]);
-    const F64 all = sums[0] + sums[1] + sums[2] + sums[3];
-    double sum = 0;
-    for (int lane = 0; lane < WIDTH / 2; ++lane) sum += all[lane];
-    blocks[block / BLOCK] = static_cast<int64_t>(sum);
   }
 
   // Excludes tokens where `excluded` is set: called with a token, its score and its weight, WIDTH at a time.
@@ -245,7 +234,7 @@ struct Scratch {
         store(&scores[i], select(out, F32{} + LOWEST, x));
         store(&weights[i], select(out, F32{}, weight));
       }
-      add_up(block);
+      blocks[block / BLOCK] = whole_sum<BLOCK>(&weights[block]);
     }
   }
 
@@ -286,7 +275,7 @@ struct Scratch {
     }
     peak = scale(peak, temperature);
     const int64_t possible = size - std::count(scores.begin(), scores.begin() + size, LOWEST);
-    if (k < possible) drop(selector(scores.data(), nullptr, padded, k).value);
+    if (k < possible) drop(selector(scores.data(), nullptr, padded, k, possible).value);
     return peak;
   }
 
@@ -295,7 +284,8 @@ struct Scratch {
     const int64_t target = share(mass);
     // all tokens of less weight together do not reach what is left out; half of it, for exponentials are not quite monotonic
     const float least = static_cast<float>(total() - target) / static_cast<float>(2 * size);
-    const Threshold worst = selector(scores.data(), weights.data(), padded, target, least, std::pair{peak + WEIGHTLESS, peak});
+    const Threshold worst =
+        selector(scores.data(), weights.data(), padded, target, total(), least, std::pair{peak + WEIGHTLESS, peak});
     const int64_t of_one = std::max<int64_t>(worst.at / std::max<int64_t>(worst.ties, 1), 1);
     int64_t ties_out = worst.ties - (target - worst.above + of_one - 1) / of_one;
     exclude([&](int64_t, F32 x, F32) {
@@ -321,7 +311,7 @@ struct Scratch {
     for (const float each : distances) expected += static_cast<int64_t>(each);
     const float mean = static_cast<float>(static_cast<double>(expected) / static_cast<double>(std::max<int64_t>(total(), 1)));
     for (int64_t i = 0; i < padded; ++i) distances[i] = -std::abs((base - scores[i]) - mean);
-    const float farthest = selector(distances.data(), weights.data(), padded, share(mass)).value;
+    const float farthest = selector(distances.data(), weights.data(), padded, share(mass), total()).value;
     exclude([&](int64_t i, F32, F32) { return load_f32(&distances[i]) < farthest; });
     return weigh(bound(), 1);
   }
@@ -355,7 +345,7 @@ struct Scratch {
     const int64_t possible = size - std::count(scores.begin(), scores.begin() + size, LOWEST);
     std::vector<int64_t> places;
     if (possible == 0) return places;
-    const float worst = selector(scores.data(), nullptr, padded, std::min(n, possible)).value;
+    const float worst = selector(scores.data(), nullptr, padded, std::min(n, possible), possible).value;
     for (int64_t i = 0; i < padded; i += WIDTH) {
       const I32 hit = load_f32(&scores[i]) >= worst;
       if (!any(hit)) continue;

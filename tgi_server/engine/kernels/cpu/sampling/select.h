@@ -16,21 +16,52 @@ namespace oatmill {
 
 constexpr int64_t round_up(int64_t size, int64_t part) { return (size + part - 1) / part * part; }
 
+// Returns the sum of `SIZE` weights, whole numbers of at most 2^40. Doubles hold it exactly.
+template <int64_t SIZE>
+int64_t whole_sum(const float* weights) {
+  static_assert(SIZE % (2 * WIDTH) == 0 && SIZE <= 1 << 13);
+  F64 sums[4] = {};
+  for (int64_t i = 0; i < SIZE; i += 2 * WIDTH)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) sums[v] += load_f64(weights + i + v * WIDTH / 2);
+  const F64 all = sums[0] + sums[1] + sums[2] + sums[3];
+  double sum = 0;
+  for (int lane = 0; lane < WIDTH / 2; ++lane) sum += all[lane];
+  return static_cast<int64_t>(sum);
+}
+
+// Stores the lanes where the mask is set side by side, and anything behind them: WIDTH numbers at most. Returns how many
+// lanes these are.
+inline int compress(float* to, F32 x, I32 mask) {
+#if defined(__AVX512BW__)
+  const __mmask16 lanes = _mm512_movepi32_mask(reinterpret_cast<const __m512i&>(mask));
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(lanes, reinterpret_cast<const __m512&>(x)));
+  return __builtin_popcount(lanes);
+#else
+  int stored = 0;
+  if (any(mask))
+    for (int lane = 0; lane < WIDTH; ++lane)
+      if (mask[lane]) to[stored++] = x[lane];
+  return stored;
+#endif
+}
+
 // A value, the weight of all larger ones, and the weight and the number of those that are equal to it.
 struct Threshold {
   float value;
   int64_t above, at, ties;
 };
 
-// A histogram of equally wide bins says in which bin the target is reached; what lies in that bin is looked into in the
+// Finds where weights reach a target. Of many values, a sample says between which two that probably is; if it is, only
+// these are searched. A histogram of equally wide bins says in which bin it is; what lies in that bin is searched in the
 // same way, until few values are left.
 class Selector {
  public:
   // Returns the largest value such that the weights of all values from it on reach the target. values, weights: [size],
-  // a multiple of WIDTH; no NaN; weights are whole numbers; null: all weigh 1. target: between 1 and the weight of all
-  // values above minus infinity. least: values that weigh less may be left out of account, since the others reach the
-  // target. bounds: of the values that weigh anything, where they are known.
-  Threshold operator()(const float* values, const float* weights, int64_t size, int64_t target, float least = 0,
+  // a multiple of WIDTH; no NaN; weights are whole numbers; null: all weigh 1. all: the weight of all values above minus
+  // infinity; target: between 1 and that. least: values that weigh less may be left out of account, since the others reach
+  // the target. bounds: of the values that weigh anything, where they are known.
+  Threshold operator()(const float* values, const float* weights, int64_t size, int64_t target, int64_t all, float least = 0,
                        std::optional<std::pair<float, float>> bounds = {}) {
     int64_t above = 0;
     for (int round = 0;; ++round) {
@@ -40,38 +71,53 @@ class Selector {
       const float scale = BINS / (high - low);
       if (size <= FEW || !(scale < std::numeric_limits<float>::infinity()) || scale == 0)
         return sorted(values, weights, size, above, target);
-      count(values, weights, size, high, scale, round == 0 ? least : 0);
-      int bin = 0;
-      for (; bin < BINS - 1 && above + bins_[bin] < target; ++bin) above += bins_[bin];
       Candidates& next = candidates_[round % 2];
-      next.collect(values, weights, size, low, high, scale, bin);
-      values = next.values.data(), weights = next.weights.data(), size = static_cast<int64_t>(next.values.size());
+      if (round > 0 || size < MANY || !narrow(values, weights, size, high, scale, target, all, least, above, next)) {
+        count(values, weights, size, high, scale, round == 0 ? least : 0);
+        int bin = 0;
+        for (; bin < BINS - 1 && above + bins_[bin] < target; ++bin) above += bins_[bin];
+        next.collect(values, weights, size, low, high, scale, bin);
+      }
+      values = next.values.data(), weights = next.weights.data(), size = next.size;
     }
   }
 
  private:
-  static constexpr int BINS = 1024, FEW = 64, AT_ONCE = 256;
+  static constexpr int BINS = 1024, FEW = 64, AT_ONCE = 256, SAMPLE = 2048, MANY = 4 * SAMPLE;
+  static constexpr double LIKENESS = 0.25, MARGIN = 0.02;  // by which a sample's weight, and a share of it, may be wrong
   static constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
   static I32 bin_of(F32 values, float high, float scale) {
     return __builtin_convertvector(vmin(vmax((high - values) * scale, F32{}), F32{} + (BINS - 1.0f)), I32);
   }
 
+  // Values and weights, [size], a multiple of WIDTH.
   struct Candidates {
     std::vector<float> values, weights;
+    int64_t size = 0;
 
-    // Takes the values of a bin, and fills up the last vector.
-    void collect(const float* from, const float* weight, int64_t size, float low, float high, float scale, int bin) {
-      values.clear(), weights.clear();
-      for (int64_t i = 0; i < size; i += WIDTH) {
-        const F32 v = load_f32(from + i);
-        const I32 hit = (bin_of(v, high, scale) == bin) & (v >= low);
-        if (!any(hit)) continue;
-        for (int lane = 0; lane < WIDTH; ++lane)
-          if (hit[lane]) values.push_back(v[lane]), weights.push_back(weight ? weight[i + lane] : 1);
+    // Takes the values of a bin.
+    void collect(const float* from, const float* weight, int64_t count, float low, float high, float scale, int bin) {
+      take(from, weight, count, [&](F32 v, F32) { return (bin_of(v, high, scale) == bin) & (v >= low); });
+    }
+
+    template <typename Wanted>
+    void take(const float* from, const float* weight, int64_t count, const Wanted& wanted) {
+      if (static_cast<int64_t>(values.size()) < count + WIDTH) values.resize(count + WIDTH), weights.resize(count + WIDTH);
+      size = 0;
+      for (int64_t i = 0; i < count; i += WIDTH) {
+        const F32 v = load_f32(from + i), w = weight ? load_f32(weight + i) : F32{} + 1.0f;
+        const I32 hit = wanted(v, w);
+        compress(&weights[size], w, hit);
+        size += compress(&values[size], v, hit);
       }
-      const int64_t whole = round_up(static_cast<int64_t>(values.size()), WIDTH);
-      values.resize(whole, LEAST), weights.resize(whole, 0);
+      for (; size % WIDTH != 0; ++size) values[size] = LEAST, weights[size] = 0;
+    }
+
+    int64_t sum() const {
+      int64_t all = 0;
+      for (int64_t i = 0; i < size; ++i) all += static_cast<int64_t>(weights[i]);
+      return all;
     }
   };
 
@@ -86,6 +132,54 @@ class Selector {
       high = vmax(high, select(counts, v, F32{} + LEAST));
     }
     return {-reduce_max(-low), reduce_max(high)};
+  }
+
+  // Takes the values among which the target probably is reached. Returns false if it is not, or if a sample cannot say.
+  // above: becomes the weight of all larger values.
+  bool narrow(const float* values, const float* weights, int64_t size, float high, float scale, int64_t target, int64_t all,
+              float least, int64_t& above, Candidates& next) {
+    const auto found = probable(values, weights, size, high, scale, static_cast<double>(target), static_cast<double>(all), least);
+    if (!found) return false;
+    const auto [from, to] = *found;
+    int64_t larger = 0;
+    alignas(64) float part[AT_ONCE];
+    int64_t held = 0;
+    next.take(values, weights, size, [&, from = from, to = to](F32 v, F32 w) {
+      store(part + held, select(v >= to, w, F32{}));
+      if ((held += WIDTH) == AT_ONCE) larger += whole_sum<AT_ONCE>(part), held = 0;
+      return (v >= from) & (v < to) & (w >= least) & (v > LEAST);
+    });
+    std::fill(part + held, part + AT_ONCE, 0.0f);
+    larger += whole_sum<AT_ONCE>(part);
+    if (larger >= target || larger + next.sum() < target) return false;
+    above = larger;
+    return true;
+  }
+
+  // Returns two values between which a sample reaches the target: from the first on, below the second. None if the sample
+  // is not like the whole, for example because a few tokens have nearly all the weight.
+  std::optional<std::pair<float, float>> probable(const float* values, const float* weights, int64_t size, float high,
+                                                  float scale, double target, double all, float least) {
+    constexpr float MOST = std::numeric_limits<float>::infinity();
+    alignas(64) float value[SAMPLE], weight[SAMPLE];
+    const int64_t step = size / SAMPLE * WIDTH;
+    I32 heavy = {};
+    for (int64_t i = 0; i < SAMPLE; i += WIDTH) {
+      const F32 w = weights ? load_f32(weights + i / WIDTH * step) : F32{} + 1.0f;
+      store(value + i, load_f32(values + i / WIDTH * step));
+      store(weight + i, w);
+      heavy -= w >= least;
+    }
+    if (least > 0 && sum(heavy) < SAMPLE / 4) return std::pair{LEAST, MOST};
+    count(value, weight, SAMPLE, high, scale, 0);
+    double sampled = 0, running = 0;
+    for (const int64_t bin : bins_) sampled += static_cast<double>(bin);
+    const double factor = sampled / all, likeness = factor * static_cast<double>(size) / SAMPLE;
+    if (likeness < 1 - LIKENESS || likeness > 1 + LIKENESS) return {};
+    int first = 0, last = 0;
+    for (; first < BINS && running + bins_[first] < target * factor - MARGIN * sampled; ++first) running += bins_[first];
+    for (last = first; last < BINS && running < target * factor + MARGIN * sampled; ++last) running += bins_[last];
+    return std::pair{last == BINS ? LEAST : high - last / scale, first == 0 ? MOST : high - first / scale};
   }
 
   void count(const float* values, const float* weights, int64_t size, float high, float scale, float least) {
