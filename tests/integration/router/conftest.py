@@ -189,9 +189,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def shard_process(path: Path, *flags: str) -> Iterator[Path]:
     """A shard in a process of its own, while the context is open; its socket."""
     shard = subprocess.Popen([sys.executable, "-m", "tests.fakes.instant_shard", f"--uds-path={path}", *flags])
-    yield path
-    shard.send_signal(signal.SIGTERM)
-    shard.wait(30)
+    try:
+        yield path
+    finally:
+        shard.send_signal(signal.SIGTERM)
+        shard.wait(30)
 
 
 @pytest.fixture(scope="module")
