@@ -105,15 +105,18 @@ def processed(processor: Any, image: Image.Image, detail: str) -> tuple[str, Map
     names = [
         name for name in made if not name.startswith(("input_ids", "attention_mask", "token_type", "mm_token", "text_"))
     ]
-    return replacement["replacement"], {name: _plain(made[name]) for name in names}
+    return replacement["replacement"], {name: _plain(made[name], mask=name.endswith("_mask")) for name in names}
 
 
-def _plain(found: Any) -> np.ndarray[Any, Any]:
-    """Returns an array in a dtype of `contract.Tensor`. found: an array, or a tensor, which may be of bfloat16."""
+def _plain(found: Any, *, mask: bool) -> np.ndarray[Any, Any]:
+    """Returns an array in a dtype of `contract.Tensor`. found: an array, or a tensor, which may be of bfloat16.
+
+    mask: it has a 0 or a 1 for each pixel or patch, a byte each instead of eight.
+    """
     array = np.asarray(found.float() if hasattr(found, "is_floating_point") and found.is_floating_point() else found)
     if array.dtype.kind == "f":
         return np.ascontiguousarray(array, dtype="<f4")
-    if array.dtype.kind in "iu":
+    if array.dtype.kind in "iu" and not mask:
         return np.ascontiguousarray(array, dtype="<i8")
     return np.ascontiguousarray(array, dtype="bool")
 
