@@ -11,7 +11,6 @@ from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tgi_server.launcher.processes.child import Command, die_with_parent
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.model_files.tokenizer_files import has_tokenizer
 from tgi_server.router.adapter_source import AdapterSource
 
 
@@ -63,6 +62,8 @@ async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:
 
 def check_tokenizer(folder: Path) -> None:
     """Raises CannotStartError when the model's folder has no tokenizer."""
+    from tgi_server.model_files.tokenizer_files import has_tokenizer  # imports huggingface_hub
+
     if not has_tokenizer(folder):
         raise CannotStartError(
             f"{folder} has neither a tokenizer.json nor a tokenizer of an older kind; add the tokenizer's files"

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from tgi_server.model_files.copies import TEMPLATES, files_path, permission_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
 
-# Of which a tokenizer has one.
+# A tokenizer has one of these.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 PATTERNS = (
     *(*TOKENIZERS, "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json"),

@@ -32,7 +32,7 @@ def test_scales_by_all_names_that_they_have(tensors: dict[str, float], expected:
         (f"{LAYER}.k_scale", torch.ones(8, 1), r"self_attn.k_scale has the shape \[8, 1\]; .* one scale for all heads"),
         (f"{LAYER}.v_scale", torch.tensor([-1.0]), "self_attn.v_scale is -1.0; a scale is a positive number"),
         (f"{LAYER}.k_scale", torch.tensor(math.nan), "self_attn.k_scale is nan"),
-        ("model.k_scale", torch.tensor(1.0), "model.k_scale does not say of which layer it is"),
+        ("model.k_scale", torch.tensor(1.0), "model.k_scale does not name its layer"),
     ],
 )
 def test_what_is_no_scale_of_a_layer_is_refused_by_name(name: str, tensor: Tensor, reason: str) -> None:

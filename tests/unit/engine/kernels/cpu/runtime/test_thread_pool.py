@@ -21,7 +21,7 @@ none = torch.zeros(1, dtype=torch.int64)
 decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu", False, 1.0, False)
 head = FloatLinear(torch.ones(16, 16)).kernel()
 model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), None, 1.0, None, None, head, 1.0, 0.0, [], 0)
-model.forward(*[none] * 6, [], [], None, None, False, True, [], None)
+model.forward(*[none] * 6, [], [], None, None, False, True, [], None, None, None, False)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -41,7 +41,7 @@ def _kernels() -> None:
     head = FloatLinear(torch.ones(16, 16)).kernel()
     model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), None, 1.0, None, None, head, 1.0, 0.0, [], 0)
     # The process has threads of its own once it has run.
-    model.forward(*[none] * 6, [], [], None, None, False, True, [], None)
+    model.forward(*[none] * 6, [], [], None, None, False, True, [], None, None, None, False)
 
 
 @pytest.fixture
