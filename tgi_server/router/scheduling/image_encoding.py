@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
@@ -12,6 +14,9 @@ from tgi_server.router.metrics import ImageMetrics
 from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
+
+# Images that the shards computed last. They mostly have these still, so their pixels, megabytes, are not sent at once.
+_RECENT = 1024
 
 
 class ImageShards(Protocol):
@@ -42,6 +47,7 @@ class ImageEncoding:
         self._ready = ready
         self._failed = failed
         self._images: dict[bytes, asyncio.Task[None]] = {}
+        self._computed: dict[bytes, None] = {}  # digests, the last one computed at the end
         self._sequences: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
@@ -83,13 +89,24 @@ class ImageEncoding:
     async def _encode(self, image: Image) -> None:
         began = perf_counter()
         try:
-            await self._shards.encode_images([image], self._target_gap_ms)
+            await self._compute(image)
             self._metrics.encoded(perf_counter() - began)
         except RouterError as error:
             self._metrics.failed(error.error_type)
             raise
         finally:
             del self._images[image.digest]
+
+    async def _compute(self, image: Image) -> None:
+        if image.digest in self._computed:
+            with suppress(InvalidRequest):  # a shard has evicted it
+                await self._shards.encode_images([replace(image, tensors=())], self._target_gap_ms)
+                return
+        await self._shards.encode_images([image], self._target_gap_ms)
+        self._computed.pop(image.digest, None)
+        self._computed[image.digest] = None
+        if len(self._computed) > _RECENT:
+            del self._computed[next(iter(self._computed))]
 
     async def _wait(self, sequence: Sequence, tasks: Iterable[asyncio.Task[None]]) -> None:
         fault: RouterError | None = None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from tests.fakes.recording_sink import recorded_request
 from tests.timing import eventually
-from tgi_server.contract import Image
+from tgi_server.contract import Image, Tensor
 from tgi_server.router.errors import InvalidRequest, RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.image_encoding import ImageEncoding
@@ -64,3 +64,30 @@ async def test_an_image_that_shards_refuse_fails_its_request_and_other_faults_do
     shards.error = Unhealthy("gone")  # the queue finds out
     encoding.begin(sequence(2), [Image(b"1", 0, 2, ())])
     await eventually(lambda: ready == [2])
+
+
+class RememberingShards:
+    """Have the images that they have computed until they evict them."""
+
+    def __init__(self) -> None:
+        self.known: set[bytes] = set()
+        self.sent: list[int] = []
+
+    async def encode_images(self, images: Iterable[Image], target_gap_ms: float) -> None:
+        for image in images:
+            self.sent.append(len(image.tensors))
+            if not image.tensors and image.digest not in self.known:
+                raise InvalidRequest("an image that has to be computed has no tensor pixel_values")
+            self.known.add(image.digest)
+
+
+async def test_pixels_of_an_image_are_sent_again_only_if_the_shards_have_evicted_it() -> None:
+    shards, ready = RememberingShards(), list[int]()
+    encoding = ImageEncoding(shards, lambda each: ready.append(each.id), lambda *_: None, 0.0, Metrics().images)
+    image = Image(b"1", 0, 2, (Tensor("pixel_values", "float32", (1,), bytes(4)),))
+    for request_id in (1, 2, 3):
+        if request_id == 3:
+            shards.known.clear()
+        encoding.begin(sequence(request_id), [image])
+        await eventually(lambda expected=request_id: expected in ready)  # type: ignore[misc]
+    assert shards.sent == [1, 0, 0, 1]
