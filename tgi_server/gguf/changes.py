@@ -134,7 +134,7 @@ def nemotron_h(config: Config, part: str) -> Change:
 
 
 def _logarithm(numbers: Any) -> Any:
-    """Returns what is stored of a decay in `transformers`, of which files have -exp."""
+    """Returns a decay as `transformers` stores it; files have its -exp."""
     return np.log(-numbers)
 
 

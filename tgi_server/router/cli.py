@@ -12,7 +12,7 @@ from tgi_server.router.settings import RouterSettings
 
 _PROGRAM = "text-generation-router"
 _STARTUP_FAILED = 1
-# An option of glibc's mallopt: buffers of so many bytes and more have pages of their own.
+# An option of glibc's mallopt: buffers of this many bytes and more have pages of their own.
 _MMAP_THRESHOLD, _LARGE = -3, 2**20
 
 logger = logging.getLogger(__name__)

@@ -292,7 +292,7 @@ class ImageMetrics:
         self._count.inc()
 
     def processed(self, tokens: int, *, known: bool) -> None:
-        """An image has so many tokens. known: it was not decoded for this request."""
+        """Counts an image and its tokens. known: it was not decoded for this request."""
         self._length.observe(tokens)
         if known:
             self._known.inc()

@@ -153,7 +153,7 @@ class EncoderQueue:
             self.turns.pause()
 
     def _most_tokens(self, task: Task, window: Sequence[tuple[_Encoding, int]]) -> int:
-        """Returns the tokens of a batch of which a layer takes as long as a piece may."""
+        """Returns the most tokens of a batch whose layers each take no longer than a piece may."""
         if not self._beside:
             return _MOST_TOKENS
         cost = self._token_seconds[task]

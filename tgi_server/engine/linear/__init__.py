@@ -172,7 +172,7 @@ def _table(
 
 
 def _for_bits(name: str, bits: int, known: Sequence[str]) -> str:
-    """Returns the kernel that does for weights of so many bits what the one with this name does for those of 4."""
+    """Returns the kernel for weights of `bits` bits that corresponds to the one with this name for 4 bits."""
     wider = name.replace("w4", f"w{bits}", 1)
     return wider if wider in known else name
 

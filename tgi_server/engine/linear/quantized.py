@@ -113,7 +113,7 @@ def packed_kind_of(weight: QuantizedWeight) -> str:
 
 
 def _arrangement(weight: QuantizedWeight, of_unit: int) -> tuple[Tensor, Tensor]:
-    """Arranges inputs so that those of a group follow each other and begin a unit of so many codes.
+    """Arranges inputs so that those of a group follow each other and begin at a multiple of the unit.
 
     Returns the input that stands at each place, -1 for none, and the unit with which each group begins, followed by the
     number of units; both int32.

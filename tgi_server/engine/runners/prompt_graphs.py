@@ -90,7 +90,7 @@ class PromptGraphs:
         self._wanted[len(inputs.wanted) :].zero_()
 
     def _pad(self, tokens: int, sequences: int, count: int) -> None:
-        """Adds a sequence in the scratch block, so that a step of so many tokens and sequences has `count` tokens."""
+        """Adds a sequence in the scratch block, so that a step of these tokens and sequences has `count` tokens."""
         self._slots[tokens:].zero_()
         self._tables[sequences].zero_()
         self._kv_lengths[sequences].fill_(count - tokens)

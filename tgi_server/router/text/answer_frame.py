@@ -57,7 +57,7 @@ class FrameWriter:
     def one_call(
         self, marks: Sequence[tuple[Mark, Mark]], thoughts: ReasoningTags | None, *, open_: bool
     ) -> str | None:
-        """Returns the grammar of an answer that ends behind its first call, of which nothing is known but its marks.
+        """Returns the grammar of an answer that ends behind its first call; only its marks are known.
 
         marks: the beginning and the end of each kind of calls. None: a grammar cannot have one of them.
         """

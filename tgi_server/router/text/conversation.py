@@ -16,7 +16,7 @@ from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tools import ToolSpec
 
 _DEVELOPER = "developer"
-# The system's message of a conversation that has none, for models that are told tools there.
+# The system's message of a conversation that has none, for models that read tools there.
 _TOOLS_BESIDE = "You are a helpful assistant with some tools."
 # Variables with which templates turn a model's reasoning on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")

@@ -39,7 +39,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A function that the model may call. parameters: JSON schema of its arguments; None: it has none. strict: refuse a
-    schema of which not all can be enforced.
+    schema that cannot be fully enforced.
     """
 
     name: str
