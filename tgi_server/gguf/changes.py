@@ -85,19 +85,14 @@ def delta_rule(config: Config, part: str) -> Change:
 
 
 def qwen3_next(config: Config, part: str) -> Change:
-    match part:
-        case "ssm_a":
-            return Change(of_numbers=_logarithm)
-        case "ssm_conv1d":
-            return Change(shape=_with_channel)
-        case "attn_qkv":
-            # Of each key head: its query, its key, its values and what gates these.
-            heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
-            values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-            starts = np.cumsum([0, heads * size, heads * size, values, values])
-            parts = [np.arange(first, last).reshape(heads, -1) for first, last in pairwise(starts)]
-            return Change(np.concatenate(parts, 1).ravel(), beside="attn_gate")
-    return SAME
+    if part != "attn_qkv":
+        return mamba1(config, part)  # decay and convolution are stored alike
+    # Of each key head: its query, its key, its values and what gates these.
+    heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    starts = np.cumsum([0, heads * size, heads * size, values, values])
+    parts = [np.arange(first, last).reshape(heads, -1) for first, last in pairwise(starts)]
+    return Change(np.concatenate(parts, 1).ravel(), beside="attn_gate")
 
 
 def mamba1(_: Config, part: str) -> Change:

@@ -5,6 +5,7 @@ function that returns the states of all slots, of a shape and a dtype; and the r
 alone. What the kernels do not have, `supports` refuses; plain torch then computes it (`states.py`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -47,15 +48,16 @@ class Runs:
         return Runs(torch.tensor([(0, tokens, slot, 1)]), torch.empty(0, 3, dtype=torch.int64))
 
 
-class KernelFunction:
+class KernelFunction(ABC):
     """One function over tokens of one layer."""
 
+    @abstractmethod
     def supports(self, arguments: _Arguments) -> bool:
         """Returns True if the kernel computes what these arguments say."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __call__(self, arguments: _Arguments, states: StatesOf, runs: Runs) -> Tensor:
-        raise NotImplementedError
+        """Returns what the function returns for these arguments, and moves the states on."""
 
 
 class Convolution(KernelFunction):

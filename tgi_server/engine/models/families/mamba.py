@@ -43,7 +43,7 @@ def bamba(config: Any) -> DecoderSpec:
 
 
 def granite(config: Any) -> DecoderSpec:
-    """Where there are experts, every token has a shared one beside its own."""
+    """Returns the spec of Granite 4; with experts, every token has a shared one beside its own."""
     if config.num_local_experts:
         raise NoSpec("experts beside a shared one are not known")
     rotary = config.position_embedding_type == "rope"
