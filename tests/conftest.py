@@ -44,6 +44,8 @@ os.environ["SSL_CERT_DIR"] = "/etc/ssl/certs"
 for program in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
     for setting in program.model_fields:
         os.environ.pop(setting.upper(), None)
+# Servers read the checkpoint that a test has made, unless the test says otherwise.
+os.environ["PACKED_WEIGHTS_CACHE"] = "none"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

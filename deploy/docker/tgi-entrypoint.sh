@@ -4,6 +4,7 @@
 set -eu
 export PORT="${PORT:-80}"
 [ -n "${NUM_SHARD:-}${SHARDED:-}" ] || export NUM_SHARD="${GPU_COUNT:-1}"
+export PACKED_WEIGHTS_CACHE="${PACKED_WEIGHTS_CACHE:-${HUGGINGFACE_HUB_CACHE:-/data}/packed}"
 if [ ! -w "${HUGGINGFACE_HUB_CACHE:-/data}" ]; then
     echo "tgi: user $(id -u):$(id -g) cannot write to ${HUGGINGFACE_HUB_CACHE:-/data}, so nothing can be downloaded or" \
         "converted; on the host, run: sudo chown -R $(id -u):$(id -g) shared/file_system/downloads/tgi" >&2

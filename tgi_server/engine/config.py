@@ -35,6 +35,7 @@ class EngineConfig:
     image_memory: bytes for what the vision tower has made of images, which is used again for the same images; 0: the
     tower is not loaded, and no prompt may have images.
     max_lora_rank: rank that a layer of an adapter may have, at most.
+    packed_cache: a folder for packed weights, which later starts read in place of the checkpoint; None: there is none.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
@@ -55,6 +56,7 @@ class EngineConfig:
     speculative_model: Path | None = None
     image_memory: int = 256 << 20
     max_lora_rank: int = 256
+    packed_cache: Path | None = None
     group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:

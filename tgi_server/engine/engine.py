@@ -17,7 +17,8 @@ from tgi_server.contract import ReportParameters, SamplingParameters, StateSave
 from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
-from tgi_server.engine.checkpoint.load_model import load_config, load_model, load_vision
+from tgi_server.engine.checkpoint.load_model import check_shards, load_config, load_model, load_vision
+from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, write_packed
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidCall, InvalidImage, InvalidWeights, UnsupportedModel
@@ -26,8 +27,8 @@ from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import fault_of_any, share_cores
-from tgi_server.engine.runners import create_runner
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
+from tgi_server.engine.runners import create_runner, restored_runner, stored_model
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import (
     CpuSampler,
@@ -133,12 +134,11 @@ class Engine:
         device = config.resolve_device()
         share_cores(config.group.local_world_size if config.group else 1)
         from_folder = model is None
-        model = model or load_model(config, device, choose_dtype(config, device))
         self._device = device
         self._group = config.group
         self._custom_kernels = config.custom_kernels
         self._row_kernel = False  # that samples: True once it is proved
-        self._runner = create_runner(model, config)
+        model, self._runner = self._load(config) if model is None else (model, create_runner(model, config))
         backend = self._backend = self._runner.backend
         self.tower, no_images = self._load_tower(config, model) if from_folder else (None, "")
         self.speculation = self._drafting(config, model)
@@ -193,6 +193,19 @@ class Engine:
             self.info.linear_kernels,
             torch.get_num_threads(),
         )
+
+    def _load(self, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
+        """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
+        file = packed_file(config)
+        if (stored := read_packed(file, config.group)) is not None:
+            model, runner = restored_runner(stored, config)
+            check_shards(config, model.config, model.dtype)
+            return model, runner
+        model = load_model(config, self._device, choose_dtype(config, self._device))
+        runner = create_runner(model, config)
+        if file is not None and (content := stored_model(runner, model)) is not None:
+            write_packed(file, content)
+        return model, runner
 
     def _load_tower(self, config: EngineConfig, model: PreTrainedModel) -> tuple[VisionTower | None, str]:
         """Returns what reads images, or why nothing does; neither for a model of text alone."""

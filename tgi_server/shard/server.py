@@ -156,6 +156,7 @@ def engine_config(
         quantize=settings.quantize,
         kv_cache_dtype=settings.kv_cache_dtype,
         linear_kernels=settings.linear_kernels,
+        packed_cache=_packed_cache(settings),
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,
@@ -164,6 +165,11 @@ def engine_config(
         max_lora_rank=settings.max_lora_rank,
         cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )
+
+
+def _packed_cache(settings: ShardSettings) -> Path | None:
+    folder = settings.packed_weights_cache or Path.home() / ".cache" / "oatmill" / "packed"
+    return None if folder == Path("none") else folder
 
 
 def _connect(settings: ShardSettings) -> ShardGroup | None:

@@ -94,6 +94,11 @@ class ModelSettings(CheckpointSettings):
         "rows); w4a16: 4-bit weights with inputs in 16 bits instead of 8; measure: time the kernels at load and use "
         "the fastest, so results may differ between starts; default: by kind of CPU, from a table in the repository",
     )
+    packed_weights_cache: Path | None = Field(
+        None,
+        description="folder where a start on a CPU stores the weights as the kernels read them, for faster later "
+        "starts; none: do not store them; default: ~/.cache/oatmill/packed",
+    )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="memory for the KV cache on a CPU, such as 4GiB; default: 30 % of the free memory"

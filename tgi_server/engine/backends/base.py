@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -141,6 +142,14 @@ class Backend(ABC):
         self.config = config
         self.group = config.group
         self.fallbacks: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what `resume` sets."""
+        return self.__dict__ | {"config": None, "group": None}
+
+    def resume(self, config: EngineConfig) -> None:
+        """Takes the settings of this process, where another one made this backend and stored it."""
+        self.config, self.group = config, config.group
 
     @property
     def device_type(self) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -354,8 +353,8 @@ def _put(parent: nn.Module, name: str, new: nn.Module, deferred: DeferredFree) -
             deferred.add([*each.parameters(recurse=False), *each.buffers(recurse=False)])
 
 
-def limit_threads(model: nn.Module) -> None:
-    """Makes this process compute in one thread when the model's linear layers are small.
+def has_small_layers(model: nn.Module) -> bool:
+    """Returns True if one thread computes the model as fast as several, since its linear layers are small.
 
     Threads that meet after every such layer win nothing on an idle machine, and on a busy one each meeting waits for
     the slowest. Call it before the weights are packed. A mixture is as large as its other layers, whatever its experts
@@ -365,6 +364,4 @@ def limit_threads(model: nn.Module) -> None:
     others = [module for module in model.modules() if id(module) not in of_experts]
     sizes = [module.weight.nbytes for module in others if isinstance(module, nn.Linear)]
     sizes += [module.nbytes for module in others if isinstance(module, QuantizedLinear)]
-    if sizes and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES and torch.get_num_threads() > 1:
-        logger.info("the model is small: it runs in one thread")
-        torch.set_num_threads(1)
+    return bool(sizes) and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES

@@ -11,7 +11,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import Unfit, build_decoder, limit_threads, pack_linears, unpack
+from tgi_server.engine.backends.build import Unfit, build_decoder, has_small_layers, pack_linears, unpack
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.gated_mlps import install_gated_mlp_kernels
 from tgi_server.engine.backends.generic import GenericModel
@@ -36,8 +36,8 @@ class CpuBackend(ReferenceBackend):
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> None:
         """alone: False: this process also runs a larger model, whose number of threads is used."""
-        if alone:
-            limit_threads(source)
+        self._in_one_thread = alone and has_small_layers(source)
+        self._limit_threads()
         super().__init__(source, config)
         pinned = config.linear_kernels
         self._linear = linear_factory(source, source.dtype, config.quantize, group=config.group, pinned=pinned)
@@ -46,6 +46,15 @@ class CpuBackend(ReferenceBackend):
         self._packed = False  # the linear layers of `source`
         if not load_kernels():
             self.fallbacks.append("the CPU kernels are not available, so plain torch does their work")
+
+    def resume(self, config: EngineConfig) -> None:
+        super().resume(config)
+        self._limit_threads()
+
+    def _limit_threads(self) -> None:
+        if self._in_one_thread and torch.get_num_threads() > 1:
+            logger.info("the model is small: it runs in one thread")
+            torch.set_num_threads(1)
 
     def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
         if CpuAttention.supports(shape, self.source.dtype):

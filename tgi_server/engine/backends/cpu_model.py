@@ -39,6 +39,7 @@ class CpuModel(PagedModel):
         """
         super().__init__(source, attention)
         self.decoder = decoder
+        self._group = group
         self._kernel = _kernel(decoder)
         self._like = decoder.embedding_weight
         self._rows_with_adapters = torch.empty(0, dtype=torch.int32)
@@ -48,6 +49,10 @@ class CpuModel(PagedModel):
         self._faults = nullcontext if group is None else peers
         if group is not None:
             self._kernel.split(group.ranks(), cast(VocabParallelHead, decoder.head).vocab_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies anew of what can be stored, which kernels cannot."""
+        return type(self), (self.source, self.decoder, self.attention, self._group)
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)

@@ -1,5 +1,7 @@
 """The LM head of steps in which all rows are greedy."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,10 @@ class PrefilteredHead(FloatLinear):
         self._max_inputs = torch.ops.oatmill.prefilter_rows(self._prefilter[0]) * self.in_features
         malloc_trim()
         super()._pack(weight, bias, kernels)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prefilter = torch.ops.oatmill.linear_copy(self._prefilter[0]), *self._prefilter[1:]
 
     def argmax_logits(self, x: Tensor, mask: TokenMask | None = None) -> Tensor:
         """Returns the outputs that may be the argmax of their row, [rows, outputs], and minus infinity for all others.

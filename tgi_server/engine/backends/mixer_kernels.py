@@ -1,7 +1,7 @@
 """Mixers of `transformers` that a kernel of the CPU computes in one call, between their projections."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -19,18 +19,21 @@ from tgi_server.engine.parallel.layers import ShardedGatedNorm
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
-# A kernel, and the linear layers in it that adapters may change, by their names.
-_Made: TypeAlias = tuple[Any, dict[str, PackedLinear]]
+# How a `torch.classes.oatmill.Mixer` is made: the name of a function there, and its arguments. A linear layer stands
+# for its kernel.
+_Recipe: TypeAlias = tuple[str, tuple[Any, ...]]
+# A recipe, and the linear layers in it that adapters may change, by their names.
+_Made: TypeAlias = tuple[_Recipe, dict[str, PackedLinear]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     """The mixers of some families.
 
-    projections: the names of the first ones, whose outputs stand side by side for the kernel. make: makes the kernel of
-    a mixer, a `torch.classes.oatmill.Mixer`, and the linear layers in it that adapters may change. It takes what packs
-    linear layers, or None where hooks may change these; it returns None if there is no kernel. shapes: of a mixer's
-    states, in the order in which the kernel takes them. output: the name of the last projection.
+    projections: the names of the first ones, whose outputs stand side by side for the kernel. make: returns the recipe
+    of a mixer's kernel, and the linear layers in it that adapters may change. It takes what packs linear layers, or
+    None where hooks may change these; it returns None if there is no kernel. shapes: of a mixer's states, in the order
+    in which the kernel takes them. output: the name of the last projection.
     """
 
     projections: tuple[str, ...]
@@ -43,15 +46,25 @@ class _Family:
 class MixerKernel:
     """Computes one mixer between its projections. projections, output: their names in the mixer. layer: its index.
 
-    inner: linear layers in between, by their names.
+    inner: linear layers in between, by their names. kernel: a `torch.classes.oatmill.Mixer`.
     """
 
     projections: tuple[str, ...]
     output: str
-    kernel: Any
+    _recipe: _Recipe
     inner: dict[str, PackedLinear]
     layer: int
     _shapes: _Shapes
+    kernel: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        name, arguments = self._recipe
+        kernels = (each.kernel() if isinstance(each, PackedLinear) else each for each in arguments)
+        object.__setattr__(self, "kernel", getattr(torch.classes.oatmill.Mixer, name)(*kernels))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies anew: objects of `torch.classes` cannot be pickled."""
+        return type(self), (self.projections, self.output, self._recipe, self.inner, self.layer, self._shapes)
 
     @classmethod
     def of(cls, mixer: Any, linear: LinearFactory | None = None) -> Self | None:
@@ -79,12 +92,12 @@ class MixerKernel:
         return computed.unsqueeze(0)
 
 
-def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> Any:
+def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> _Recipe | None:
     if mixer.conv1d.bias is not None:
         return None
     gated_norm = getattr(mixer, norm)
     rate_scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
-    return torch.classes.oatmill.Mixer.gated_delta_net(
+    return "gated_delta_net", (
         mixer.num_k_heads,
         grouped,
         _taps(mixer.conv1d),
@@ -101,7 +114,7 @@ def _states_of_delta_net(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"torch_chunk_gated_delta_rule": (recurrent, torch.float32)}
 
 
-def _mamba2(mixer: Any) -> Any:
+def _mamba2(mixer: Any) -> _Recipe | None:
     norm, (least, most) = mixer.norm, mixer.time_step_limit
     if isinstance(norm, ShardedGatedNorm):
         if norm.share.copies > 1:
@@ -111,7 +124,7 @@ def _mamba2(mixer: Any) -> Any:
     size = mixer.num_heads * mixer.head_dim
     groups = getattr(norm, "n_groups", None)  # of Falcon-H1; the others count the features of a group
     group = size // groups if groups else getattr(norm, "group_size", size)
-    return torch.classes.oatmill.Mixer.mamba2(
+    return "mamba2", (
         _taps(mixer.conv1d),
         _bias(mixer.conv1d),
         -mixer.A_log.float().exp(),
@@ -138,18 +151,18 @@ def _mamba(mixer: Any, linear: LinearFactory | None) -> _Made | None:
         return None
     inner = linear(mixer.x_proj)
     norms = [getattr(mixer, f"{name}_layernorm") for name in ("dt", "b", "c")]
-    kernel = torch.classes.oatmill.Mixer.mamba(
+    arguments = (
         _taps(mixer.conv1d),
         _bias(mixer.conv1d),
-        inner.kernel(),
+        inner,
         [norm.weight for norm in norms],
         norms[0].variance_epsilon,
-        linear(plain_linear(steps.weight, None)).kernel(),
+        linear(plain_linear(steps.weight, None)),
         steps.bias.to(steps.weight.dtype),
         -mixer.A_log.float().exp().t().contiguous(),
         mixer.D.float(),
     )
-    return kernel, {"x_proj": inner}
+    return ("mamba", arguments), {"x_proj": inner}
 
 
 def _states_of_mamba(mixer: Any) -> _Shapes:
@@ -159,16 +172,16 @@ def _states_of_mamba(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"mamba_selective_scan": (recurrent, torch.float32)}
 
 
-def _short_convolution(mixer: Any) -> Any:
-    return torch.classes.oatmill.Mixer.short_convolution(_taps(mixer.conv), _bias(mixer.conv))
+def _short_convolution(mixer: Any) -> _Recipe:
+    return "short_convolution", (_taps(mixer.conv), _bias(mixer.conv))
 
 
-def _alone(make: Callable[[Any], Any]) -> Callable[[Any, LinearFactory | None], _Made | None]:
-    """Returns what makes kernels without linear layers in them."""
+def _alone(make: Callable[[Any], _Recipe | None]) -> Callable[[Any, LinearFactory | None], _Made | None]:
+    """Returns what makes the recipes of kernels without linear layers in them."""
 
     def made(mixer: Any, _: LinearFactory | None) -> _Made | None:
-        kernel = make(mixer)
-        return None if kernel is None else (kernel, {})
+        recipe = make(mixer)
+        return None if recipe is None else (recipe, {})
 
     return made
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -24,7 +25,7 @@ from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, lo
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
 from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
-from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, stored_dtype
+from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, fingerprint, stored_dtype
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.progress import follow_transformers, progress
@@ -110,6 +111,26 @@ def load_model(config: EngineConfig, device: torch.device, choose_dtype: ChooseD
     return model.to(device).eval().requires_grad_(False)
 
 
+def check_shards(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Raises UnsupportedModel when the shards of a model are to load different things. Does nothing for a whole one.
+
+    model_config, dtype: the model's.
+    """
+    if config.group is not None:
+        facts = {
+            "the version of torch": torch.__version__,
+            "the version of transformers": transformers.__version__,
+            "the model's config.json": json.dumps(model_config.to_diff_dict(), sort_keys=True, default=str),
+            "the model's files of weights": fingerprint(config.model_path),
+            "--dtype": str(dtype),
+            "--quantize": str(config.quantize),
+            "--kv-cache-dtype": str(config.kv_cache_dtype),
+            "--disable-custom-kernels": str(not config.custom_kernels),
+            "the kind of device": config.resolve_device().type,
+        }
+        config.group.check_same(facts)
+
+
 def load_vision(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
     """Returns the parts of the model that read images, in evaluation mode on `device`; None for a model of text alone.
 
@@ -156,15 +177,10 @@ def _load_part(
     if config.group is None:
         model, report = load_tensors(path, model_config, factory, dtype, device, quantization, trust_remote_code=trust)
     else:
-        facts = {
-            "--quantize": str(config.quantize),
-            "--kv-cache-dtype": str(config.kv_cache_dtype),
-            "--disable-custom-kernels": str(not config.custom_kernels),
-            "the kind of device": config.resolve_device().type,
-        }
+        check_shards(config, model_config, dtype)
         model, report = load_shard(
             path, model_config, factory, dtype, device, config.group,
-            quantization=quantization, trust_remote_code=trust, facts=facts,
+            quantization=quantization, trust_remote_code=trust,
         )  # fmt: skip
     model.quantization = quantization.text if quantization else ""
     return model, report

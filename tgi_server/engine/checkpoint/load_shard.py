@@ -1,6 +1,5 @@
 """Builds and loads one shard of a model, or a whole one whose weights are quantised."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.checkpoint.quantized import Experts, Quantization, QuantizedEmbedding, QuantizedLinear
 from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
-from tgi_server.engine.checkpoint.weight_files import EXPERT, fingerprint
+from tgi_server.engine.checkpoint.weight_files import EXPERT
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import HOST
 from tgi_server.engine.models.families import plan_for
@@ -60,18 +58,14 @@ def load_shard(
     *,
     quantization: Quantization | None,
     trust_remote_code: bool,
-    facts: Mapping[str, str],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Loads this shard of the model in a folder. Returns it with what `transformers` reports of loading it.
 
     Nothing but the shard is ever in memory, and one quantised weight. config: the model's. quantization: of its
-    weights. facts: what all shards have to agree on beside the model and the versions of libraries, by its name. Raises
-    UnsupportedModel for a model that cannot be split over this many shards, or when the shards are to load
-    different things.
+    weights. Raises UnsupportedModel for a model that cannot be split over this many shards.
     """
     plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
-    group.check_same(_facts(folder, config, dtype) | dict(facts))
     model, report = _load(folder, config, factory, dtype, device, plan, share, quantization, trust_remote_code)
     surround(model, plan, share, group, config)
     return model, report
@@ -333,17 +327,6 @@ def _named(model: PreTrainedModel, tensors: Checkpoint, name: str) -> SlicedTens
     """
     prefix = f"{model.base_model_prefix}."
     return tensors.get(name) or tensors.get(name.removeprefix(prefix)) or tensors.get(prefix + name)
-
-
-def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """Returns what shards have to agree on, by its name."""
-    return {
-        "the version of torch": torch.__version__,
-        "the version of transformers": transformers.__version__,
-        "the model's config.json": json.dumps(config.to_diff_dict(), sort_keys=True, default=str),
-        "the model's files of weights": fingerprint(folder),
-        "--dtype": str(dtype),
-    }
 
 
 def _part_class(

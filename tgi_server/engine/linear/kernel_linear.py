@@ -15,7 +15,12 @@ TILE = 48
 
 
 class KernelLinear(PackedLinear):
-    """y = x W^T + b by a `torch.classes.oatmill.Linear`, which `_pack` makes with `_set`. y has the dtype of x."""
+    """y = x W^T + b by a `torch.classes.oatmill.Linear`, which `_pack` makes with `_set`. y has the dtype of x.
+
+    Objects of `torch.classes` cannot be pickled, so a copy makes them anew.
+    """
+
+    _layer: Any
 
     def _set(
         self,
@@ -26,28 +31,42 @@ class KernelLinear(PackedLinear):
         *,
         scales: Tensor | None = None,
         compensation: Tensor | None = None,
-        quantized: Any = None,
+        quantized: tuple[Any, ...] | None = None,
     ) -> None:
         """Sets the layer that computes.
 
         known: the kernels that take these weights; the first of them is taken where `kernels` is None. scales and
-        compensation: of 8-bit weights, a number for each output, padded. quantized: a
-        `torch.classes.oatmill.QuantizedWeights`.
+        compensation: of 8-bit weights, a number for each output, padded. quantized: what a
+        `torch.classes.oatmill.QuantizedWeights` is made of; None: the weights are not quantized in groups.
         """
-        table = kernels or KernelTable.of(known[0])
+        self._table = kernels or KernelTable.of(known[0])
         self._packed = packed
         self._bias = None if bias is None else padded(bias)
+        self._parts = scales, compensation, quantized
+        self._make()
+
+    def _make(self) -> None:
+        scales, compensation, quantized = self._parts
         self._layer = torch.classes.oatmill.Linear(
-            packed,
+            self._packed,
             self.in_features,
             self.out_features,
             self._bias,
             scales,
             compensation,
-            list(table.kernels),
-            list(table.from_rows),
-            quantized,
+            list(self._table.kernels),
+            list(self._table.from_rows),
+            None if quantized is None else torch.classes.oatmill.QuantizedWeights(*quantized),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_layer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if (packed := state.get("_packed")) is not None:  # which may lie in a file, in small pages
+            self._packed = torch.ops.oatmill.linear_copy(packed)
+        self._make()
 
     def _plain_bias(self) -> Tensor | None:
         """Returns the bias, [out_features], without what pads it."""
@@ -73,6 +92,10 @@ class SideBySideLinear(KernelLinear):
         self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
         self.register_buffer("weight", parts[0].weight, persistent=False)
         self.parts = nn.ModuleList(parts)
+        self._make()
+
+    def _make(self) -> None:
+        parts = cast(Iterable[PackedLinear], self.parts)
         self._layer = torch.classes.oatmill.Linear.side_by_side([part.kernel() for part in parts])
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:

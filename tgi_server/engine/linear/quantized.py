@@ -43,7 +43,7 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
                 self._offsets, self._offset_factors = _blocks_by_tile(weight.stored_offsets)
         self._order, starts = _arrangement(weight, _OF_UNIT[self._bits])
         packed = torch.ops.oatmill.quantized_pack(weight.codes.view(torch.uint8), self._order, self._bits)
-        by_kind = torch.classes.oatmill.QuantizedWeights(
+        by_kind = (
             self.kind,
             starts,
             self._scales,

@@ -1,11 +1,13 @@
 """Ways to run a `transformers` model on batches that change at every step."""
 
 import logging
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from tgi_server.engine.backends import Backend, create_backend
+from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.memory import malloc_trim
@@ -18,6 +20,9 @@ from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.loading import PACKING
 
 logger = logging.getLogger(__name__)
+
+# Dense models of more bytes are not stored: they are read as fast from their checkpoint.
+_MOST_DENSE_BYTES = 2 << 30
 
 
 @torch.inference_mode()
@@ -42,6 +47,26 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
         runner = PagedRunner(paged, backend, config.group, weight_bytes)
     malloc_trim()
     return runner
+
+
+def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
+    """Returns what `restored_runner` makes a runner of; None for models that are not worth storing, or cannot be.
+
+    model: the one that the runner was made from.
+    """
+    if not isinstance(runner, PagedRunner) or not isinstance(runner.model, CpuModel):
+        return None
+    if not getattr(model, "quantization", "") and runner.weight_bytes > _MOST_DENSE_BYTES:
+        return None
+    model.__class__ = type(model).__bases__[0]  # the class of `transformers`, which later starts can import
+    return runner.model, runner.backend, runner.weight_bytes
+
+
+def restored_runner(content: Any, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
+    """Returns a model that was stored, and its runner."""
+    paged, backend, weight_bytes = content
+    backend.resume(config)
+    return backend.source, PagedRunner(paged, backend, config.group, weight_bytes)
 
 
 def _padded(model: PreTrainedModel, backend: Backend, config: EngineConfig) -> PaddedRunner:

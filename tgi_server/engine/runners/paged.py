@@ -45,13 +45,14 @@ _RESERVED_WEIGHTS = 16
 # Snapshots of states, for each sequence of the largest batch, and the share of the memory that they may take.
 _SNAPSHOTS_OF_ONE, _SNAPSHOT_SHARE = 4, 0.25
 # Seconds that the start spends on reserving memory; the rest is taken beside the first requests.
-_RESERVE_SECONDS = 0.5
+_RESERVE_SECONDS = 0.1
 
 
 class PagedRunner(Runner):
     """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass.
 
     companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
+    weight_bytes: of the model.
     hidden_states: those of the last pass, if anybody wants them; set before the warm-up.
     most_drafted: tokens that are drafted for a sequence in one step, at most.
     tower: reads the images of prompts; None: there are none. Set before the warm-up.
@@ -66,10 +67,7 @@ class PagedRunner(Runner):
     def __init__(
         self, model: PagedModel, backend: Backend, group: ShardGroup | None = None, weight_bytes: int = 0
     ) -> None:
-        """backend: what the model computes with. group: the shards of the model, when this is one of them.
-
-        weight_bytes: of the model.
-        """
+        """backend: what the model computes with. group: the shards of the model, when this is one of them."""
         super().__init__(backend)
         self.model = model
         self.states = model.states
@@ -77,7 +75,7 @@ class PagedRunner(Runner):
         self._device = model.attention.device
         self.block_size = model.attention.block_size
         self._group = group
-        self._weight_bytes = weight_bytes
+        self.weight_bytes = weight_bytes
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
         self._free_slots: list[int] = []  # for states
@@ -122,7 +120,7 @@ class PagedRunner(Runner):
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total, snapshots)
         token_bytes = self.bytes_per_token + self.companion_bytes
-        reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
+        reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self.weight_bytes // token_bytes) // size
         self._blocks_ahead = min(reserved, _TOKENS_AHEAD // size)
         self.model.attention.reserve(min(num_blocks, reserved) + 1, 0, _RESERVE_SECONDS)
         self.model.fix_length(total)

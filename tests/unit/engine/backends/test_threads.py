@@ -46,7 +46,7 @@ def test_decoding_in_layers_of_transformers_leaves_torch_one_thread(
     name: str, of_prompts: tuple[int, int], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of models with states do, too, on few cores."""
-    monkeypatch.setattr(cpu, "limit_threads", lambda model: None)  # small models have one thread
+    monkeypatch.setattr(cpu, "has_small_layers", lambda model: False)  # which would have one thread
     engine = Engine(EngineConfig(make(name, tmp_path), torch.float32, torch.device("cpu")))
     seen: list[tuple[int, tuple[int, int]]] = []
     embedding = engine._runner.backend.source.get_input_embeddings()

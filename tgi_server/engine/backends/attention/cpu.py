@@ -1,6 +1,7 @@
 """Attention on a CPU by the engine's own kernel: nothing is copied out of the cache, and no loop runs in Python."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ class CpuAttention(AttentionBackend):
         sizes = shape.head_dims or (shape.head_dim,)
         fits = shape.value_dim is None and all(size % LANES == 0 and size <= MAX_HEAD_DIM for size in sizes)
         return fits and dtype in (torch.float32, torch.bfloat16, torch.float16) and load_kernels()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies without KV blocks."""
+        return type(self), (self.shape, self.device, self.dtype, self.kv_format)
 
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""

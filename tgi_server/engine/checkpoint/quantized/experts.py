@@ -26,7 +26,7 @@ class Experts(nn.Module):
     ) -> None:
         """stacked: the module to replace. gate_up, down: make an expert's layers of its weight, [outputs, inputs]."""
         super().__init__()
-        self._gate = stacked._apply_gate
+        self._stacked = (stacked,)  # in a tuple, since it is not a part of this module
         self._clamps = (float(stacked.alpha), float(stacked.limit)) if hasattr(stacked, "alpha") else None
         self._kernel: Any = None
         transposed = stacked.is_transposed
@@ -35,6 +35,11 @@ class Experts(nn.Module):
         for name in ("gate_up_proj_bias", "down_proj_bias"):  # [experts, outputs], where there are any
             self.register_parameter(name, getattr(stacked, name, None))
         del stacked.gate_up_proj, stacked.down_proj
+
+    @property
+    def _gate(self) -> Callable[[Tensor], Tensor]:
+        gate: Callable[[Tensor], Tensor] = self._stacked[0]._apply_gate
+        return gate
 
     @classmethod
     def quantized(cls, stacked: Any, parts: int) -> Self:
@@ -83,6 +88,9 @@ class Experts(nn.Module):
     def use_kernel(self, *, wanted: bool) -> None:
         """Computes all experts in one call from now on, if `wanted` and if the kernel can."""
         self._kernel = self.kernel() if wanted else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kernel": None}
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.

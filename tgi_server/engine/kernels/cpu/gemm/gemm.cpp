@@ -131,6 +131,11 @@ at::Tensor linear_pack(const at::Tensor& weight) {
   return packed;
 }
 
+// Returns the same packed weight in huge pages of its own.
+at::Tensor linear_copy(const at::Tensor& packed) {
+  return zeros_in_huge_pages(packed.sizes(), packed.options()).copy_(packed);
+}
+
 at::Tensor linear_unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
   return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel>) {
     return unpack_weight<Weights>(packed, outputs, inputs);
@@ -254,6 +259,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("linear_pack(Tensor weight) -> Tensor");
   library.def("linear_room(Tensor weight, int outputs) -> Tensor");
   library.def("linear_pack_into(Tensor weight, Tensor(a!) packed) -> ()");
+  library.def("linear_copy(Tensor packed) -> Tensor");
   library.def("linear_unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear_kernels(Tensor packed) -> str[]");
   library.def("isa() -> str", &oatmill::isa);
@@ -263,6 +269,7 @@ TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("linear_pack", &oatmill::linear_pack);
   library.impl("linear_room", &oatmill::linear_room);
   library.impl("linear_pack_into", &oatmill::linear_pack_into);
+  library.impl("linear_copy", &oatmill::linear_copy);
   library.impl("linear_unpack", &oatmill::linear_unpack);
   library.impl("linear_kernels", &oatmill::linear_kernels);
 }

@@ -1,0 +1,163 @@
+"""Packed weights of an earlier start give the same model, and are used for no other."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tgi_server.engine.engine as module
+from tests.tiny_models import make
+from tests.unit.engine.conftest import RanksOf
+from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tgi_server.engine import Engine
+from tgi_server.engine.parallel import ShardGroup
+
+TEXTS = prompts((1, 70, 5, 33))
+BFLOAT16 = {"dtype": torch.bfloat16}
+# One of each kind of layer; the others are slow.
+QUICK = {("llama", "int4"), ("gpt_oss", None), ("jamba", None)}
+MODELS = [
+    *[(name, None) for name in ("opt", "llama_dynamic", "gemma3_text", "gpt_oss", "mixtral")],
+    *[(name, None) for name in ("bamba", "jamba", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid")],
+    *[("llama", quantize) for quantize in ("int4", "int8", "fp8", "bitsandbytes-nf4")],
+    *[("qwen3_moe", "int4"), ("gemma2", "int4")],
+]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Loads an engine while no checkpoint can be read."""
+
+    def load(*arguments: object, **settings: object) -> Engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "load_model", lambda *_: pytest.fail("the checkpoint was read"))
+            return load_engine(*arguments, **settings)  # type: ignore[arg-type]
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantize"),
+    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in MODELS],
+)
+def test_a_later_start_computes_the_same_without_the_checkpoint(
+    architecture: str, quantize: str | None, restored: Callable[..., Engine], cache: Path, tmp_path: Path
+) -> None:
+    folder = make(architecture, tmp_path / "model")
+    settings = {"quantize": quantize, "packed_cache": cache, **BFLOAT16}
+    first = load_engine(folder, **settings)
+    second = restored(folder, **settings)
+    assert second.info == first.info
+    expected = generate_together(first, TEXTS)
+    assert len({token for tokens in expected for token in tokens}) > 5, "a model that says nothing proves nothing"
+    assert generate_together(second, TEXTS) == expected
+
+
+def test_two_shards_store_and_read_one_part_each(ranks_of: RanksOf, cache: Path, tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "model")
+    settings = {"quantize": "int4", "packed_cache": cache, **BFLOAT16}
+    first, second = (ranks_of(2).run(_generate, folder, settings) for _ in range(2))
+    assert [outputs for outputs, _ in first] == [outputs for outputs, _ in second]
+    assert [read for _, read in (*first, *second)] == [False, False, True, True]
+    next(cache.iterdir()).unlink()  # then neither shard uses what it has
+    assert [read for _, read in ranks_of(2).run(_generate, folder, settings)] == [False, False]
+
+
+def _generate(group: ShardGroup, folder: Path, settings: dict[str, object]) -> tuple[list[list[int]], bool]:
+    """Returns what a shard generates, and True if it did not read the checkpoint."""
+    reads, load = [], module.load_model
+    module.load_model = lambda *arguments: reads.append(True) or load(*arguments)  # type: ignore[func-returns-value]
+    try:
+        engine = load_engine(folder, group=group, **settings)  # type: ignore[arg-type]
+    finally:
+        module.load_model = load
+    return generate_together(engine, TEXTS), not reads
+
+
+def _flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _writable_by_others(file: Path) -> None:
+    file.chmod(0o666)
+
+
+@pytest.mark.parametrize("harm", [_flipped, _cut_off, _emptied, _writable_by_others])
+def test_a_file_that_cannot_be_trusted_is_made_anew(
+    harm: Callable[[Path], None],
+    restored: Callable[..., Engine],
+    cache: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = make("llama", tmp_path / "model")
+    settings = {"quantize": "int4", "packed_cache": cache, **BFLOAT16}
+    expected = generate_together(load_engine(folder, **settings), TEXTS)
+    (file,) = cache.iterdir()
+    harm(file)
+    with caplog.at_level(logging.WARNING):
+        assert generate_together(load_engine(folder, **settings), TEXTS) == expected
+    assert f"{file} cannot be used, so the model is packed anew" in caplog.text
+    assert generate_together(restored(folder, **settings), TEXTS) == expected
+
+
+def test_another_checkpoint_and_other_settings_have_files_of_their_own(cache: Path, tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "model")
+
+    def files(**settings: object) -> int:
+        load_engine(folder, packed_cache=cache, **settings)  # type: ignore[arg-type]
+        return len(list(cache.iterdir()))
+
+    assert files(dtype=torch.bfloat16) == 1
+    assert files(dtype=torch.bfloat16, image_memory=0) == 1  # which changes nothing in the weights
+    assert files(dtype=torch.float32) == 2
+    assert files(dtype=torch.bfloat16, quantize="int4") == 3
+    os.utime(folder / "model.safetensors")
+    assert files(dtype=torch.bfloat16) == 4
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert files(dtype=torch.bfloat16) == 5
+
+
+def test_the_files_that_were_used_last_stay(cache: Path, tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "model")
+    cache.mkdir()
+    others = [cache / f"other-{number}.pt" for number in range(9)]
+    unfinished = cache / "x.unfinished"
+    for age, file in enumerate([*others, unfinished]):
+        file.touch()
+        os.utime(file, (0, 1e9 - age))
+    load_engine(folder, packed_cache=cache)
+    assert not unfinished.exists()
+    assert [file for file in others if file.exists()] == others[:7]
+    assert len(list(cache.iterdir())) == 8
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(make("llama", tmp_path / "model"), packed_cache=tmp_path / "file" / "packed")
+    assert "packed weights are not stored in" in caplog.text
+    assert generate_together(engine, TEXTS)
+
+
+def test_models_in_the_layers_of_transformers_are_not_stored(cache: Path, tmp_path: Path) -> None:
+    load_engine(make("gpt_neox", tmp_path / "model"), packed_cache=cache)
+    assert not cache.exists()
