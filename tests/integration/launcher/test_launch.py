@@ -176,3 +176,17 @@ def test_json_lines_on_request(server: ServerFactory, llama_folder: Path) -> Non
     assert running.stop() == 0
     entries = [json.loads(line) for line in running.lines().splitlines()]
     assert {entry["service"] for entry in entries} == {"launcher", "router", "shard-0"}
+
+
+@pytest.mark.slow
+def test_the_second_start_reads_packed_weights(server: ServerFactory, tmp_path: Path) -> None:
+    answers, lines = [], []
+    for _ in range(2):
+        running = server("--quantize=int4", f"--packed-weights-cache={tmp_path / 'packed'}").wait_until_ready()
+        answers.append(running.generate("Tell me how to boil an egg.", max_new_tokens=20, details=True))
+        running.stop()
+        lines.append(running.lines())
+    assert answers[0] == answers[1]
+    assert "packed weights are stored in" in lines[0]
+    assert "packed weights come from" in lines[1]
+    assert "rounding weights" not in lines[1]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,8 +84,11 @@ def _generate(group: ShardGroup, folder: Path, settings: dict[str, object]) -> t
 
 
 def _flipped(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+        weights = archive.read(largest)
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(weights) + len(weights) // 2] ^= 1
     file.write_bytes(content)
 
 
