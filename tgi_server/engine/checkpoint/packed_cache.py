@@ -1,7 +1,7 @@
 """Stores models as they are packed for this machine's CPU, so that the next start neither converts nor proves them.
 
-A file is what `torch.save` writes: an archive with a checksum of each part. Its name has a digest of all that its
-content depends on: the model's files, the settings, and the versions of this package, its kernels and its libraries.
+A file is what `torch.save` writes: an archive with a checksum of each part. Its name has two digests: of the settings,
+and of what else its content depends on, which is the model's files, this package, its kernels and its libraries.
 """
 
 import hashlib
@@ -58,15 +58,16 @@ def packed_file(config: EngineConfig) -> Path | None:
     if config.resolve_device().type != "cpu" or not load_kernels() or (library := compiled_library()) is None:
         return None
     group = config.group
-    facts: list[Any] = [
-        [(each.name, str(getattr(config, each.name))) for each in fields(config) if each.name not in _OTHER_SETTINGS],
-        (group.rank, group.world_size) if group else (0, 1),
+    settings = [(each.name, str(getattr(config, each.name))) for each in fields(config)]
+    place = _digest(
+        [each for each in settings if each[0] not in _OTHER_SETTINGS], group and (group.rank, group.world_size)
+    )
+    state = _digest(
         [(file.name, status.st_size, status.st_mtime_ns) for file, status in _files(config.model_path)],
         [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(_PACKAGE.rglob("*.py"))],
         (library.name, torch.__version__, transformers.__version__, platform.python_version()),
-    ]
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
-    return config.packed_cache / f"{config.model_path.name}-{digest}.pt"
+    )
+    return config.packed_cache / f"{config.model_path.name}-{place}-{state}.pt"
 
 
 def read_packed(path: Path | None, group: ShardGroup | None) -> Any:
@@ -96,7 +97,7 @@ def write_packed(path: Path, content: Any) -> None:
         except BaseException:
             os.unlink(unfinished)
             raise
-        _delete_old(path.parent)
+        _delete_old(path)
     except (OSError, RuntimeError, pickle.PicklingError, TypeError, AttributeError) as error:
         logger.info("packed weights are not stored in %s: %s", path.parent, error)
     else:
@@ -118,12 +119,14 @@ def _read(path: Path) -> Any:
     return content
 
 
-def _delete_old(folder: Path) -> None:
-    """Deletes files that were not used lately, and those that a process did not finish."""
-    files = {file: file.stat().st_mtime for file in folder.iterdir()}
+def _delete_old(path: Path) -> None:
+    """Deletes earlier states of the same model, files that were not used lately, and those that nobody finished."""
+    files = {file: file.stat().st_mtime for file in path.parent.iterdir() if file != path}
+    place, _, _ = path.name.rpartition("-")
     models = sorted((file for file in files if file.suffix == ".pt"), key=files.__getitem__)
+    earlier = [file for file in models if file.name.rpartition("-")[0] == place]
     broken = [file for file in files if file.suffix == _UNFINISHED and files[file] < time.time() - _DAY]
-    for file in [*models[:-_MOST_FILES], *broken]:
+    for file in {*models[: 1 - _MOST_FILES], *earlier, *broken}:
         file.unlink()
 
 
@@ -141,6 +144,10 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         own: Tensor = value.detach().clone()
         return (nn.Parameter(own, requires_grad=False) if isinstance(value, nn.Parameter) else own).__reduce_ex__(2)
+
+
+def _digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
