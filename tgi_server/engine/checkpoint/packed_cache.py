@@ -55,6 +55,8 @@ def packed_file(config: EngineConfig) -> Path | None:
     """
     if config.packed_cache is None or config.trust_remote_code or not config.custom_kernels:
         return None
+    if not config.model_path.is_dir():  # which loading says
+        return None
     if config.resolve_device().type != "cpu" or not load_kernels() or (library := compiled_library()) is None:
         return None
     group = config.group

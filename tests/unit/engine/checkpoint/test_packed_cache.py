@@ -14,6 +14,7 @@ from tests.tiny_models import make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import Engine
+from tgi_server.engine.errors import ModelNotFound
 from tgi_server.engine.parallel import ShardGroup
 
 TEXTS = prompts((1, 70, 5, 33))
@@ -164,6 +165,11 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: p
         engine = load_engine(make("llama", tmp_path / "model"), packed_cache=tmp_path / "file" / "packed")
     assert "packed weights are not stored in" in caplog.text
     assert generate_together(engine, TEXTS)
+
+
+def test_a_folder_that_is_not_there_is_named(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no model folder at"):
+        load_engine(tmp_path / "absent", packed_cache=cache)
 
 
 def test_models_in_the_layers_of_transformers_are_not_stored(cache: Path, tmp_path: Path) -> None:
