@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tgi_server.engine.config import EngineConfig
-    from tgi_server.engine.engine import Engine, LoadedModel
+    from tgi_server.engine.engine import Engine
     from tgi_server.engine.errors import EngineError
+    from tgi_server.engine.load_parts import LoadedModel
     from tgi_server.engine.runners.base import CacheCapacity
     from tgi_server.engine.sequence import RunningSequence
     from tgi_server.engine.step import Generation, Step, StepResult
@@ -29,6 +30,7 @@ _MODULES = {
     "EngineConfig": "config",
     "EngineError": "errors",
     "Generation": "step",
+    "LoadedModel": "load_parts",
     "RunningSequence": "sequence",
     "Step": "step",
     "StepResult": "step",

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,21 +14,16 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import ReportParameters, SamplingParameters, StateSave
 from tgi_server.engine.backends.attention.base import GreedyOnly
-from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
-from tgi_server.engine.checkpoint.load_model import check_shards, load_config, load_model, load_vision
-from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, write_packed
+from tgi_server.engine.checkpoint.load_model import load_config
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.end_tokens import end_token_ids
-from tgi_server.engine.errors import InvalidCall, InvalidImage, InvalidWeights, UnsupportedModel
+from tgi_server.engine.errors import InvalidCall, InvalidImage
 from tgi_server.engine.images import PromptImages
+from tgi_server.engine.load_parts import load_parts
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
-from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.parallel import fault_of_any, share_cores
-from tgi_server.engine.runners import create_runner, restored_runner, stored_model
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
-from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.sampling import (
     CpuSampler,
     PendingTokens,
@@ -45,19 +39,9 @@ from tgi_server.engine.sampling import (
 )
 from tgi_server.engine.sampling.masks import MaskBuilder, PendingMask
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
-from tgi_server.engine.speculation import (
-    Draft,
-    DraftCheck,
-    HistoryDrafter,
-    NgramDrafter,
-    Speculation,
-    load_drafter,
-    load_own_drafter,
-)
+from tgi_server.engine.speculation import Draft, DraftCheck
 from tgi_server.engine.step import Step
-from tgi_server.engine.vision_tower import VisionTower
 from tgi_server.grammar import GrammarCompiler, LimitedThoughts
-from tgi_server.grammar.tokenizer import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -76,40 +60,6 @@ MOST_DEMANDING = SamplingParameters(
     watermark=True,
     seed=1,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The facts about a model that has been loaded.
-
-    max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
-    states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
-    at most.
-    quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
-    kv_cache_dtype: of keys and values. images: prompts may have images. no_images: why a model that reads images does
-    not; empty where it does, or never could. whole_images: no chunk of a prompt may end inside an image.
-    """
-
-    model_type: str
-    dtype: str
-    device_type: str
-    vocab_size: int
-    max_position_embeddings: int | None
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    decoder_start_token_id: int | None
-    encoder_decoder: bool
-    paged: bool
-    states: bool
-    block_size: int
-    grammars: bool
-    speculate: int
-    quantization: str
-    linear_kernels: str
-    kv_cache_dtype: str
-    images: bool = False
-    no_images: str = ""
-    whole_images: bool = False
 
 
 class Engine:
@@ -131,22 +81,19 @@ class Engine:
         It reads no images: those weights would be in a folder.
         """
         started = time.perf_counter()
-        device = config.resolve_device()
         share_cores(config.group.local_world_size if config.group else 1)
-        from_folder = model is None
-        self._device = device
+        parts = load_parts(config, model)
+        self._device = config.resolve_device()
         self._group = config.group
         self._custom_kernels = config.custom_kernels
         self._row_kernel = False  # that samples: True once it is proved
-        model, self._runner = self._load(config) if model is None else (model, create_runner(model, config))
-        backend = self._backend = self._runner.backend
-        self.tower, no_images = self._load_tower(config, model) if from_folder else (None, "")
-        self.speculation = self._drafting(config, model)
+        self._runner, self._backend = parts.runner, parts.runner.backend
+        self.info, self.tower, self.speculation = parts.info, parts.tower, parts.speculation
         self.adapters = LoadedAdapters(
-            model,
+            parts.model,
             config.model_path,
             partial(load_config, config),
-            lambda: self._runner.adapt(backend.lora(config.max_lora_rank)),
+            lambda: self._runner.adapt(self._backend.lora(config.max_lora_rank)),
             config.group,
             max_rank=config.max_lora_rank,
             trust_remote_code=config.trust_remote_code,
@@ -154,29 +101,6 @@ class Engine:
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
         self._batch: RunningBatch | None = None
         self._capacity: CacheCapacity | None = None
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self.info = LoadedModel(
-            model_type=model.config.model_type,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device_type=backend.device_type,
-            vocab_size=vocab_size,
-            max_position_embeddings=position_limit(model.config),
-            eos_token_ids=end_token_ids(config.model_path, model.generation_config.eos_token_id, vocab_size),
-            bos_token_id=model.generation_config.bos_token_id,
-            decoder_start_token_id=model.generation_config.decoder_start_token_id,
-            encoder_decoder=model.config.is_encoder_decoder,
-            paged=self._runner.paged,
-            states=self._runner.states is not None,
-            block_size=self._runner.block_size,
-            grammars=has_tokenizer(config.model_path),
-            speculate=self.speculation.most if self.speculation else 0,
-            quantization=getattr(model, "quantization", ""),
-            linear_kernels=backend.linear_kernels,
-            kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
-            images=self.tower is not None,
-            no_images=no_images,
-            whole_images=self.tower is not None and bool(self.tower.two_way),
-        )
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
             if self.info.grammars
@@ -193,53 +117,6 @@ class Engine:
             self.info.linear_kernels,
             torch.get_num_threads(),
         )
-
-    def _load(self, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
-        """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
-        file = packed_file(config)
-        if (stored := read_packed(file, config.group)) is not None:
-            model, runner = restored_runner(stored, config)
-            check_shards(config, model.config, model.dtype)
-            return model, runner
-        model = load_model(config, self._device, choose_dtype(config, self._device))
-        runner = create_runner(model, config)
-        if file is not None and (content := stored_model(runner, model)) is not None:
-            write_packed(file, content)
-        return model, runner
-
-    def _load_tower(self, config: EngineConfig, model: PreTrainedModel) -> tuple[VisionTower | None, str]:
-        """Returns what reads images, or why nothing does; neither for a model of text alone."""
-        if not config.image_memory:
-            return None, "the server was started without memory for images"
-        try:
-            vision = load_vision(config, self._device, model.dtype)
-        except (UnsupportedModel, InvalidWeights) as reason:
-            logger.warning("prompts cannot have images: %s", reason)
-            return None, str(reason)
-        if vision is None:
-            return None, ""
-        if not isinstance(self._runner, PagedRunner):
-            return None, f"{model.config.model_type} models run in padded batches, which have no images"
-        self._backend.pack(vision)
-        tower = self._runner.tower = VisionTower(vision, config.image_memory)
-        return tower, ""
-
-    def _drafting(self, config: EngineConfig, model: PreTrainedModel) -> Speculation | None:
-        if not config.speculate and config.speculative_model is None:
-            return None
-        if not isinstance(self._runner, PagedRunner):
-            raise UnsupportedModel(
-                f"{model.config.model_type} models run in padded batches, where no tokens can be drafted; leave out "
-                f"{'--speculative-model' if config.speculative_model else '--speculate'}"
-            )
-        most, drafters = config.speculate, [HistoryDrafter(), NgramDrafter()]
-        if config.speculative_model is not None:
-            drafter = load_drafter(config, model, self._runner)
-            most, drafters = most or drafter.default_most, [HistoryDrafter(), drafter]
-        elif (own := load_own_drafter(config, model, self._runner)) is not None:
-            drafters = [HistoryDrafter(), own]
-        self._runner.most_drafted = most
-        return Speculation(most, drafters, config.group, self._device)
 
     @torch.inference_mode()
     def warm_up(

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import StateSave
-from tgi_server.engine.engine import LoadedModel
+from tgi_server.engine.load_parts import LoadedModel
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.step import Generation, StepResult

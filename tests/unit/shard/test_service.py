@@ -14,8 +14,8 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
 from tests.timing import eventually
 from tgi_server.engine.backends.lora import LoraDelta
-from tgi_server.engine.engine import LoadedModel
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall, ModelNotFound, NotEnoughMemory, PeerLost
+from tgi_server.engine.load_parts import LoadedModel
 from tgi_server.engine.lora.loaded import ReadAdapter
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.shard.service import Place, TextGenerationService

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tgi_server.engine.engine as module
+import tgi_server.engine.load_parts as module
 from tests.tiny_models import make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import generate_together, load_engine, prompts

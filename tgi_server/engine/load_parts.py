@@ -1,0 +1,176 @@
+"""Loads what an engine is made of: the model and what runs it, a vision tower, drafters, and facts for others."""
+
+import logging
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from tgi_server.engine.backends.devices import choose_dtype
+from tgi_server.engine.checkpoint.load_model import check_shards, load_model, load_vision
+from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, write_packed
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.end_tokens import end_token_ids
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+from tgi_server.engine.models.families import position_limit
+from tgi_server.engine.runners import create_runner, restored_runner, stored_model
+from tgi_server.engine.runners.base import Runner
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.speculation import (
+    HistoryDrafter,
+    NgramDrafter,
+    Speculation,
+    load_drafter,
+    load_own_drafter,
+)
+from tgi_server.engine.vision_tower import VisionTower
+from tgi_server.grammar.tokenizer import has_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The facts about a model that has been loaded.
+
+    max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
+    states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
+    at most.
+    quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
+    kv_cache_dtype: of keys and values. images: prompts may have images. no_images: why a model that reads images does
+    not; empty where it does, or never could. whole_images: no chunk of a prompt may end inside an image.
+    """
+
+    model_type: str
+    dtype: str
+    device_type: str
+    vocab_size: int
+    max_position_embeddings: int | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    decoder_start_token_id: int | None
+    encoder_decoder: bool
+    paged: bool
+    states: bool
+    block_size: int
+    grammars: bool
+    speculate: int
+    quantization: str
+    linear_kernels: str
+    kv_cache_dtype: str
+    images: bool = False
+    no_images: str = ""
+    whole_images: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of. model: of `transformers`, whose layers may be in the runner.
+
+    tower: reads images; None where none are read. speculation: plans drafts; None where none are wanted.
+    """
+
+    model: PreTrainedModel
+    runner: Runner
+    tower: VisionTower | None
+    speculation: Speculation | None
+    info: LoadedModel
+
+
+def load_parts(config: EngineConfig, model: PreTrainedModel | None = None) -> EngineParts:
+    """Loads the parts of an engine. Raises an EngineError that says what is wrong with the folder.
+
+    model: one that is on the device already; None: the folder's. Nothing else of the folder is loaded beside a model
+    that is given, so it reads no images.
+    """
+    if model is None:
+        model, runner = _load_runner(config)
+        tower, no_images = _load_tower(config, model, runner)
+    else:
+        runner, tower, no_images = create_runner(model, config), None, ""
+    speculation = _load_drafters(config, model, runner)
+    return EngineParts(model, runner, tower, speculation, _facts(config, model, runner, tower, no_images, speculation))
+
+
+def _load_runner(config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
+    """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
+    file = packed_file(config)
+    if (stored := read_packed(file, config.group)) is not None:
+        model, runner = restored_runner(stored, config)
+        check_shards(config, model.config, model.dtype)
+        return model, runner
+    device = config.resolve_device()
+    model = load_model(config, device, choose_dtype(config, device))
+    runner = create_runner(model, config)
+    if file is not None and (content := stored_model(runner, model)) is not None:
+        write_packed(file, content)
+    return model, runner
+
+
+def _load_tower(config: EngineConfig, model: PreTrainedModel, runner: Runner) -> tuple[VisionTower | None, str]:
+    """Returns what reads images, or why nothing does; neither for a model of text alone."""
+    if not config.image_memory:
+        return None, "the server was started without memory for images"
+    try:
+        vision = load_vision(config, config.resolve_device(), model.dtype)
+    except (UnsupportedModel, InvalidWeights) as reason:
+        logger.warning("prompts cannot have images: %s", reason)
+        return None, str(reason)
+    if vision is None:
+        return None, ""
+    if not isinstance(runner, PagedRunner):
+        return None, f"{model.config.model_type} models run in padded batches, which have no images"
+    runner.backend.pack(vision)
+    runner.tower = VisionTower(vision, config.image_memory)
+    return runner.tower, ""
+
+
+def _load_drafters(config: EngineConfig, model: PreTrainedModel, runner: Runner) -> Speculation | None:
+    if not config.speculate and config.speculative_model is None:
+        return None
+    if not isinstance(runner, PagedRunner):
+        raise UnsupportedModel(
+            f"{model.config.model_type} models run in padded batches, where no tokens can be drafted; leave out "
+            f"{'--speculative-model' if config.speculative_model else '--speculate'}"
+        )
+    most, drafters = config.speculate, [HistoryDrafter(), NgramDrafter()]
+    if config.speculative_model is not None:
+        drafter = load_drafter(config, model, runner)
+        most, drafters = most or drafter.default_most, [HistoryDrafter(), drafter]
+    elif (own := load_own_drafter(config, model, runner)) is not None:
+        drafters = [HistoryDrafter(), own]
+    runner.most_drafted = most
+    return Speculation(most, drafters, config.group, config.resolve_device())
+
+
+def _facts(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    runner: Runner,
+    tower: VisionTower | None,
+    no_images: str,
+    speculation: Speculation | None,
+) -> LoadedModel:
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    dtype = str(model.dtype).removeprefix("torch.")
+    return LoadedModel(
+        model_type=model.config.model_type,
+        dtype=dtype,
+        device_type=runner.backend.device_type,
+        vocab_size=vocab_size,
+        max_position_embeddings=position_limit(model.config),
+        eos_token_ids=end_token_ids(config.model_path, model.generation_config.eos_token_id, vocab_size),
+        bos_token_id=model.generation_config.bos_token_id,
+        decoder_start_token_id=model.generation_config.decoder_start_token_id,
+        encoder_decoder=model.config.is_encoder_decoder,
+        paged=runner.paged,
+        states=runner.states is not None,
+        block_size=runner.block_size,
+        grammars=has_tokenizer(config.model_path),
+        speculate=speculation.most if speculation else 0,
+        quantization=getattr(model, "quantization", ""),
+        linear_kernels=runner.backend.linear_kernels,
+        kv_cache_dtype=config.kv_cache_dtype or dtype,
+        images=tower is not None,
+        no_images=no_images,
+        whole_images=tower is not None and bool(tower.two_way),
+    )
