@@ -7,7 +7,7 @@ from itertools import chain
 from tgi_server.contract import StateSave
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.runners.base import PromptChunk, Runner
-from tgi_server.engine.sampling import Sampler, is_plain
+from tgi_server.engine.sampling import Sampler, most_logits, top_logits
 from tgi_server.engine.sequence import RunningSequence
 
 # Jump-forward tokens of a step in which every sequence has a grammar. More make no text faster, and keep requests that
@@ -36,10 +36,11 @@ class ForwardPlan:
         return self.decoding + sum(chunk.logits for chunk in self.chunks)
 
     @property
-    def is_greedy(self) -> bool:
-        """Returns True if no chunk needs more logits than the largest of its sequence's last token."""
-        return all(
-            is_plain(chunk.sequence.sampling, chunk.sequence.report) and not chunk.all_logits for chunk in self.chunks
+    def top_logits(self) -> int | None:
+        """Returns how many of the largest logits of its sequence's last token a chunk needs at most; None: all."""
+        return most_logits(
+            None if chunk.all_logits else top_logits(chunk.sequence.sampling, chunk.sequence.report)
+            for chunk in self.chunks
         )
 
 

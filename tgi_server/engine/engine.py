@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.contract import ReportParameters, SamplingParameters, StateSave
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import TopOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.checkpoint.load_model import load_config
 from tgi_server.engine.config import EngineConfig
@@ -33,6 +33,7 @@ from tgi_server.engine.sampling import (
     Tokens,
     TorchSampler,
     WatermarkSettings,
+    most_logits,
     prompt_logprobs,
     row_kernel_fault,
     scored_logprobs,
@@ -365,8 +366,9 @@ class Engine:
         return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started, check)
 
     def _forward(self, plan: ForwardPlan, drafts: list[Draft], mask: PendingMask | None) -> Tensor:
-        plain = plan.is_greedy and all(draft.is_plain for draft in drafts)
-        greedy = GreedyOnly(mask) if plain and not (plan.decoding and self._sampler.processes) else None
+        needed = [plan.top_logits, *(draft.top_logits for draft in drafts)]
+        count = most_logits([*needed, self._sampler.top_logits] if plan.decoding else needed)
+        top = None if count is None else TopOnly(count, mask)
         chunks = [*plan.chunks, *(draft.chunk for draft in drafts)]
         with self._in_step():
             if drafts and not plan.chunks:
@@ -374,7 +376,7 @@ class Engine:
                 drafted = [(rows[chunk.sequence], chunk.tokens) for chunk in chunks]
                 if (logits := self._runner.forward_drafts(plan.decoding, drafted)) is not None:
                     return logits
-            return self._runner.forward(plan.decoding, chunks, greedy)
+            return self._runner.forward(plan.decoding, chunks, top)
 
     def _in_step(self) -> AbstractContextManager[None]:
         """Lets the other shards know when this one fails where all of them compute together."""

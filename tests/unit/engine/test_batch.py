@@ -120,11 +120,11 @@ def test_a_step_plans_who_gets_a_token_from_which_logits(batch) -> None:
     assert (plan.decoding, plan.first_row) == (1, 0)
     assert [member.request_id for member in plan.sequences] == [12, 21]
     assert plan.picked == [0, 3]
-    assert not plan.is_greedy
+    assert plan.top_logits is None
     plan = batch.plan([chunk_of(first, 1)], decode=False)
     assert (plan.decoding, plan.first_row, plan.picked) == (0, 1, [0])
     assert plan.sequences == [first]
-    assert plan.is_greedy
+    assert plan.top_logits == 1
 
 
 def test_jump_forward_tokens_take_what_a_step_has_to_spare(batch) -> None:

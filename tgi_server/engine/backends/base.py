@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata, GreedyOnly, KVShape
+from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata, KVShape, TopOnly
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows, LoraBackend
 from tgi_server.engine.backends.rope import LengthDependentRope
@@ -92,7 +92,7 @@ class PagedModel(ABC):
         """
 
     def decode(
-        self, rows: int, longest: int, greedy: GreedyOnly | None, *, adapted: bool
+        self, rows: int, longest: int, top: TopOnly | None, *, adapted: bool
     ) -> tuple[Tensor, Tensor | None] | None:
         """Decodes the first of the attached rows in one call, and advances their positions.
 

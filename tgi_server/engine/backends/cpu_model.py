@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, GreedyOnly
+from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, TopOnly
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.build import NORMS
@@ -85,22 +85,22 @@ class CpuModel(PagedModel):
             places.append(AdaptedLinear(parts, linear.in_features, backend))
         return places
 
-    def decode(
-        self, rows: int, longest: int, greedy: GreedyOnly | None, *, adapted: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Decodes as the interface says. The argmax is None if not all rows are greedy, or one has a mask."""
-        mask = greedy.mask if greedy else None
+    def decode(self, rows: int, longest: int, top: TopOnly | None, *, adapted: bool) -> tuple[Tensor, Tensor | None]:
+        """Decodes as the interface says. The argmax is None if more than that is needed, or if a row has a mask."""
+        mask = top.mask if top else None
         self._attach_states()
         tables = self._tables(longest)
         with self._faults():
-            logits, argmax_ids, taps = self._kernel.decode(rows, *tables, adapted, greedy is not None, mask is None)
+            logits, argmax_ids, taps = self._kernel.decode(
+                rows, *tables, adapted, top.count if top else 0, mask is None
+            )
         adapters = self._rows_with_adapters[:rows] if adapted else None
-        return self._finished(logits, taps, adapters, greedy), argmax_ids
+        return self._finished(logits, taps, adapters, top), argmax_ids
 
     def forward(self, inputs: PassInput) -> Tensor:
         """Returns logits. It is fastest if the wanted tokens are each sequence's last ones, in order."""
         metadata, adapters = inputs.metadata, inputs.adapters.numbers if inputs.adapters else None
-        greedy = metadata.greedy
+        top = metadata.top
         turns = inputs.positions if inputs.rotary is None else inputs.rotary
         if turns.dim() == 1:
             tables = self._tables(metadata.max_kv_length)
@@ -108,16 +108,16 @@ class CpuModel(PagedModel):
             tables, turns = self._turns(metadata.max_kv_length, turns), torch.arange(len(inputs.tokens))
         images = [] if inputs.images is None else [inputs.images.rows, inputs.images.embeddings, *inputs.images.added]
         places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts
-        head = greedy is None or greedy.mask is None
+        head = top is None or top.mask is None
         states = self._states_of(metadata)
         with self._faults():
             logits, taps = self._kernel.forward(
-                inputs.tokens, turns, *places, *tables, inputs.wanted, adapters, greedy is not None, head,
+                inputs.tokens, turns, *places, *tables, inputs.wanted, adapters, top.count if top else 0, head,
                 images, metadata.ends, *states,
             )  # fmt: skip
         if adapters is not None and inputs.wanted is not None:
             adapters = adapters[inputs.wanted]
-        return self._finished(logits, taps, adapters, greedy)
+        return self._finished(logits, taps, adapters, top)
 
     def _attach_states(self) -> None:
         """Gives the kernel the states of all slots, if they are other ones than before."""
@@ -144,17 +144,15 @@ class CpuModel(PagedModel):
             states.draft(slot, partial(self._kernel.advance, slot, chunk.start))
         return runs.runs, runs.saves, bool(drafted)
 
-    def _finished(
-        self, output: Tensor, taps: list[Tensor], adapters: Tensor | None, greedy: GreedyOnly | None
-    ) -> Tensor:
+    def _finished(self, output: Tensor, taps: list[Tensor], adapters: Tensor | None, top: TopOnly | None) -> Tensor:
         """Returns logits. output: those, or the head's input where there are masks, which may not be ready yet."""
         if self._keep is not None:
             self._keep(taps)
-        if greedy is None or greedy.mask is None:
+        if top is None or top.mask is None:
             return output
-        mask = greedy.mask.wait()
+        mask = top.mask.wait()
         with self._faults():
-            logits: Tensor = self._kernel.logits(output, adapters, True, mask.bits, list(mask.positions))
+            logits: Tensor = self._kernel.logits(output, adapters, top.count, mask.bits, list(mask.positions))
         return logits
 
     def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""The LM head of steps in which all rows are greedy."""
+"""The LM head of steps in which each row needs only its largest logits: one if it is greedy, or `top_k`."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ _LARGE_BYTES = 8 << 20
 
 
 class PrefilteredHead(FloatLinear):
-    """y = x W^T, and an int8 copy of W that bounds all outputs: the pre-filter of the argmax.
+    """y = x W^T, and an int8 copy of W that bounds all outputs: the pre-filter.
 
-    Passes that need no more than the argmax of each row read the copy first, and compute exactly only the outputs whose
-    bounds allow them to be the largest. The argmax, and its output, are the same to the last bit in both ways.
+    Passes that need no more than a few of the largest outputs of each row read the copy first, and compute exactly only
+    the outputs whose bounds allow them to be among these. They are the same to the last bit in both ways.
     """
 
     @classmethod
@@ -40,15 +40,16 @@ class PrefilteredHead(FloatLinear):
         super().__setstate__(state)
         self._prefilter = torch.ops.oatmill.linear_copy(self._prefilter[0]), *self._prefilter[1:]
 
-    def argmax_logits(self, x: Tensor, mask: TokenMask | None = None) -> Tensor:
-        """Returns the outputs that may be the argmax of their row, [rows, outputs], and minus infinity for all others.
+    def top_logits(self, x: Tensor, count: int = 1, mask: TokenMask | None = None) -> Tensor:
+        """Returns the `count` largest outputs of each row and some others, [rows, outputs]; the rest is minus infinity.
 
-        x: [rows, inputs]. mask: the argmax is one of the tokens that the row's mask allows.
+        Outputs that are equal to the last of these count, too. x: [rows, inputs]. mask: they are the largest of what
+        the row's mask allows.
         """
         if x.numel() > self._max_inputs:
             return self(x)
         bits, positions = (mask.bits, list(mask.positions)) if mask else (None, [])
-        y: Tensor = self._layer.argmax_logits(x, *self._prefilter, bits, positions)
+        y: Tensor = self._layer.top_logits(x, count, *self._prefilter, bits, positions)
         return y
 
     @property

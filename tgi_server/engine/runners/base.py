@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tgi_server.contract import StateSave, StoppingParameters
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import TopOnly
 from tgi_server.engine.backends.base import Backend, MakeLora
 from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.backends.states import SequenceStates
@@ -117,11 +117,11 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], top: TopOnly | None = None) -> Tensor:
         """Runs one pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
 
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
-        greedy: None: every logit is needed.
+        top: None: every logit is needed.
         """
 
     @property

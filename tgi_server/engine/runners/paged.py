@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends import Backend, PagedModel
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import TopOnly
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.base import ImageTokens, MakeLora, PassInput
 from tgi_server.engine.backends.devices import cache_bytes, forget_peak, taken_by
@@ -172,18 +172,18 @@ class PagedRunner(Runner):
         self.model.fix_length(capacity.max_total_tokens)
         self._capture()
 
-    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], top: TopOnly | None = None) -> Tensor:
         batch = self._batch
         batch.block_tables.flush()
         if self.states is not None:
             self.states.begin_pass()
-        decoded = None if chunks else self._decode_in_one(decoding, greedy)
+        decoded = None if chunks else self._decode_in_one(decoding, top)
         if decoded is not None:
             logits, self.argmax_ids = decoded
             batch.count_pass()
             return logits
         self.argmax_ids = None
-        inputs = batch.mixed_input(decoding, chunks, greedy) if chunks else batch.decode_input(decoding, greedy)
+        inputs = batch.mixed_input(decoding, chunks, top) if chunks else batch.decode_input(decoding, top)
         if chunks and self.tower is not None:
             inputs = self._with_images(self.tower, inputs, decoding, chunks)
         captured = self._captured.prompts.run(inputs) if chunks and self._captured.prompts else None
@@ -342,7 +342,7 @@ class PagedRunner(Runner):
             self._highest_block = highest
             self.model.attention.reserve(highest + 1, self._blocks_ahead)
 
-    def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
+    def _decode_in_one(self, rows: int, top: TopOnly | None) -> tuple[Tensor, Tensor | None] | None:
         """Returns logits and the argmax of each row, its next input; None if no step in one call fits.
 
         It is a captured step, or on a CPU a kernel call, whose argmax is None where not all rows are greedy,
@@ -352,7 +352,7 @@ class PagedRunner(Runner):
         graphs = self._captured.adapted if adapted else self._captured.decoding
         if graphs and (outputs := graphs.run(rows)) is not None:
             return outputs[0], outputs[1]
-        return self.model.decode(rows, self._batch.longest(rows), greedy, adapted=adapted)
+        return self.model.decode(rows, self._batch.longest(rows), top, adapted=adapted)
 
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int, snapshots: int = 0) -> None:
         self._highest_block = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
+from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata, TopOnly
 from tgi_server.engine.backends.attention.block_tables import BlockTables
 from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.backends.lora import AdapterRows
@@ -165,7 +165,7 @@ class PagedBatch:
         return PassInput(tokens.clamp_min(0).flatten(), positions.flatten(), metadata, None, rotary=rotary)
 
     def decode_input(
-        self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None, *, any_adapters: bool = False
+        self, rows: int, top: TopOnly | None = None, longest: int | None = None, *, any_adapters: bool = False
     ) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, and nothing else is computed.
 
@@ -182,7 +182,7 @@ class PagedBatch:
             decoding=rows,
             chunks=[],
             max_kv_length=self.longest(rows) if longest is None else longest,
-            greedy=greedy,
+            top=top,
             state_slots=self.state_slots[:rows],
             row_slots=self.row_slots[:rows],
         )
@@ -190,7 +190,7 @@ class PagedBatch:
         adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
         return PassInput(self.tokens[:rows], positions, metadata, None, adapters, rotary=self.rotary(rows))
 
-    def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], greedy: GreedyOnly | None) -> PassInput:
+    def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], top: TopOnly | None) -> PassInput:
         """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
         prompts = _on_device(chunks, decoding, self._block_size, self._device)
         positions, running = self.positions[:decoding], self.block_tables.table[:decoding]
@@ -206,7 +206,7 @@ class PagedBatch:
             decoding=decoding,
             chunks=prompts.spans,
             max_kv_length=max(self.longest(decoding), *(span.kv_length for span in prompts.spans)),
-            greedy=greedy,
+            top=top,
             state_slots=self.state_slots[:decoding] + [chunk.sequence.state_slot for chunk in chunks],
             row_slots=self.row_slots[:decoding],
         )

@@ -12,7 +12,7 @@ from tgi_server.engine.sampling.logprobs import (
     prompt_logprobs,
     scored_logprobs,
 )
-from tgi_server.engine.sampling.metadata import is_greedy, is_plain
+from tgi_server.engine.sampling.metadata import is_greedy, most_logits, top_logits
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkScore, WatermarkSettings, detect
 from tgi_server.engine.sampling.sampler import Sampler, argmax
 from tgi_server.engine.sampling.torch_sampler import TorchSampler, row_kernel_fault
@@ -31,8 +31,9 @@ __all__ = [
     "argmax",
     "detect",
     "is_greedy",
-    "is_plain",
+    "most_logits",
     "prompt_logprobs",
     "row_kernel_fault",
     "scored_logprobs",
+    "top_logits",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport
-from tgi_server.engine.sampling.metadata import is_plain, temperature_of
+from tgi_server.engine.sampling.metadata import is_plain, most_logits, temperature_of, top_logits
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkSettings
 from tgi_server.engine.sampling.random import as_int64
 from tgi_server.engine.sampling.sampler import Sampler, argmax
@@ -23,7 +23,9 @@ class CpuSampler(Sampler):
         self._kernel: Any = torch.classes.oatmill.Sampler(
             max_rows, vocab_size, watermark.gamma, watermark.delta, as_int64(watermark.key)
         )
-        self._reports: dict[int, ReportParameters] = {}  # of the rows that are not plain
+        # Of the rows that are not plain.
+        self._reports: dict[int, ReportParameters] = {}
+        self._top_logits: dict[int, int | None] = {}
 
     def add(
         self,
@@ -45,20 +47,23 @@ class CpuSampler(Sampler):
         bias = p.logit_bias
         self._kernel.add(row, numbers, integers, list(bias), list(bias.values()), list(p.late_tokens), text)
         self._reports[row] = report
+        self._top_logits[row] = top_logits(p, report)
 
     def move(self, source: int, target: int) -> None:
         self.clear(target)
         if (report := self._reports.pop(source, None)) is not None:
             self._kernel.move(source, target)
             self._reports[target] = report
+            self._top_logits[target] = self._top_logits.pop(source)
 
     def clear(self, row: int) -> None:
         if self._reports.pop(row, None) is not None:
+            del self._top_logits[row]
             self._kernel.clear(row)
 
     @property
-    def processes(self) -> bool:
-        return bool(self._reports)
+    def top_logits(self) -> int | None:
+        return most_logits(self._top_logits.values())
 
     def sample(
         self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, argmax_ids: Tensor | None = None

@@ -4,8 +4,9 @@ They hold as long as the same rows are sampled, which is for most steps of a bat
 of loops over rows and of copies from the host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,9 +45,30 @@ def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
 
 def is_greedy(parameters: SamplingParameters) -> bool:
     """Returns True if the token with the highest logit is taken, as the model gives it."""
-    return not (
-        parameters.do_sample
-        or parameters.watermark
+    return not (parameters.do_sample or changes_logits(parameters))
+
+
+def top_logits(parameters: SamplingParameters, report: ReportParameters) -> int | None:
+    """Returns how many of the largest logits decide a request's tokens and what is reported of them.
+
+    Those that are equal to the last of them count, too. None: all logits do. Probabilities are reported after `top_k`.
+    """
+    if is_plain(parameters, report):
+        return 1
+    by_top_k = parameters.do_sample and parameters.top_k and not changes_logits(parameters)
+    return parameters.top_k if by_top_k and not report.scored_token_ids else None
+
+
+def most_logits(counts: Iterable[int | None]) -> int | None:
+    """Returns the largest of some results of `top_logits`; without any, 1."""
+    known = list(counts)
+    return None if None in known else max(cast(list[int], known), default=1)
+
+
+def changes_logits(parameters: SamplingParameters) -> bool:
+    """Returns True if a rule may change the order of the model's logits."""
+    return bool(
+        parameters.watermark
         or parameters.logit_bias
         or parameters.min_tokens
         or counts_sequence(parameters)

@@ -49,8 +49,8 @@ class Sampler(ABC):
 
     @property
     @abstractmethod
-    def processes(self) -> bool:
-        """Returns True if a row wants more than the token with the highest logit."""
+    def top_logits(self) -> int | None:
+        """Returns how many of their largest logits the rows need at most, as the function of that name; None: all."""
 
     @abstractmethod
     def sample(

@@ -18,6 +18,8 @@ from tgi_server.engine.sampling.metadata import (
     counts_generated,
     counts_sequence,
     is_plain,
+    most_logits,
+    top_logits,
 )
 from tgi_server.engine.sampling.processors import (
     TokenCounts,
@@ -108,8 +110,8 @@ class TorchSampler(Sampler):
         self._described_rows = None
 
     @property
-    def processes(self) -> bool:
-        return bool(self._rows)
+    def top_logits(self) -> int | None:
+        return most_logits(top_logits(row.parameters, row.report) for row in self._rows.values())
 
     def sample(
         self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, argmax_ids: Tensor | None = None

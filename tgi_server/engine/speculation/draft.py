@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.runners.base import PromptChunk
-from tgi_server.engine.sampling import PendingTokens, Tokens, is_greedy, is_plain
+from tgi_server.engine.sampling import PendingTokens, Tokens, is_greedy, top_logits
 from tgi_server.engine.sequence import RunningSequence
 
 # What earlier drafts have shown decays with each further draft, and more slowly with each step in which none was worth
@@ -76,13 +76,14 @@ class Draft:
         return PromptChunk(self.sequence, torch.tensor(self.tokens), self.sequence.length, all_logits=True)
 
     @property
-    def is_plain(self) -> bool:
-        """Returns True if the largest of each token's logits is all that is needed to check it."""
-        return self.sequence.constraint is None and is_plain(self.sequence.sampling, self.sequence.report)
+    def top_logits(self) -> int | None:
+        """Returns how many of the largest of each token's logits are needed to check it; None: all."""
+        sequence = self.sequence
+        return None if sequence.constraint is not None else top_logits(sequence.sampling, sequence.report)
 
     @property
     def is_greedy(self) -> bool:
-        """Returns True if that is needed, and at most how likely it is."""
+        """Returns True if it needs the largest of each token's logits, and at most how likely it is."""
         sequence = self.sequence
         return (
             sequence.constraint is None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import TopOnly
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
@@ -61,7 +61,7 @@ class PagedDrafter(ModelDrafter):
         rows: the sequences whose chunk is their last one, in the order of the chunks.
         """
         self._runner.truncate(0)
-        logits = self._runner.forward(0, list(chunks), GreedyOnly(None))
+        logits = self._runner.forward(0, list(chunks), TopOnly(1, None))
         if not rows:
             return []
         drafted = [self._argmax(logits)]
@@ -71,7 +71,7 @@ class PagedDrafter(ModelDrafter):
             going = sum(length > place for length in lengths)
             self._runner.truncate(going)  # the rows whose drafts are whole: a captured pass would go on with them
             self._runner.accept(0, drafted[-1][:going])
-            drafted.append(self._argmax(self._runner.forward(going, [], GreedyOnly(None))))
+            drafted.append(self._argmax(self._runner.forward(going, [], TopOnly(1, None))))
         tokens = [each.tolist() for each in drafted]
         return [[tokens[place][row] for place in range(length)] for row, length in enumerate(lengths)]
 

@@ -11,7 +11,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import EngineConfig, RunningSequence
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import TopOnly
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk, Runner
@@ -39,7 +39,7 @@ def load(folder: Path, *, keep_hidden_states: bool = False, custom_kernels: bool
     return runner
 
 
-def run(runner: Runner, *, all_logits: bool, greedy: GreedyOnly | None = None) -> list[Tensor]:
+def run(runner: Runner, *, all_logits: bool, greedy: TopOnly | None = None) -> list[Tensor]:
     """Returns the logits of replies in a pass with prompts, one of which it completes, and a draft; and in the next."""
     running, begun, whole = (
         RunningSequence(number, [(7 * place + number) % 90 + 3 for place in range(tokens)], StoppingParameters(4))
@@ -104,10 +104,8 @@ def test_the_last_layer_computes_what_is_wanted(
         assert torch.allclose(logits, others, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "greedy"), both_ways(None, GreedyOnly(None)))
-def test_a_pass_in_one_call_computes_what_transformers_does(
-    name: str, greedy: GreedyOnly | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "greedy"), both_ways(None, TopOnly(1, None)))
+def test_a_pass_in_one_call_computes_what_transformers_does(name: str, greedy: TopOnly | None, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():
         whole, tapped = (
@@ -135,7 +133,7 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
     for number in range(4):
         rows = 3 if number < 3 else 2
         runner.truncate(rows)
-        logits = runner.forward(rows, [], GreedyOnly(None) if greedy else None)
+        logits = runner.forward(rows, [], TopOnly(1, None) if greedy else None)
         steps.append(logits)
         given.append(runner.argmax_ids is not None)
         chosen = logits.max(-1).indices if runner.argmax_ids is None else runner.argmax_ids

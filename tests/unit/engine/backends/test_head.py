@@ -54,7 +54,7 @@ def test_a_prefiltered_head_finds_the_largest_output_as_if_it_had_computed_all(d
     most = torch.ops.oatmill.prefilter_rows(torch.ops.oatmill.linear_pack(torch.zeros(1, 96, dtype=torch.int8)))
     for rows in (0, 1, 2, 7, most, most + 1):
         x = _INPUTS[inputs](rows, 96).to(dtype)
-        wanted, actual = head(x), head.argmax_logits(x)
+        wanted, actual = head(x), head.top_logits(x)
         torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
         left_out = actual == -torch.inf
         torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
@@ -68,7 +68,7 @@ def test_a_head_whose_depth_suits_matrices_finds_the_largest_output(rows, inputs
     head = PrefilteredHead(torch.randn(7001, 128).bfloat16())
     mask = TokenMask(torch.randint(-(2**31), 2**31, (2, 219)).to(torch.int32), [1, 3]) if rows > 1 else None
     x = _INPUTS[inputs](rows, 128).bfloat16()
-    wanted, actual = head(x), head.argmax_logits(x, mask)
+    wanted, actual = head(x), head.top_logits(x, 1, mask)
     chosen = (mask.bits, mask.positions) if mask else (None, [])
     torch.testing.assert_close(*(torch.ops.oatmill.argmax(each, *chosen) for each in (actual, wanted)))
     if inputs == "random":
@@ -89,7 +89,7 @@ def test_a_prefiltered_head_finds_the_largest_of_what_masks_allow(words, inputs)
         chosen = [i for i, position in enumerate(positions) if position < rows]
         mask = TokenMask(bits[chosen], [positions[i] for i in chosen])
         x = _INPUTS[inputs](rows, 96).bfloat16()
-        wanted, actual = head(x), head.argmax_logits(x, mask)
+        wanted, actual = head(x), head.top_logits(x, 1, mask)
         largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
         torch.testing.assert_close(*largest)
 

@@ -62,12 +62,14 @@ class ChunkSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyOnly:
-    """Marks a pass that needs only the largest logit of each row; the others may be minus infinity.
+class TopOnly:
+    """Marks a pass that needs only the largest logits of each row; the others may be minus infinity.
 
-    mask: of rows with a grammar; they need the largest of the logits that it allows.
+    count: how many; those that are equal to the last of them once they are rounded are needed, too. mask: of rows with
+    a grammar; they need the largest of the logits that it allows.
     """
 
+    count: int
     mask: PendingMask | None
 
 
@@ -85,7 +87,7 @@ class ForwardMetadata:
     decoding: how many sequences decode.
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
-    greedy: None: every logit is needed.
+    top: None: every logit is needed.
     ends: [tokens] int32; the tokens of its sequence that each token attends to, in ascending order in a chunk; None:
     each attends to those up to itself. ends_in_windows: that holds for layers with a window alone.
     state_slots: the slot of each sequence's states, on the host; empty where the model has none.
@@ -100,7 +102,7 @@ class ForwardMetadata:
     decoding: int
     chunks: list[ChunkSpan]
     max_kv_length: int
-    greedy: GreedyOnly | None = None
+    top: TopOnly | None = None
     row_tokens: int = 1
     ends: Tensor | None = None
     ends_in_windows: bool = False

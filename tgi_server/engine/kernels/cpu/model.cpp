@@ -380,13 +380,13 @@ class Decoder : public torch::CustomClassHolder {
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
 
-// A whole model: from tokens to logits. Whatever a step brings, it is computed here: adapters, masks of greedy rows, and
+// A whole model: from tokens to logits. Whatever a step brings, it is computed here: adapters, masks of rows, and
 // hidden states that somebody wants to read.
 class CausalLM : public torch::CustomClassHolder {
  public:
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
   // models that learn it, [positions, hidden_size]. logits_divisor, logits_softcap: what is done with the head's outputs; 1
-  // and 0: nothing. prefilter: as Linear::argmax_logits takes it, for at most so many rows; empty: all logits are computed.
+  // and 0: nothing. prefilter: as Linear::top_logits takes it, for at most so many rows; empty: all logits are computed.
   // quantized_embedding: has the embeddings as its weights; then `embedding` is empty, and says the dtype.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, std::optional<LinearPtr> quantized_embedding, double embedding_scale,
            MaybeTensor position_embedding,
@@ -434,12 +434,12 @@ class CausalLM : public torch::CustomClassHolder {
   void tap(std::vector<int64_t> layers) { tapped_ = std::move(layers), taps_head_ = true; }
 
   // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
-  // cos, sin: rotary tables, of each kind [positions, rotated]. adapted: a row has an adapter. greedy, head: as in forward.
-  // Returns what forward does, and in between, if greedy, the argmax of each row, [rows] int64, which then are the rows' next
-  // inputs, too.
+  // cos, sin: rotary tables, of each kind [positions, rotated]. adapted: a row has an adapter. top, head: as in forward.
+  // Returns what forward does, and in between, if top is 1, the argmax of each row, [rows] int64, which then are the rows'
+  // next inputs, too.
   std::tuple<at::Tensor, MaybeTensor, std::vector<at::Tensor>> decode(int64_t rows, std::vector<at::Tensor> cos,
                                                                       std::vector<at::Tensor> sin, bool adapted,
-                                                                      bool greedy, bool head) {
+                                                                      int64_t top, bool head) {
     at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const MaybeTensor adapters = adapted ? MaybeTensor(adapters_.narrow(0, 0, rows)) : MaybeTensor();
@@ -457,9 +457,9 @@ class CausalLM : public torch::CustomClassHolder {
     auto [logits, taps] = run(tokens, rotary,
                               {slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos), std::move(sin),
                                adapters, {}, std::move(runs)},
-                              {}, greedy, head, {}, false);
+                              {}, top, head, {}, false);
     for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
-    if (!greedy || !head) return {std::move(logits), {}, std::move(taps)};
+    if (top != 1 || !head) return {std::move(logits), {}, std::move(taps)};
     const at::Tensor argmax_ids = argmax(logits, {}, {});
     std::copy_n(argmax_ids.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
     return {std::move(logits), argmax_ids, std::move(taps)};
@@ -467,7 +467,7 @@ class CausalLM : public torch::CustomClassHolder {
 
   // Any pass. tokens, positions: [tokens] int64, the latter of rotary tables. slots .. query_starts: as in paged_attention and write_kv. cos, sin: as in
   // decode. wanted: as in Decoder::run. adapters: [tokens] int32, as Linear::adapted takes them; none: no token has one.
-  // greedy: no more is needed than each row's largest logit. head: false: the head's input is returned in place of logits,
+  // top: so many of each row's largest logits are needed; 0: all. head: false: the head's input is returned in place of logits,
   // so that `logits` may be called later. images: the members of ImageRows, in order; empty: there are none. ends: as in
   // paged_attention. runs, saves: as in read_runs; none: no layer has states. drafted: `advance` may be called for some of
   // the tokens. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
@@ -476,22 +476,22 @@ class CausalLM : public torch::CustomClassHolder {
                                                           const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                                                           std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
-                                                          bool greedy, bool head, std::vector<at::Tensor> images,
+                                                          int64_t top, bool head, std::vector<at::Tensor> images,
                                                           const MaybeTensor& ends, const MaybeTensor& runs,
                                                           const MaybeTensor& saves, bool drafted) {
     Pass pass{slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters, ends, {}};
     if (runs && saves) pass.runs = read_runs(*runs, *saves, state_slots(), tokens.size(0));
-    return run(tokens, positions, std::move(pass), wanted, greedy, head, std::move(images), drafted);
+    return run(tokens, positions, std::move(pass), wanted, top, head, std::move(images), drafted);
   }
 
-  // hidden: the head's input, [rows, hidden_size]. adapters: of its rows. masks, masked_rows: as in argmax; if greedy, the
-  // largest logit of such a row is one of those that the mask allows.
-  at::Tensor logits(const at::Tensor& hidden, const MaybeTensor& adapters, bool greedy, const MaybeTensor& masks,
+  // hidden: the head's input, [rows, hidden_size]. adapters: of its rows. top: as in forward. masks, masked_rows: as in
+  // argmax; the largest logits of such a row are of those that the mask allows.
+  at::Tensor logits(const at::Tensor& hidden, const MaybeTensor& adapters, int64_t top, const MaybeTensor& masks,
                     std::vector<int64_t> masked_rows) const {
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
-    if (greedy && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ && logits_softcap_ == 0) {
-      return divided(head_->argmax_logits(hidden, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
-                                          masks, std::move(masked_rows)));
+    if (top > 0 && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ && logits_softcap_ == 0) {
+      return divided(head_->top_logits(hidden, top, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
+                                       masks, std::move(masked_rows)));
     }
     at::Tensor all = head_->adapted(hidden, adapters);
     if (ranks_) all = ranks_->all_gather(all).narrow(1, 0, vocab_size_).contiguous();
@@ -505,7 +505,7 @@ class CausalLM : public torch::CustomClassHolder {
 
  private:
   std::tuple<at::Tensor, std::vector<at::Tensor>> run(const at::Tensor& tokens, const at::Tensor& positions, Pass pass,
-                                                      const MaybeTensor& wanted, bool greedy, bool head,
+                                                      const MaybeTensor& wanted, int64_t top, bool head,
                                                       std::vector<at::Tensor> images, bool drafted) {
     own_threads = at::get_num_threads();
     at::Tensor hidden = embedded(tokens);
@@ -529,7 +529,7 @@ class CausalLM : public torch::CustomClassHolder {
     if (norm_) hidden = (**norm_)(hidden);
     if (taps_head_) taps.insert(taps.begin(), hidden);
     if (!head) return {hidden, std::move(taps)};
-    return {logits(hidden, wanted ? chosen_rows(pass.adapters, *wanted) : pass.adapters, greedy, {}, {}),
+    return {logits(hidden, wanted ? chosen_rows(pass.adapters, *wanted) : pass.adapters, top, {}, {}),
             std::move(taps)};
   }
 
@@ -612,7 +612,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
       .def("adapted", &Linear::adapted)
-      .def("argmax_logits", &Linear::argmax_logits)
+      .def("top_logits", &Linear::top_logits)
       .def("rows", &Linear::rows)
       .def_static("side_by_side",
                   [](std::vector<LinearPtr> parts) { return c10::make_intrusive<Linear>(std::move(parts)); });

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import TopOnly
 from tgi_server.engine.backends.base import Backend, MakeLora
 from tgi_server.engine.backends.devices import cache_bytes, forget_peak
 from tgi_server.engine.backends.generic import CurrentRows, adapt_modules
@@ -94,7 +94,7 @@ class PaddedRunner(Runner):
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         return adapt_modules(self._model, self._current, lora)
 
-    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], top: TopOnly | None = None) -> Tensor:
         self._rows.select(self._order)
         self._order = list(range(len(self._order)))
         logits = [self._rows.decode(self._tokens[:decoding])] if decoding else []

@@ -1,13 +1,13 @@
-// An int8 pre-filter of the argmax: an LM head for a few rows of which only the largest logit is needed.
+// An int8 pre-filter: an LM head for a few rows of which only the largest logits are needed, one or some.
 //
 // A copy of the weights in 8 bits reads half as many bytes from memory. It gives each logit with an error bound, by the
 // inequality of Cauchy and Schwarz:
 //
 //     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|
 //
-// where x' and w' are x and w in 8 bits. So it shows in which tiles of outputs the largest logit can be, and only these
-// are computed with the weights themselves, by the kernel that would compute all of them. A row may have a mask; then it
-// is the largest logit that the mask allows.
+// where x' and w' are x and w in 8 bits. So it shows in which tiles of outputs the largest logits can be, and only these
+// are computed with the weights themselves, by the kernel that would compute all of them: k tiles have an output of at
+// least the k-th largest of their lower bounds. A row may have a mask; then these are the largest logits that it allows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -17,6 +17,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -41,6 +42,7 @@ constexpr int64_t PARTS = NUMBER<Kernel> == 1 ? 2 : 1;
 
 constexpr int64_t MOST_ROWS = 16;
 constexpr int64_t FILLED_AT_ONCE = 1 << 15;  // outputs
+constexpr int64_t TILES_PER_LOGIT = 16;       // fewer tiles for each that is needed would nearly all be candidates
 constexpr int64_t MOST_PARTS = 2 * MOST_ROWS;
 static_assert(MOST_PARTS % SIDE == 0);
 
@@ -146,25 +148,29 @@ Bounds bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, cons
   return {reduce_max(lowers), reduce_max(uppers)};
 }
 
-// The tiles of which an output may be the largest of a row. bounds: [tiles, rows]
-std::vector<int64_t> candidate_tiles(const std::vector<Bounds>& bounds, int64_t tiles, int64_t rows) {
-  std::vector<float> needed(rows, LOWEST);
-  for (int64_t tile = 0; tile < tiles; ++tile)
-    for (int64_t r = 0; r < rows; ++r) needed[r] = std::max(needed[r], bounds[tile * rows + r].lower);
-  for (float& least : needed) least -= OUTPUT_ERROR * std::abs(least);
+// The tiles of which an output may be one of the `most` largest of a row, or equal to the last of these. bounds: [tiles,
+// rows]; there are `most` tiles.
+std::vector<int64_t> candidate_tiles(const std::vector<Bounds>& bounds, int64_t tiles, int64_t rows, int64_t most) {
+  std::vector<float> needed(rows), lowers(tiles);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t tile = 0; tile < tiles; ++tile) lowers[tile] = bounds[tile * rows + r].lower;
+    std::nth_element(lowers.begin(), lowers.begin() + (most - 1), lowers.end(), std::greater<>());
+    needed[r] = lowers[most - 1] - OUTPUT_ERROR * std::abs(lowers[most - 1]);
+  }
   std::vector<int64_t> chosen;
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t r = 0; r < rows; ++r)
-      if (!(bounds[tile * rows + r].upper < needed[r])) {
+      if (const float upper = bounds[tile * rows + r].upper; upper > LOWEST && !(upper < needed[r])) {
         chosen.push_back(tile);
         break;
       }
   return chosen;
 }
 
-// The tiles of outputs among which is the largest output of each row, of those that its mask allows. x: [rows, inputs]
+// The tiles of outputs among which are the `most` largest outputs of each row, of those that its mask allows. x: [rows,
+// inputs]
 template <typename Kernel>
-std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const PrefilterWeights& weights,
+std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, int64_t most, const PrefilterWeights& weights,
                                 const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
   constexpr int64_t EACH = PARTS<Kernel>;
   const int64_t rows = x.size(0), size = x.size(1), row_bytes = size * NUMBER<Kernel>;
@@ -192,7 +198,7 @@ std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const Pref
                      : bounds_of_tile<Kernel>(weights, split[r], own, first, outputs, Everything{});
     }
   });
-  return candidate_tiles(bounds, tiles, rows);
+  return candidate_tiles(bounds, tiles, rows, most);
 }
 
 // A kernel that finds candidates. It pays for `fewest` to `most` rows: with more, products in 8 bits take as long as
@@ -201,7 +207,7 @@ struct PrefilterKernel {
   bool (*available)();  // on this CPU
   int64_t depth;        // words, of which a weight must have a multiple
   int64_t fewest, most;
-  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, const PrefilterWeights& weights,
+  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, int64_t most, const PrefilterWeights& weights,
                                      const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows);
 };
 
@@ -244,16 +250,17 @@ const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed) {
 
 // input: [..., inputs], at most MOST_ROWS rows; prefilter: as of linear_pack, of the layer's weights divided by scales, as
 // int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
-// PrefilterWeights; masks, masked_rows: as in argmax. Returns [..., outputs]: the candidates for the argmax of each row, of
-// the tokens that its mask allows, are what the layer gives; the rest are minus infinity.
-at::Tensor Linear::argmax_logits(const at::Tensor& input, const at::Tensor& prefilter, const at::Tensor& scales,
-                                 const at::Tensor& compensation, const at::Tensor& error_norm,
-                                 const at::Tensor& weight_norm, const std::optional<at::Tensor>& masks,
-                                 std::vector<int64_t> masked_rows) const {
+// PrefilterWeights; masks, masked_rows: as in argmax. Returns [..., outputs]: the `count` largest of each row and those that
+// are equal to the last of them once they are rounded, of the tokens that its mask allows, and some others, are what the
+// layer gives; the rest are minus infinity.
+at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::Tensor& prefilter, const at::Tensor& scales,
+                              const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
+                              const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
   TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be pre-filtered");
   TORCH_CHECK(size == inputs && size % LANES == 0 && !bias, "this layer cannot have a pre-filter");
+  if (count > 1 && count * rows > ceil_div(outputs, COLUMNS) / TILES_PER_LOGIT) return (*this)(input);
   auto shape = x.sizes().vec();
   shape.back() = outputs;
   at::Tensor output = at::empty(shape, x.options());
@@ -266,7 +273,7 @@ at::Tensor Linear::argmax_logits(const at::Tensor& input, const at::Tensor& pref
                       scales.const_data_ptr<float>(), compensation.const_data_ptr<int32_t>(),
                       error_norm.const_data_ptr<float>(), weight_norm.const_data_ptr<float>()};
   const PrefilterKernel& kernel = prefilter_for(rows, prefilter);
-  write_tiles(x, kernel.candidates(x.view({rows, size}), outputs, weights, masks, masked_rows), output);
+  write_tiles(x, kernel.candidates(x.view({rows, size}), outputs, count, weights, masks, masked_rows), output);
   return output;
 }
 

@@ -94,9 +94,9 @@ struct Linear : torch::CustomClassHolder {
   at::Tensor rows(const at::Tensor& indices, at::ScalarType dtype) const;
 
   // See argmax_prefilter.cpp.
-  at::Tensor argmax_logits(const at::Tensor& input, const at::Tensor& prefilter, const at::Tensor& scales,
-                           const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                           const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
+  at::Tensor top_logits(const at::Tensor& input, int64_t count, const at::Tensor& prefilter, const at::Tensor& scales,
+                        const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
+                        const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
 
  private:
   const LinearKernel& kernel_for(int64_t rows) const;
