@@ -275,6 +275,7 @@ def _head(model: PreTrainedModel, linear: LinearFactory) -> Any:
     plain = type(own) is nn.Linear and own.bias is None
     if plain and linear.layer is FloatLinear and PrefilteredHead.pays(own.weight):
         head: Any = PrefilteredHead(own.weight, None, linear.kernels)
+        head.tied = own.weight is model.get_input_embeddings().weight
     else:
         head = _in_parallel(own, linear)
     model.set_output_embeddings(head)

@@ -91,9 +91,8 @@ class CpuModel(PagedModel):
         self._attach_states()
         tables = self._tables(longest)
         with self._faults():
-            logits, argmax_ids, taps = self._kernel.decode(
-                rows, *tables, adapted, top.count if top else 0, mask is None
-            )
+            count = top.count if top else 0
+            logits, argmax_ids, taps = self._kernel.decode(rows, *tables, adapted, count, mask is None)
         adapters = self._rows_with_adapters[:rows] if adapted else None
         return self._finished(logits, taps, adapters, top), argmax_ids
 
@@ -170,6 +169,8 @@ def _kernel(decoder: Decoder) -> Any:
     spec, head, weight = decoder.spec, inner(decoder.head), decoder.embedding_weight
     embedding = decoder.embedding.inner if isinstance(decoder.embedding, VocabParallelEmbedding) else decoder.embedding
     prefilter, prefilter_rows = head.prefilter if isinstance(head, PrefilteredHead) else ([], 0)
+    if isinstance(head, PrefilteredHead) and head.tied:
+        prefilter = [*prefilter, weight]
     return torch.classes.oatmill.CausalLM(
         _layers_kernel(decoder),
         weight,

@@ -22,7 +22,11 @@ class PrefilteredHead(FloatLinear):
 
     Passes that need no more than a few of the largest outputs of each row read the copy first, and compute exactly only
     the outputs whose bounds allow them to be among these. They are the same to the last bit in both ways.
+
+    tied: the embedding has W in memory, so that single outputs can be computed, and not only whole tiles of them.
     """
+
+    tied = False
 
     @classmethod
     def pays(cls, weight: Tensor) -> bool:
@@ -40,16 +44,18 @@ class PrefilteredHead(FloatLinear):
         super().__setstate__(state)
         self._prefilter = torch.ops.oatmill.linear_copy(self._prefilter[0]), *self._prefilter[1:]
 
-    def top_logits(self, x: Tensor, count: int = 1, mask: TokenMask | None = None) -> Tensor:
+    def top_logits(
+        self, x: Tensor, count: int = 1, mask: TokenMask | None = None, weight: Tensor | None = None
+    ) -> Tensor:
         """Returns the `count` largest outputs of each row and some others, [rows, outputs]; the rest is minus infinity.
 
         Outputs that are equal to the last of these count, too. x: [rows, inputs]. mask: they are the largest of what
-        the row's mask allows.
+        the row's mask allows. weight: W, where it is in memory.
         """
         if x.numel() > self._max_inputs:
             return self(x)
         bits, positions = (mask.bits, list(mask.positions)) if mask else (None, [])
-        y: Tensor = self._layer.top_logits(x, count, *self._prefilter, bits, positions)
+        y: Tensor = self._layer.top_logits(x, count, *self._prefilter, weight, bits, positions)
         return y
 
     @property

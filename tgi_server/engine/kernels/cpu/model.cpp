@@ -387,6 +387,7 @@ class CausalLM : public torch::CustomClassHolder {
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
   // models that learn it, [positions, hidden_size]. logits_divisor, logits_softcap: what is done with the head's outputs; 1
   // and 0: nothing. prefilter: as Linear::top_logits takes it, for at most so many rows; empty: all logits are computed.
+  // Where the head has the embedding's weights, the sixth tensor is these.
   // quantized_embedding: has the embeddings as its weights; then `embedding` is empty, and says the dtype.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, std::optional<LinearPtr> quantized_embedding, double embedding_scale,
            MaybeTensor position_embedding,
@@ -491,7 +492,8 @@ class CausalLM : public torch::CustomClassHolder {
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
     if (top > 0 && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ && logits_softcap_ == 0) {
       return divided(head_->top_logits(hidden, top, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
-                                       masks, std::move(masked_rows)));
+                                       prefilter_.size() > 5 ? MaybeTensor(prefilter_[5]) : MaybeTensor(), masks,
+                                       std::move(masked_rows)));
     }
     at::Tensor all = head_->adapted(hidden, adapters);
     if (ranks_) all = ranks_->all_gather(all).narrow(1, 0, vocab_size_).contiguous();

@@ -5,9 +5,10 @@
 //
 //     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|
 //
-// where x' and w' are x and w in 8 bits. So it shows in which tiles of outputs the largest logits can be, and only these
-// are computed with the weights themselves, by the kernel that would compute all of them: k tiles have an output of at
-// least the k-th largest of their lower bounds. A row may have a mask; then these are the largest logits that it allows.
+// where x' and w' are x and w in 8 bits. So it shows which of the outputs can be the k largest, and only these are computed
+// with the weights themselves, by the kernel that would compute all of them. The tiles of outputs have a lower bound each,
+// of their largest one: k outputs reach the k-th largest of these. A row may have a mask; then it is about the outputs that
+// the mask allows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -42,7 +43,7 @@ constexpr int64_t PARTS = NUMBER<Kernel> == 1 ? 2 : 1;
 
 constexpr int64_t MOST_ROWS = 16;
 constexpr int64_t FILLED_AT_ONCE = 1 << 15;  // outputs
-constexpr int64_t TILES_PER_LOGIT = 16;       // fewer tiles for each that is needed would nearly all be candidates
+constexpr int64_t TILES_PER_LOGIT = 16;       // with fewer tiles for each that is needed, too many are candidates
 constexpr int64_t MOST_PARTS = 2 * MOST_ROWS;
 static_assert(MOST_PARTS % SIDE == 0);
 
@@ -111,11 +112,6 @@ SplitRow split_row(const T* from, int64_t size, char* to) {
   return row;
 }
 
-// Between what the largest logit of a tile is.
-struct Bounds {
-  float lower, upper;
-};
-
 template <typename Kernel>
 F32x16 converted(const int32_t* sums, const int32_t* compensation) {
   I32x16 sum = load_as<I32x16>(sums);
@@ -124,14 +120,19 @@ F32x16 converted(const int32_t* sums, const int32_t* compensation) {
 }
 
 // sums: [PARTS, COLUMNS], of a row's parts; first: of the tile's outputs, of which those before `end` are looked at
-// where the filter allows them. What is not a number is unbounded.
+// where the filter allows them. What is not a number is unbounded. Writes the upper bounds of the tile's outputs, minus
+// infinity for others. Returns the lower bound of the largest.
 template <typename Kernel, typename Filter>
-Bounds bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, const int32_t* sums, int64_t first, int64_t end,
-                      const Filter& filter) {
+float bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, const int32_t* sums, int64_t first, int64_t end,
+                     const Filter& filter, float* uppers) {
   constexpr I32x16 PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float rounding = static_cast<float>(weights.depth * WORD) * SUM_ERROR * row.length;
-  F32x16 lowers = F32x16{} + LOWEST, uppers = lowers;
-  for (int64_t n = first; n < std::min(first + COLUMNS, end); n += LANES) {
+  F32x16 lowers = F32x16{} + LOWEST;
+  for (int64_t n = first; n < first + COLUMNS; n += LANES) {
+    if (n >= end) {  // where a mask may have no word
+      store(uppers + n - first, F32x16{} + LOWEST);
+      continue;
+    }
     const I32x16 exists = below(PLACES + static_cast<int32_t>(n), static_cast<int32_t>(end));
     F32x16 whole = {};
     for (int64_t p = 0; p < PARTS<Kernel>; ++p)
@@ -143,32 +144,39 @@ Bounds bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, cons
       return by_registers<F32x16>([&](int i) { return filter.filtered(register_at<F32>(scores, i), n + i * WIDTH); });
     };
     lowers = vmax(filtered(select(exists, logits - bound, none)), lowers);
-    uppers = vmax(filtered(select(exists, limited, none)), uppers);
+    store(uppers + n - first, filtered(select(exists, limited, none)));
   }
-  return {reduce_max(lowers), reduce_max(uppers)};
+  return reduce_max(lowers);
 }
 
-// The tiles of which an output may be one of the `most` largest of a row, or equal to the last of these. bounds: [tiles,
-// rows]; there are `most` tiles.
-std::vector<int64_t> candidate_tiles(const std::vector<Bounds>& bounds, int64_t tiles, int64_t rows, int64_t most) {
-  std::vector<float> needed(rows), lowers(tiles);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t tile = 0; tile < tiles; ++tile) lowers[tile] = bounds[tile * rows + r].lower;
-    std::nth_element(lowers.begin(), lowers.begin() + (most - 1), lowers.end(), std::greater<>());
-    needed[r] = lowers[most - 1] - OUTPUT_ERROR * std::abs(lowers[most - 1]);
-  }
-  std::vector<int64_t> chosen;
-  for (int64_t tile = 0; tile < tiles; ++tile)
-    for (int64_t r = 0; r < rows; ++r)
-      if (const float upper = bounds[tile * rows + r].upper; upper > LOWEST && !(upper < needed[r])) {
-        chosen.push_back(tile);
-        break;
-      }
-  return chosen;
-}
+// The bounds of all outputs of some rows.
+struct Bounds {
+  int64_t rows, tiles;
+  std::vector<float> lowers;  // [rows, tiles], of a tile's largest output
+  at::Tensor uppers;          // [rows, tiles, COLUMNS]
 
-// The tiles of outputs among which are the `most` largest outputs of each row, of those that its mask allows. x: [rows,
-// inputs]
+  Bounds(int64_t rows, int64_t tiles)
+      : rows(rows), tiles(tiles), lowers(rows * tiles), uppers(at::empty({rows, tiles * COLUMNS}, at::kFloat)) {}
+
+  // The outputs that may be among the `most` largest of a row, or equal to the last of these once they are rounded, in order.
+  // There are at least `most` tiles. Changes the order of the lower bounds.
+  std::vector<int64_t> candidates(int64_t most) {
+    const int64_t outputs = tiles * COLUMNS;
+    std::vector<char> chosen(outputs);
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto own = lowers.begin() + r * tiles, last = own + (most - 1);
+      std::nth_element(own, last, own + tiles, std::greater<>());
+      const float needed = *last - OUTPUT_ERROR * std::abs(*last), *upper = uppers.const_data_ptr<float>() + r * outputs;
+      for (int64_t n = 0; n < outputs; ++n) chosen[n] |= (upper[n] >= needed) & (upper[n] > LOWEST);
+    }
+    std::vector<int64_t> found;
+    for (int64_t n = 0; n < outputs; ++n)
+      if (chosen[n]) found.push_back(n);
+    return found;
+  }
+};
+
+// The outputs among which are the `most` largest of each row, of those that its mask allows. x: [rows, inputs]
 template <typename Kernel>
 std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, int64_t most, const PrefilterWeights& weights,
                                 const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
@@ -185,7 +193,8 @@ std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, int64_t mo
   const auto mask_of = masks_by_row(rows, masks, masked_rows);
   const int64_t allowed = masks ? std::min(outputs, masks->size(1) * BITS) : 0;  // no token behind these
   const int64_t tiles = ceil_div(outputs, COLUMNS);
-  std::vector<Bounds> bounds(tiles * rows);
+  Bounds bounds(rows, tiles);
+  float* uppers = bounds.uppers.mutable_data_ptr<float>();
   const GemmArgs rough{numbers.data(), row_bytes, weights.packed, EACH * rows, weights.depth, outputs};
   parallel_for(tiles, [&](int64_t tile) {
     alignas(64) int32_t sums[MOST_PARTS * COLUMNS];
@@ -193,12 +202,13 @@ std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, int64_t mo
     multiply_tile<Kernel>(rough, 0, EACH * rows, tile, next_tile, reinterpret_cast<char*>(sums));
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t* own = sums + EACH * r * COLUMNS;
-      bounds[tile * rows + r] =
-          mask_of[r] ? bounds_of_tile<Kernel>(weights, split[r], own, first, allowed, Mask{mask_of[r]})
-                     : bounds_of_tile<Kernel>(weights, split[r], own, first, outputs, Everything{});
+      float* const upper = uppers + (r * tiles + tile) * COLUMNS;
+      bounds.lowers[r * tiles + tile] =
+          mask_of[r] ? bounds_of_tile<Kernel>(weights, split[r], own, first, allowed, Mask{mask_of[r]}, upper)
+                     : bounds_of_tile<Kernel>(weights, split[r], own, first, outputs, Everything{}, upper);
     }
   });
-  return candidate_tiles(bounds, tiles, rows, most);
+  return bounds.candidates(most);
 }
 
 // A kernel that finds candidates. It pays for `fewest` to `most` rows: with more, products in 8 bits take as long as
@@ -252,10 +262,12 @@ const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed) {
 // int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
 // PrefilterWeights; masks, masked_rows: as in argmax. Returns [..., outputs]: the `count` largest of each row and those that
 // are equal to the last of them once they are rounded, of the tokens that its mask allows, and some others, are what the
-// layer gives; the rest are minus infinity.
+// layer gives; the rest are minus infinity. weight: the layer's weights, [outputs, inputs], where the embedding has them, too:
+// without it whole tiles are computed.
 at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::Tensor& prefilter, const at::Tensor& scales,
                               const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                              const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const {
+                              const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& masks,
+                              std::vector<int64_t> masked_rows) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
   TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be pre-filtered");
@@ -273,7 +285,14 @@ at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::
                       scales.const_data_ptr<float>(), compensation.const_data_ptr<int32_t>(),
                       error_norm.const_data_ptr<float>(), weight_norm.const_data_ptr<float>()};
   const PrefilterKernel& kernel = prefilter_for(rows, prefilter);
-  write_tiles(x, kernel.candidates(x.view({rows, size}), outputs, count, weights, masks, masked_rows), output);
+  std::vector<int64_t> chosen = kernel.candidates(x.view({rows, size}), outputs, count, weights, masks, masked_rows);
+  if (weight) {
+    write_outputs(x, chosen, *weight, output);
+  } else {
+    for (int64_t& each : chosen) each /= COLUMNS;
+    chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
+    write_tiles(x, chosen, output);
+  }
   return output;
 }
 

@@ -134,6 +134,26 @@ at::Tensor linear_pack(const at::Tensor& weight) {
 // Returns the same packed weight in huge pages of its own.
 at::Tensor linear_copy(const at::Tensor& packed) {
   return zeros_in_huge_pages(packed.sizes(), packed.options()).copy_(packed);
+
+// Returns some outputs of a weight, [outputs, inputs], as linear_pack would arrange them, and anything behind the last.
+template <typename Weights>
+at::Tensor packed_rows(const at::Tensor& weight, const std::vector<int64_t>& chosen) {
+  using Number = typename Weights::Number;
+  constexpr int64_t DEPTH = Weights::DEPTH;
+  const int64_t inputs = weight.size(1), depth = ceil_div(inputs, DEPTH), count = static_cast<int64_t>(chosen.size());
+  at::Tensor packed = at::empty({ceil_div(count, COLUMNS), depth, COLUMNS * DEPTH}, weight.options());
+  const Number* from = weight.const_data_ptr<Number>();
+  Number* to = packed.mutable_data_ptr<Number>();
+  constexpr int64_t TOGETHER = LINE / WORD;  // threads write no line in common
+  parallel_for(ceil_div(count, TOGETHER), [&](int64_t part) {
+    for (int64_t i = part * TOGETHER; i < std::min(count, (part + 1) * TOGETHER); ++i) {
+      const Number* row = from + chosen[i] * inputs;
+      for (int64_t k = 0; k < inputs; k += DEPTH)
+        for (int64_t step = 0; step < DEPTH; ++step)
+          to[(i / COLUMNS * depth + k / DEPTH) * COLUMNS * DEPTH + Weights::place(i % COLUMNS, step)] = row[k + step];
+    }
+  });
+  return packed;
 }
 
 at::Tensor linear_unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
@@ -245,6 +265,23 @@ at::Tensor Linear::adapted(const at::Tensor& x, const std::optional<at::Tensor>&
 
 void Linear::write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const {
   if (!tiles.empty()) kernel_for(x.numel() / inputs).run(*this, x, {}, &tiles, output);
+}
+
+void Linear::write_outputs(const at::Tensor& x, const std::vector<int64_t>& chosen, const at::Tensor& weight,
+                           at::Tensor& output) const {
+  if (chosen.empty()) return;
+  Linear part(*this);
+  part.outputs = static_cast<int64_t>(chosen.size());
+  part.packed = by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel>) {
+    return packed_rows<Weights>(weight, chosen);
+  });
+  const at::Tensor computed = part(x);
+  by_dtype(output, [&]<typename T>(T*) {
+    const T* from = computed.const_data_ptr<T>();
+    T* to = output.mutable_data_ptr<T>();
+    for (int64_t begin = 0; begin < output.numel(); begin += outputs)
+      for (const int64_t n : chosen) to[begin + n] = *from++;
+  });
 }
 
 const LinearKernel& Linear::kernel_for(int64_t rows) const {

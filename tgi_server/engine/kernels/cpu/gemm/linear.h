@@ -90,13 +90,18 @@ struct Linear : torch::CustomClassHolder {
   // are contiguous.
   void write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const;
 
+  // The same with some outputs. weight: the layer's, [outputs, inputs].
+  void write_outputs(const at::Tensor& x, const std::vector<int64_t>& chosen, const at::Tensor& weight,
+                     at::Tensor& output) const;
+
   // Returns the weights of some outputs, [rows, inputs], of a layer with quantized weights. indices: [rows] int64.
   at::Tensor rows(const at::Tensor& indices, at::ScalarType dtype) const;
 
   // See argmax_prefilter.cpp.
   at::Tensor top_logits(const at::Tensor& input, int64_t count, const at::Tensor& prefilter, const at::Tensor& scales,
                         const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                        const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
+                        const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& masks,
+                        std::vector<int64_t> masked_rows) const;
 
  private:
   const LinearKernel& kernel_for(int64_t rows) const;

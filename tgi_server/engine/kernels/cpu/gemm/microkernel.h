@@ -168,7 +168,8 @@ struct WordDot {
   static constexpr int64_t STEPS = 1, NUMBER = WORD;
 #if defined(__AVX512BW__)
   // Weights are prefetched into L2 only: L1 has so few outstanding misses that they could use half of the bandwidth.
-  static constexpr int64_t CHUNK_DEPTH = 1536, AHEAD = 32;
+  // Two rows at a time, Zen 4 reads up to twice as much if they are prefetched later.
+  static constexpr int64_t CHUNK_DEPTH = 1536, AHEAD = 32, AHEAD_OF_TWO_ROWS = 8;
   static constexpr int ROWS = 8;
 #else
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
@@ -330,6 +331,12 @@ struct Gemm {
     }
   };
 
+  template <int R>
+  static constexpr int64_t ahead() {
+    if constexpr (requires { Dot::AHEAD_OF_TWO_ROWS; } && R == 2) return Dot::AHEAD_OF_TWO_ROWS;
+    return Dot::AHEAD;
+  }
+
   // The words of these weights are prefetched as well, AHEAD of them: nobody has done so where they are a thread's first.
   // later.next: prefetched as soon as no more than AHEAD words of these are left.
   template <int R, int V>
@@ -342,10 +349,11 @@ struct Gemm {
       load_block(acc, TILE_WORD, sums);
     TileWeights<R, V> tile{{}, weights + Weights::place(column, 0) * sizeof(typename Weights::Number), nullptr, 0, later.part + depth * later.stride * column / COLUMNS,
                            later.stride * V * WIDTH / COLUMNS};
-    const int64_t own = std::max<int64_t>(depth - Dot::AHEAD, 0);
+    constexpr int64_t AHEAD = ahead<R>();
+    const int64_t own = std::max<int64_t>(depth - AHEAD, 0);
     for (int64_t k = 0, end = own; k < depth; k = end, end = depth) {
       // The next weights are prefetched in the order of memory: by columns, memory would give less than it can.
-      tile.ahead = k < own ? weights + Dot::AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
+      tile.ahead = k < own ? weights + AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
       tile.ahead_stride = k < own ? TILE_WORD : V * WIDTH * WORD;
       accumulate_words<Dot>(input, row_bytes, k, end, tile, sums);
     }
