@@ -107,7 +107,7 @@ class _User:
         if adapter := workload.adapter(number):
             api = api.named(adapter)
         if workload.sampled:
-            api = api.sampling()
+            api = api.sampled(workload.top_k)
         for turns in workload.prompts(seed, number):
             try:
                 await self._converse(turns, api)

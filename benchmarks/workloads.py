@@ -19,7 +19,8 @@ class Workload:
     new_tokens: of every reply; the end-of-sequence token is ignored. turns: more than 1 makes it a chat, in which the
     history is sent along. repeat: prompts, or whole chats, that each user sends. stream: token by token.
     copied: a model that copies repeats pieces of the prompt in its reply. adapters: that the users name, each the same
-    one in all its requests; 0: none. sampled: temperature 0.7 and top_p 0.9 instead of greedy decoding.
+    one in all its requests; 0: none. sampled: temperature 0.7 and top_p 0.9 instead of greedy decoding,
+    and top_k where there is one.
     """
 
     name: str
@@ -32,13 +33,15 @@ class Workload:
     copied: bool = False
     adapters: int = 0
     sampled: bool = False
+    top_k: int | None = None
 
     def describe(self) -> str:
         users = f"{self.users} user{'s' * (self.users > 1)}"
         prompt = "the greeting" if self.words is None else f"{self.words} words"
         adapters = f", {self.adapters} adapters" if self.adapters else ""
         turns = f"{self.turns} turns, " if self.turns > 1 else ""
-        options = f"{', streamed' if self.stream else ''}{', sampled' if self.sampled else ''}{adapters}"
+        sampled = f", sampled{f' with top_k {self.top_k}' if self.top_k else ''}" if self.sampled else ""
+        options = f"{', streamed' if self.stream else ''}{sampled}{adapters}"
         return f"{users}, {turns}{prompt}, {self.new_tokens} new tokens{options}"
 
     @property
@@ -75,7 +78,11 @@ _LOADS = {
         Workload("W8", users=1, words=300, new_tokens=128, repeat=4, copied=True),
     )
 }
-WORKLOADS = _LOADS | {f"{name}s": replace(_LOADS[name], name=f"{name}s", sampled=True) for name in ("W2", "W3", "W4")}
+WORKLOADS = _LOADS | {
+    f"{name}{end}": replace(_LOADS[name], name=f"{name}{end}", sampled=True, top_k=top_k)
+    for end, top_k in (("s", None), ("k", 50))
+    for name in ("W2", "W3", "W4")
+}
 
 
 def adapter_name(number: int) -> str:

@@ -134,12 +134,13 @@ async def test_sampled_loads_send_other_requests_than_greedy_ones(serve: Any, ap
     server = SlowServer()
     url = await serve(server.app)
     greedy = Workload("X", users=1, words=3, new_tokens=1, turns=turns, repeat=1)
-    for workload in (greedy, replace(greedy, sampled=True)):
+    for workload in (greedy, replace(greedy, sampled=True), replace(greedy, sampled=True, top_k=50)):
         await run_workload(Target(url, api), workload, warm_up=False)
     bodies = [body.get("parameters", body) for body in server.bodies]
     sampled = [body for body in bodies if body.get("temperature")]
-    assert len(bodies) == 2 * len(sampled) == 2 * turns
+    assert len(bodies) == 3 * turns
     assert all((body["temperature"], body["top_p"]) == (0.7, 0.9) for body in sampled)
+    assert [body.get("top_k") for body in sampled] == [None] * turns + [50] * turns
 
 
 async def test_all_users_wait_for_their_own_replies_only(serve: Any) -> None:

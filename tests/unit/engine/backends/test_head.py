@@ -10,10 +10,14 @@ import torch
 from tests.tiny_models import make
 from tests.unit.engine.own_memory import Peak, own_bytes
 from tests.unit.engine.requests import expected_tokens, generate_alone, load_engine, load_reference, prompts
+from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.engine import RunningSequence
 from tgi_server.engine.backends.head import PrefilteredHead
+from tgi_server.engine.driver import Driver
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import low_mmap_threshold
 from tgi_server.engine.sampling.processors import TokenMask
+from tgi_server.engine.step import Generation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -62,6 +66,35 @@ def test_a_prefiltered_head_finds_the_largest_output_as_if_it_had_computed_all(d
             assert bool(left_out.any()) == (0 < rows <= most)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weights", ["random", "alike", "with no numbers"])
+@pytest.mark.parametrize("dtype", [DTYPES[1], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[::2])])
+def test_a_prefiltered_head_finds_some_of_the_largest_outputs(dtype, weights, tied) -> None:
+    weight = torch.randn(7001, 96)
+    if weights == "alike":
+        weight = weight[:1] + torch.randn(7001, 96) * 1e-3
+    if weights == "with no numbers":
+        weight[5000, 3] = torch.nan
+    weight = weight.to(dtype)
+    head = PrefilteredHead(weight)
+    for rows, count in ((1, 1), (1, 9), (3, 3), (5, 1), (1, 10), (4, 3)):
+        x = torch.randn(rows, 96).to(dtype)
+        mask = TokenMask(torch.randint(-(2**31), 2**31, (1, 219)).to(torch.int32), [rows - 1])
+        for chosen in (None, mask):
+            wanted, actual = head(x), head.top_logits(x, count, chosen, weight if tied else None)
+            left_out = actual == -torch.inf
+            torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
+            if weights != "alike":
+                assert bool(left_out.any()) == (count == 1 or rows * count <= 9)  # of 146 tiles
+            for row in range(rows):
+                allowed = wanted[row].nan_to_num(-torch.inf)
+                if chosen and row == rows - 1:
+                    bits = chosen.bits[0].unsqueeze(1) >> torch.arange(32, dtype=torch.int32) & 1
+                    allowed = allowed.where(bits.flatten()[:7001] > 0, -torch.inf)
+                largest = allowed >= allowed.topk(count).values[-1]
+                assert not bool((left_out[row] & largest).any())
+
+
 @pytest.mark.parametrize("inputs", ["random", "outliers", "no numbers"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_head_whose_depth_suits_matrices_finds_the_largest_output(rows, inputs) -> None:
@@ -99,6 +132,26 @@ def test_a_prompt_in_parts_with_nobody_beside_it_is_answered_as_whole(tmp_path) 
     assert PrefilteredHead.pays(load_reference(folder).get_output_embeddings().weight)
     texts = prompts((70, 12))
     assert generate_alone(load_engine(folder), texts) == expected_tokens(folder, texts)
+
+
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_tokens_sampled_with_top_k_do_not_depend_on_the_prefilter(tied, tmp_path) -> None:
+    folder = make("llama", tmp_path, vocab_size=33_000, tie_word_embeddings=tied)
+    engine = load_engine(folder, torch.bfloat16)
+    engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=64)
+    report, stopping = ReportParameters(logprobs=True, top_n_tokens=3), StoppingParameters(8, ignore_eos=True)
+    sampling = SamplingParameters(do_sample=True, temperature=1.5, top_k=20, top_p=0.9, seed=7)
+    whole = SamplingParameters(do_sample=True)  # needs all logits, and so those beside it get all
+
+    def generations(*others: SamplingParameters) -> list[Generation]:
+        driver = Driver(engine)
+        for number, other in enumerate(others, 1):
+            driver.add(RunningSequence(number, [5, 6, 7], StoppingParameters(9, ignore_eos=True), other))
+        return driver.run(RunningSequence(0, [3, 4, 5, 6], stopping, sampling, report))[0].generations
+
+    alone = generations()
+    assert len(alone) == 8
+    assert alone == generations(whole) == generations(SamplingParameters()) == generations(SamplingParameters(), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,9 @@
+from typing import Any
+
 import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
-from tgi_server.engine.sampling.metadata import MetadataBuilder, Row, is_greedy, is_plain
+from tgi_server.engine.sampling.metadata import MetadataBuilder, Row, is_greedy, is_plain, most_logits, top_logits
 
 CPU = torch.device("cpu")
 SILENT = ReportParameters()
@@ -23,6 +25,21 @@ def test_a_plain_request_wants_the_largest_logit_and_nothing_else() -> None:
         SamplingParameters(presence_penalty=0.1),
     ):
         assert not is_greedy(parameters)
+
+
+def test_a_request_with_top_k_needs_that_many_logits_unless_a_rule_changes_their_order() -> None:
+    def needed(report: ReportParameters = SILENT, **settings: Any) -> int | None:
+        return top_logits(SamplingParameters(**settings), report)
+
+    assert needed() == needed(temperature=0.3, top_k=5) == 1
+    assert needed(do_sample=True, top_k=5, top_p=0.5, min_p=0.1) == 5
+    assert needed(ReportParameters(logprobs=True, top_n_tokens=9), do_sample=True, top_k=5) == 5
+    assert needed(ReportParameters(logprobs=True)) is None
+    assert needed(do_sample=True) is None
+    assert needed(ReportParameters(scored_token_ids=(3,)), do_sample=True, top_k=5) is None
+    for settings in ({"watermark": True}, {"logit_bias": {1: 2.0}}, {"repetition_penalty": 1.1}, {"min_tokens": 2}):
+        assert needed(do_sample=True, top_k=5, **settings) is None
+    assert (most_logits([]), most_logits([1, 7, 3]), most_logits([7, None])) == (1, 7, None)
 
 
 def test_rules_name_the_rows_that_they_concern() -> None:

@@ -134,6 +134,7 @@ at::Tensor linear_pack(const at::Tensor& weight) {
 // Returns the same packed weight in huge pages of its own.
 at::Tensor linear_copy(const at::Tensor& packed) {
   return zeros_in_huge_pages(packed.sizes(), packed.options()).copy_(packed);
+}
 
 // Returns some outputs of a weight, [outputs, inputs], as linear_pack would arrange them, and anything behind the last.
 template <typename Weights>
