@@ -30,7 +30,7 @@ RULES = "rules"
 _EMULATED = "_emulated"
 # The kernels that quantize their inputs to 8 bits: models in float32 use them if they are named, and never because they
 # are fast.
-A8 = ("w4a8", "w6a8")
+A8 = ("w4a8", "w6a8", "w8a8")
 # The kernel that quantizes them to 16 bits, for models whose dtype has no more; with a codebook to 14.
 W4A16 = "w4a16"
 # Those that round neither inputs nor weights, which models in float32 ask for.

@@ -64,7 +64,7 @@ def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs
         layer = PackedQuantizedLinear(weight, bias, KernelTable.of(name))
         rounded = "bf16" in name or "amx" in name
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
-        if name in ("w4a8", "w6a8"):
+        if name in ("w4a8", "w6a8", "w8a8"):
             close = {"rtol": 1e-2, "atol": 5e-2}
         if name in ("w4a16", "w6a16", "w8a16"):
             close = {"rtol": 1e-4, "atol": 5e-4} if kind != "codebook" else {"rtol": 1e-3, "atol": 2e-3}
@@ -119,8 +119,8 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
     torch.testing.assert_close(actual, linear(x, weight.dense()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["w4a8", "w6a8", "bf16"])
-@pytest.mark.parametrize("kind", ["int4", "codebook", "int6", "fp8"])
+@pytest.mark.parametrize("name", ["w4a8", "w6a8", "w8a8", "bf16"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int6", "int8", "int8 with offsets", "fp8"])
 def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
     """Groups of all sizes: one input, what does not fill the words that are summed together, and what is too large."""
     require(name, kind)
@@ -129,6 +129,18 @@ def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
     exact = linear(x, weight.dense())
     error = (PackedQuantizedLinear(weight, None, KernelTable.of(name))(x) - exact).norm() / exact.norm()
     assert error < (0.01 if kind == "int4" else 0.02)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("w4a8", "int4"), ("w6a8", "int6"), ("w8a8", "int8")])
+def test_a_large_input_takes_precision_from_its_128_neighbours_only(name, kind) -> None:
+    require(name, kind)
+    weight, x = random_weight(kind, 512, 70, torch.zeros(512, dtype=torch.long)), torch.randn(3, 512)
+    x[:, :128], x[:, 0] = 0, 1000
+    layer = PackedQuantizedLinear(weight, None, KernelTable.of(name))
+    others = x.clone()
+    others[:, 0] = 0
+    difference, wanted = layer(x) - layer(others), x[:, :1] * weight.dense()[:, 0]
+    torch.testing.assert_close(difference, wanted, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4 without offsets", "int8", "int8 with offsets"])
@@ -218,7 +230,7 @@ def test_zeros_may_be_any_numbers(place, name, rows) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4", "codebook", "int6", "int8 with offsets", "fp8"])
-@pytest.mark.parametrize("name", ["fma", "w4a8", "w6a8", "w4a16", "w6a16", "w8a16", "bf16"])
+@pytest.mark.parametrize("name", ["fma", "w4a8", "w6a8", "w8a8", "w4a16", "w6a16", "w8a16", "bf16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
     require(name, kind)
     layer = PackedQuantizedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))

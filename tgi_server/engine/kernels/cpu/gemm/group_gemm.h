@@ -5,8 +5,8 @@
 //   ROWS, the most rows of a block; vectors(rows), the registers of outputs that are computed together, as many as leave
 //   room for words and operands beside the accumulators;
 //   MOST, the words whose products an accumulator holds; ZERO_POINT, which codes have added to them;
-//   number(product, place, acc), the float value of an accumulator, of the row and group at a place;
-//   input_sum(product, place), the sum of a group's inputs; GROUP_SUMS, if that needs those of the product;
+//   number(product, place, acc), the float value of an accumulator, of the row and part at a place;
+//   input_sum(product, place), the sum of a part's inputs; GROUP_SUMS, if that needs those of the product;
 //   TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
 //   Loads, the static part of the policy that loads its weights; PLANES, as of their kind.
 //   MANY, the most rows of a block that shares unpacked weights with others, and UNPACKED_VECTORS, such a block's registers
@@ -31,6 +31,8 @@ namespace oatmill {
 // The kernel made of a Dot.
 template <typename Dot>
 struct GroupGemm {
+  static constexpr int64_t MOST = Dot::MOST;
+
   static bool needs_sums(const Scales& scales) { return Dot::GROUP_SUMS && shifted(scales); }
 
   template <typename T>
@@ -71,23 +73,15 @@ struct GroupGemm {
     int64_t scaled, next_scaled;
   };
 
-  // Words of one group. begins: they are its first ones.
-  struct Part {
-    int64_t group, first, last;
-    bool begins;
-  };
-
   using Block = void (*)(const Dot&, const QuantizedGemmArgs&, int64_t, const Tile&, float*);
 
   // Calls work(part) for all words of a tile, and prefetches the next tile's scales.
   template <typename Work>
   static void for_each_part(const QuantizedGemmArgs& product, const Tile& tile, const Work& work) {
-    for (int64_t g = 0; g < product.groups; ++g) {
-      product.scales.prefetch(tile.next_scaled + g * COLUMNS);
-      const int64_t begin = product.starts[g], end = product.starts[g + 1];
-      for (int64_t first = begin; first < end; first += Dot::MOST)
-        work(Part{g, first, std::min<int64_t>(end, first + Dot::MOST), first == begin});
-    }
+    oatmill::for_each_part<Dot::MOST>(product.starts, product.groups, [&](const Part& part) {
+      if (part.first == product.starts[part.group]) product.scales.prefetch(tile.next_scaled + part.group * COLUMNS);
+      work(part);
+    });
   }
 
   template <int R>
@@ -269,18 +263,19 @@ struct GroupGemm {
     }
   }
 
-  // acc += sums of a group * its scales. scaled: the place of the scales of the first output.
+  // acc += sums of a part * its scales. scaled: the place of the scales of the first output.
   template <int R, int V>
   [[gnu::always_inline]] static void add_scaled(const Dot& dot, const QuantizedGemmArgs& product, int64_t row,
                                                    const Part& part, int64_t scaled,
                                                    const typename Dot::Accumulator (&sums)[R][V], float* acc) {
     F32 scales[V], offsets[V];
-    product.scales.template read<Dot::ZERO_POINT, !Dot::TAKES_ZEROS>(scaled, scales, offsets);
+    product.scales.read(scaled, scales);
     const bool with_sums = shifted(product.scales);
+    if (with_sums) product.scales.template read_offsets<Dot::ZERO_POINT, !Dot::TAKES_ZEROS>(scaled, scales, offsets);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const int64_t place = (row + r) * product.groups + part.group;
-      const F32 input_sum = F32{} + (with_sums && part.begins ? Dot::input_sum(product, place) : 0.0f);
+      const int64_t place = (row + r) * product.parts + part.index;
+      const F32 input_sum = F32{} + (with_sums ? Dot::input_sum(product, place) : 0.0f);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v) {
         float* total = acc + r * COLUMNS + v * WIDTH;

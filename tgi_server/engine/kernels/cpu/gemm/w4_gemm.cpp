@@ -195,16 +195,17 @@ float sum_of(const T* from, int64_t count) {
   return all;
 }
 
-// Returns the sums of the inputs of each group, [rows, groups].
-template <typename Kind, typename T>
-std::vector<float> group_input_sums(const T* from, int64_t rows, int64_t inputs, const int32_t* starts, int64_t groups) {
-  std::vector<float> sums(rows * groups);
+// Returns the sums of the inputs of each part, [rows, parts].
+template <typename Kind, int64_t MOST, typename T>
+std::vector<float> part_input_sums(const T* from, int64_t rows, int64_t inputs, const int32_t* starts, int64_t groups) {
+  const int64_t parts = count_parts<MOST>(starts, groups);
+  std::vector<float> sums(rows * parts);
   for_rows(rows, inputs, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = starts[g] * Kind::DEPTH, end = std::min(starts[g + 1] * Kind::DEPTH, inputs);
-        sums[r * groups + g] = sum_of(from + r * inputs + begin, end - begin);
-      }
+      for_each_part<MOST>(starts, groups, [&](const Part& part) {
+        const int64_t begin = part.first * Kind::DEPTH, end = std::min(part.last * Kind::DEPTH, inputs);
+        sums[r * parts + part.index] = sum_of(from + r * inputs + begin, end - begin);
+      });
   });
   return sums;
 }
@@ -237,7 +238,7 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
       scales.zero = codes.zero;
     }
     std::vector<float> sums;
-    if (Kernel::needs_sums(scales)) sums = group_input_sums<Kind>(from, rows, inputs, starts, groups);
+    if (Kernel::needs_sums(scales)) sums = part_input_sums<Kind, Kernel::MOST>(from, rows, inputs, starts, groups);
     const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
     const QuantizedGemmArgs product{
         {input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth,
@@ -245,6 +246,7 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
         scales,
         starts,
         groups,
+        count_parts<Kernel::MOST>(starts, groups),
         codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,
         sums.data(),
         input.scales.data(),
@@ -343,7 +345,9 @@ constexpr auto CODEBOOK_A16 =
 template <typename Kind, typename Digits>
 constexpr auto A8_VARIANTS =
 #if OATMILL_W4A8
-    std::array{kernel<Kind, GroupGemm<W4A8Dot<Kind, Digits>>>(Kind::DEPTH == 8 ? "w4a8" : "w6a8")};
+    std::array{kernel<Kind, GroupGemm<W4A8Dot<Kind, Digits>>>(Kind::DEPTH == 8    ? "w4a8"
+                                                              : Kind::DEPTH == 16 ? "w6a8"
+                                                                                  : "w8a8")};
 #else
     None{};
 #endif
@@ -357,7 +361,8 @@ constexpr auto joined(const std::array<LinearKernel, N>&... variants) {
 }
 
 constexpr auto FP8_KERNELS = joined(KERNELS<Fp8Weights>, BF16_VARIANTS<Fp8Weights>);
-constexpr auto INT8_KERNELS = joined(KERNELS<Int8>, A16_VARIANTS<Int8, W4A16Dot<Int8, IntegerI16<Int8>>>);
+constexpr auto INT8_KERNELS =
+    joined(KERNELS<Int8>, A16_VARIANTS<Int8, W4A16Dot<Int8, IntegerI16<Int8>>>, A8_VARIANTS<Int8, Int8Bytes>);
 constexpr auto INT6_KERNELS =
     joined(KERNELS<Int6>, A16_VARIANTS<Int6, W4A16Dot<Int6, SixBitI16>>, A8_VARIANTS<Int6, SixBitBytes>);
 constexpr auto INT4_KERNELS =

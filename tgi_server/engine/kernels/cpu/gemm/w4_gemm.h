@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "gemm/gemm.h"
@@ -219,28 +220,29 @@ struct Scales {
     if (zeros) __builtin_prefetch(zeros + place, 0, 2);
   }
 
-  // Reads the scales of V registers of outputs, and the offsets, with that of ZERO_POINT.
-  // ZEROS: those are part of the offsets.
+  // Reads the scales of V registers of outputs.
+  template <int V>
+  [[gnu::always_inline]] void read(int64_t place, F32 (&scaled)[V]) const {
+    if (factors) return product(factors + place, static_cast<const c10::Half*>(scales) + block(place), scaled);
+    switch (dtype) {
+      case at::kHalf:
+        return widen(static_cast<const c10::Half*>(scales) + place, scaled);
+      case at::kBFloat16:
+        return widen(static_cast<const c10::BFloat16*>(scales) + place, scaled);
+      default:
+        return widen(static_cast<const float*>(scales) + place, scaled);
+    }
+  }
+
+  // Reads the offsets, with that of ZERO_POINT. scaled: the scales. ZEROS: those are part of the offsets.
   template <int ZERO_POINT, bool ZEROS, int V>
-  [[gnu::always_inline]] void read(int64_t place, F32 (&scaled)[V], F32 (&shifted)[V]) const {
+  [[gnu::always_inline]] void read_offsets(int64_t place, const F32 (&scaled)[V], F32 (&shifted)[V]) const {
     if (factors) {
-      const int64_t block = (place / COLUMNS >> groups_shift) * COLUMNS + place % COLUMNS;
-      product(factors + place, static_cast<const c10::Half*>(scales) + block, scaled);
-      if (offsets) product(offset_factors + place, static_cast<const c10::Half*>(offsets) + block, shifted);
+      if (offsets) product(offset_factors + place, static_cast<const c10::Half*>(offsets) + block(place), shifted);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v)
         shifted[v] = (offsets ? shifted[v] : F32{}) - (static_cast<float>(ZERO_POINT) + zero) * scaled[v];
       return;
-    }
-    switch (dtype) {
-      case at::kHalf:
-        widen(static_cast<const c10::Half*>(scales) + place, scaled);
-        break;
-      case at::kBFloat16:
-        widen(static_cast<const c10::BFloat16*>(scales) + place, scaled);
-        break;
-      default:
-        widen(static_cast<const float*>(scales) + place, scaled);
     }
     if (ZEROS && zeros) {
       widen(zeros + place, shifted);
@@ -263,6 +265,8 @@ struct Scales {
   }
 
  private:
+  int64_t block(int64_t place) const { return (place / COLUMNS >> groups_shift) * COLUMNS + place % COLUMNS; }
+
   template <int V>
   [[gnu::always_inline]] static void product(const int8_t* factors, const c10::Half* blocks, F32 (&to)[V]) {
 #pragma GCC unroll 6
@@ -276,12 +280,33 @@ struct Scales {
   }
 };
 
-// A GEMM with quantized weights. weights: their words. sums: [rows, groups], of the inputs of each group, if weights have offsets.
+// Words of a group whose products one accumulator holds: those from first to last. index: among the parts of all groups.
+struct Part {
+  int64_t index, group, first, last;
+};
+
+// Calls work(part) for all words. MOST: the words of a part.
+template <int64_t MOST, typename Work>
+[[gnu::always_inline]] inline void for_each_part(const int32_t* starts, int64_t groups, const Work& work) {
+  int64_t index = 0;
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t first = starts[g]; first < starts[g + 1]; first += MOST)
+      work(Part{index++, g, first, std::min<int64_t>(starts[g + 1], first + MOST)});
+}
+
+template <int64_t MOST>
+int64_t count_parts(const int32_t* starts, int64_t groups) {
+  int64_t count = 0;
+  for (int64_t g = 0; g < groups; ++g) count += ceil_div(starts[g + 1] - starts[g], MOST);
+  return count;
+}
+
+// A GEMM with quantized weights. weights: their words. sums: [rows, parts], of the inputs of each part, if weights have offsets.
 // input_scales: of rows that were quantized. depth: in DEPTH inputs; tile_bytes: of the words of a tile.
 struct QuantizedGemmArgs : GemmArgs {
   Scales scales;
   const int32_t* starts;
-  int64_t groups;
+  int64_t groups, parts;
   const float* codebook;
   const float* sums;
   const float* input_scales;
@@ -289,6 +314,10 @@ struct QuantizedGemmArgs : GemmArgs {
 
   const char* words(int64_t tile) const { return weights + tile * tile_bytes; }
 };
+
+// Of the row and part at a place of quantized rows: the scale, and the sum.
+inline float input_scale(const QuantizedGemmArgs& product, int64_t place) { return product.input_scales[2 * place]; }
+inline float rounded_sum(const QuantizedGemmArgs& product, int64_t place) { return product.input_scales[2 * place + 1]; }
 
 // The words of a tile, prefetched AHEAD of their use. next: the words of the tile that comes next. PLANES: as of a kind.
 template <int PLANES>

@@ -19,36 +19,32 @@
 
 namespace oatmill {
 
-// Rows quantized to integers of type To. round(from, count, to) quantizes a group, and returns its scale and the sum of its
-// integers. The scales of an Input are, for each row and group, the scale and the sum of the quantized inputs.
-template <typename To, typename Kind, typename T, typename Round>
+// Rows quantized to integers of type To. round(from, count, to) quantizes a part, and returns its scale and the sum of its
+// integers. The scales of an Input are, for each row and part, the scale and the sum of the quantized inputs.
+template <typename To, typename Kind, int64_t MOST, typename T, typename Round>
 Input quantized_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts, int64_t groups,
                    const Round& round) {
   const int64_t room = depth * Kind::DEPTH + LANES;  // the last integers are written with some behind them
   const int64_t row_bytes = row_stride(room * sizeof(To), rows);
-  Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes),
-              std::vector<float>(2 * rows * groups)};
+  const int64_t parts = count_parts<MOST>(starts, groups);
+  Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), std::vector<float>(2 * rows * parts)};
   char* to = static_cast<char*>(input.buffer.get());
   input.data = to;
   for_rows(rows, inputs, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = starts[g] * Kind::DEPTH, end = starts[g + 1] * Kind::DEPTH;
+      for_each_part<MOST>(starts, groups, [&](const Part& part) {
+        const int64_t begin = part.first * Kind::DEPTH, end = part.last * Kind::DEPTH;
         const int64_t count = std::clamp<int64_t>(inputs - begin, 0, end - begin);
         To* numbers = reinterpret_cast<To*>(to + r * row_bytes) + begin;
         std::fill(numbers + count / LANES * LANES, numbers + (end - begin), To{0});
         const std::pair<float, int64_t> rounded = round(from + r * inputs + begin, count, numbers);
-        float* scales = &input.scales[2 * (r * groups + g)];
+        float* scales = &input.scales[2 * (r * parts + part.index)];
         scales[0] = rounded.first;
         scales[1] = rounded.first * static_cast<float>(rounded.second);
-      }
+      });
   });
   return input;
 }
-
-// What quantized_rows stores in an Input for a row and group: the scale, and the sum.
-inline float input_scale(const QuantizedGemmArgs& product, int64_t place) { return product.input_scales[2 * place]; }
-inline float rounded_sum(const QuantizedGemmArgs& product, int64_t place) { return product.input_scales[2 * place + 1]; }
 
 // Weights as int16: unpacked(words, step) are the two of each word that a step multiplies, 16 bits apart, plus ZERO_POINT;
 // unit() is their scale. INPUT_BITS: of the inputs,
@@ -192,7 +188,7 @@ struct W4A16Dot : PairDot<Kind> {
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
                        int64_t groups) {
-    return quantized_rows<int16_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
+    return quantized_rows<int16_t, Kind, MOST>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
   template <typename Words>

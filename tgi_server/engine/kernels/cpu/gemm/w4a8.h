@@ -83,6 +83,9 @@ inline void add_pairs(Shorts pairs, I32& sum) {
   const Shorts ones = Shorts{} + 1;
   sum += madd_i16(reinterpret_cast<const I32&>(pairs), reinterpret_cast<const I32&>(ones));
 }
+#if !OATMILL_INT8
+inline void add_bytes(U32 numbers, U32 inputs, I32& sum) { add_pairs(multiply_bytes(numbers, inputs), sum); }
+#endif
 inline void flush_partial(SplitAccumulator& acc) {
   add_pairs(acc.partial, acc.sum);
   acc.partial = Shorts{};
@@ -90,12 +93,17 @@ inline void flush_partial(SplitAccumulator& acc) {
 #endif
 inline I32 total(const SplitAccumulator& acc) { return acc.sum; }
 
-// Weights as bytes: numbers(codes) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, acc) adds their
-// products, in pairs or, where ADDS_FOUR, by four; unit() is their scale. FIT: the products whose sum fits 16 bits.
-// ZERO_POINT: what codes have added to them. ROWS: as of a Dot.
+// Weights as bytes: unpacked(words, step) are the four codes of each word that a step multiplies, numbers(unpacked) what
+// they stand for; add(numbers, inputs, acc) adds their products, in pairs or, where ADDS_FOUR, by four; unit() is their
+// scale. FIT: the products whose sum fits 16 bits. ZERO_POINT: what codes have added to them. ROWS: as of a Dot.
+
+// Codes of 4 bits.
+struct Nibbles {
+  static U32 unpacked(U32 words, int step) { return (words >> (4 * step)) & 0x0f0f0f0f; }
+};
 
 // Integers from -8 to 7.
-struct Int4Bytes {
+struct Int4Bytes : Nibbles {
   static constexpr int FIT = 8, ZERO_POINT = Int4::ZERO_POINT, ROWS = WIDTH == 16 && ADDS_FOUR ? 8 : 4;
 
   explicit Int4Bytes(const float*) {}
@@ -116,28 +124,47 @@ struct SixBitBytes {
 
   explicit SixBitBytes(const float*) {}
   float unit() const { return 1; }
+  static U32 unpacked(const SixBits& words, int step) { return words.bytes(step); }
   static U32 numbers(U32 bytes) { return bytes; }
-  template <typename Sum>
-  static void add(U32 numbers, U32 inputs, Sum& sum) {
-    if constexpr (ADDS_FOUR)
-      add_bytes(numbers, inputs, sum);
-    else
-      add_pairs(multiply_bytes(numbers, inputs), sum);
-  }
+  static void add(U32 numbers, U32 inputs, I32& sum) { add_bytes(numbers, inputs, sum); }
 };
 
-// Four codes of each word that a step multiplies.
-inline U32 bytes_of(U32 words, int step) { return (words >> (4 * step)) & 0x0f0f0f0f; }
-inline U32 bytes_of(const SixBits& words, int step) { return words.bytes(step); }
+#if defined(__AVX2__)
+// Signed bytes, of which an instruction multiplies the sizes, by inputs that have their signs.
+struct SignedBytes {
+  U32 sizes, numbers;
+
+  void add_to(U32 inputs, I32& sum) const { add_bytes(sizes, with_signs(inputs, numbers), sum); }
+};
+#endif
+
+// Integers from -128 to 127.
+struct Int8Bytes {
+  static constexpr int FIT = 1, ROWS = WIDTH == 16 && ADDS_FOUR ? 8 : 4;
+
+  explicit Int8Bytes(const float*) {}
+  float unit() const { return 1; }
+#if OATMILL_INT8 && !defined(__aarch64__)
+  static constexpr int ZERO_POINT = 128;  // the instruction's first operand is unsigned
+  static U32 unpacked(U32 words, int) { return words ^ 0x80808080; }
+#else
+  static constexpr int ZERO_POINT = 0;
+  static U32 unpacked(U32 words, int) { return words; }
+#endif
+#if OATMILL_INT8
+  static U32 numbers(U32 bytes) { return bytes; }
+  static void add(U32 numbers, U32 inputs, I32& sum) { add_bytes(numbers, inputs, sum); }
+#else
+  static SignedBytes numbers(U32 bytes) { return {with_signs(bytes, bytes), bytes}; }
+  static void add(const SignedBytes& numbers, U32 inputs, I32& sum) { numbers.add_to(inputs, sum); }
+#endif
+};
 
 // Any 16 numbers, rounded to 8 bits.
 #if defined(__AVX2__)
-class CodebookI8 {
+class CodebookI8 : public Nibbles {
  public:
   static constexpr int FIT = 1, ZERO_POINT = 0, ROWS = 4;
-  struct Numbers {
-    U32 sizes, signed_;
-  };
 
   explicit CodebookI8(const float* codebook) {
     const RoundedCodebook book(codebook, 127);
@@ -151,21 +178,15 @@ class CodebookI8 {
     sizes_ = load_as<U32>(sizes);
   }
   float unit() const { return unit_; }
-  Numbers numbers(U32 places) const { return {lut16(sizes_, places), lut16(numbers_, places)}; }
-  template <typename Sum>
-  static void add(const Numbers& numbers, U32 inputs, Sum& sum) {
-    if constexpr (ADDS_FOUR)
-      add_bytes(numbers.sizes, with_signs(inputs, numbers.signed_), sum);
-    else
-      add_pairs(multiply_bytes(numbers.sizes, with_signs(inputs, numbers.signed_)), sum);
-  }
+  SignedBytes numbers(U32 places) const { return {lut16(sizes_, places), lut16(numbers_, places)}; }
+  static void add(const SignedBytes& numbers, U32 inputs, I32& sum) { numbers.add_to(inputs, sum); }
 
  private:
   U32 numbers_, sizes_;
   float unit_;
 };
 #else
-class CodebookI8 {
+class CodebookI8 : public Nibbles {
  public:
   static constexpr int FIT = 1, ZERO_POINT = 0, ROWS = 4;
 
@@ -220,12 +241,12 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
                        int64_t groups) {
-    return quantized_rows<int8_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
+    return quantized_rows<int8_t, Kind, MOST>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
   template <typename Words>
   static U32 unpacked(const Words& words, int step, U32) {
-    return bytes_of(words, step);
+    return Digits::unpacked(words, step);
   }
 
   using Loads = OneAtATime;
@@ -250,7 +271,7 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
     return quantize_row(from, count, [&](int64_t k, const int32_t* numbers) {
-      if constexpr (PLANES == 1)
+      if constexpr (Kind::DEPTH == 8)
         store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
       else
         store_as(to + k, lowest_bytes<0, 2, 1, 3, 4, 6, 5, 7>(numbers));
@@ -264,6 +285,7 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
 #define OATMILL_W4A8 0
 struct Int4Bytes;
 struct SixBitBytes;
+struct Int8Bytes;
 class CodebookI8;
 #endif
 
@@ -288,7 +310,7 @@ struct SplitW4A16Dot {
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
                        int64_t groups) {
-    return quantized_rows<int16_t, Int4>(from, rows, inputs, depth, starts, groups, round<T>);
+    return quantized_rows<int16_t, Int4, MOST>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
   static U32 unpacked(U32 words, int step, U32) { return (words >> (4 * step)) & 0x0f0f0f0f; }
