@@ -168,8 +168,8 @@ struct WordDot {
   static constexpr int64_t STEPS = 1, NUMBER = WORD;
 #if defined(__AVX512BW__)
   // Weights are prefetched into L2 only: L1 has so few outstanding misses that they could use half of the bandwidth.
-  // Two rows at a time, Zen 4 reads up to twice as much if they are prefetched later.
-  static constexpr int64_t CHUNK_DEPTH = 1536, AHEAD = 32, AHEAD_OF_TWO_ROWS = 8;
+  // For two to four rows Zen 4 reads weights 1.2 to 1.4 times as fast if they are prefetched later.
+  static constexpr int64_t CHUNK_DEPTH = 1536, AHEAD = 32, AHEAD_OF_FEW_ROWS = 8;
   static constexpr int ROWS = 8;
 #else
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
@@ -333,7 +333,7 @@ struct Gemm {
 
   template <int R>
   static constexpr int64_t ahead() {
-    if constexpr (requires { Dot::AHEAD_OF_TWO_ROWS; } && R == 2) return Dot::AHEAD_OF_TWO_ROWS;
+    if constexpr (requires { Dot::AHEAD_OF_FEW_ROWS; } && 2 <= R && R <= 4) return Dot::AHEAD_OF_FEW_ROWS;
     return Dot::AHEAD;
   }
 
