@@ -95,7 +95,8 @@ def test_a_tunnel_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: 
     assert "not supported; run ngrok beside the server" in capsys.readouterr().err
 
 
-def test_only_settings_that_differ_are_described() -> None:
+def test_only_settings_that_differ_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACKED_WEIGHTS_CACHE")  # which tests have
     assert read_settings(LauncherSettings, "program", []).describe() == "all have their defaults"
     settings = read_settings(LauncherSettings, "program", ["--port=81", "--api-key=secret"])
     assert settings.describe() == "port=81 api_key=***"
