@@ -47,11 +47,14 @@ def free_memory(process: Path = _PROCESS) -> int | None:
     return min(free, default=None)
 
 
-def available_ram() -> int:
-    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups."""
+def available_ram(mapped: int = 0) -> int:
+    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups.
+
+    mapped: bytes of files that have to stay in memory, though the machine counts them as available; groups do not.
+    """
     import psutil  # which the gRPC service is installed without
 
-    available: int = psutil.virtual_memory().available
+    available: int = psutil.virtual_memory().available - mapped
     free = free_memory()
     return available if free is None else min(available, free)
 

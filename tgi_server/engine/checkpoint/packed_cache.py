@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from shared.control_groups import usable_cores
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
-from tgi_server.engine.memory import forget_file
 from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -75,6 +74,8 @@ def packed_file(config: EngineConfig) -> Path | None:
 def read_packed(path: Path | None, group: ShardGroup | None) -> Any:
     """Returns what `write_packed` wrote; None if nothing was written there, or a file that cannot be used.
 
+    Its tensors stay pages of the file.
+
     path: None: there is none. group: the shards of the model, when this is one of them. All of them have to call this,
     and all get something, or none does.
     """
@@ -110,7 +111,6 @@ def _read(path: Path) -> Any:
     try:
         _check(path)
         content = torch.load(path, weights_only=False, mmap=True)
-        forget_file(path)  # packed weights were copied
         os.utime(path)
     except FileNotFoundError:
         return None

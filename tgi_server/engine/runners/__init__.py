@@ -62,11 +62,13 @@ def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
     return runner.model, runner.backend, runner.weight_bytes
 
 
-def restored_runner(content: Any, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
-    """Returns a model that was stored, and its runner."""
+def restored_runner(content: Any, config: EngineConfig, mapped_bytes: int) -> tuple[PreTrainedModel, Runner]:
+    """Returns a model that was stored, and its runner. mapped_bytes: of the file that has its weights."""
     paged, backend, weight_bytes = content
     backend.resume(config)
-    return backend.source, PagedRunner(paged, backend, config.group, weight_bytes)
+    runner = PagedRunner(paged, backend, config.group, weight_bytes)
+    runner.mapped_bytes = mapped_bytes
+    return backend.source, runner
 
 
 def _padded(model: PreTrainedModel, backend: Backend, config: EngineConfig) -> PaddedRunner:
