@@ -96,8 +96,8 @@ class ModelSettings(CheckpointSettings):
     )
     packed_weights_cache: Path | None = Field(
         None,
-        description="folder where a start on a CPU stores the weights as the kernels read them, for faster later "
-        "starts; none: do not store them; default: ~/.cache/oatmill/packed",
+        description="folder where a start on a CPU stores quantized weights as the kernels read them, for faster "
+        "later starts; none: do not store them; default: ~/.cache/oatmill/packed",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(

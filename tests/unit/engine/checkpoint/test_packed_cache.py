@@ -20,12 +20,11 @@ from tgi_server.engine.parallel import ShardGroup
 TEXTS = prompts((1, 70, 5, 33))
 BFLOAT16 = {"dtype": torch.bfloat16}
 # One of each kind of layer; the others are slow.
-QUICK = {("llama", "int4"), ("gpt_oss", None), ("jamba", None)}
+QUICK = {("llama", "int4"), ("gpt_oss", "int4"), ("jamba", "int4")}
 MODELS = [
-    *[(name, None) for name in ("opt", "llama_dynamic", "gemma3_text", "gpt_oss", "mixtral")],
-    *[(name, None) for name in ("bamba", "jamba", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid")],
+    *[(name, "int4") for name in ("opt", "llama_dynamic", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "gemma2")],
+    *[(name, "int4") for name in ("bamba", "jamba", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid")],
     *[("llama", quantize) for quantize in ("int4", "int8", "fp8", "bitsandbytes-nf4")],
-    *[("qwen3_moe", "int4"), ("gemma2", "int4")],
 ]
 
 
@@ -51,7 +50,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in MODELS],
 )
 def test_a_later_start_computes_the_same_without_the_checkpoint(
-    architecture: str, quantize: str | None, restored: Callable[..., Engine], cache: Path, tmp_path: Path
+    architecture: str, quantize: str, restored: Callable[..., Engine], cache: Path, tmp_path: Path
 ) -> None:
     folder = make(architecture, tmp_path / "model")
     settings = {"quantize": quantize, "packed_cache": cache, **BFLOAT16}
@@ -129,20 +128,20 @@ def test_other_settings_have_a_file_of_their_own_and_a_changed_checkpoint_replac
 ) -> None:
     folder = make("llama", tmp_path / "model")
 
-    def files(**settings: object) -> set[Path]:
-        load_engine(folder, packed_cache=cache, **settings)  # type: ignore[arg-type]
+    def files(dtype: torch.dtype = torch.bfloat16, quantize: str = "int4", **settings: object) -> set[Path]:
+        load_engine(folder, dtype, packed_cache=cache, quantize=quantize, **settings)  # type: ignore[arg-type]
         return set(cache.iterdir())
 
-    first = files(dtype=torch.bfloat16)
-    assert files(dtype=torch.bfloat16, image_memory=0) == first  # which changes nothing in the weights
-    assert len(files(dtype=torch.float32)) == 2
-    three = files(dtype=torch.bfloat16, quantize="int4")
+    first = files()
+    assert files(image_memory=0) == first  # which changes nothing in the weights
+    assert len(files(torch.float32)) == 2
+    three = files(quantize="eetq")
     assert len(three) == 3
     os.utime(folder / "model.safetensors")
-    changed = files(dtype=torch.bfloat16)
+    changed = files()
     assert three - changed == first
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-    assert changed - files(dtype=torch.bfloat16) == changed - three
+    assert changed - files() == changed - three
 
 
 def test_the_files_that_were_used_last_stay(cache: Path, tmp_path: Path) -> None:
@@ -153,7 +152,7 @@ def test_the_files_that_were_used_last_stay(cache: Path, tmp_path: Path) -> None
     for age, file in enumerate([*others, unfinished]):
         file.touch()
         os.utime(file, (0, 1e9 - age))
-    load_engine(folder, packed_cache=cache)
+    load_engine(folder, packed_cache=cache, quantize="int4")
     assert not unfinished.exists()
     assert [file for file in others if file.exists()] == others[:7]
     assert len(list(cache.iterdir())) == 8
@@ -162,7 +161,8 @@ def test_the_files_that_were_used_last_stay(cache: Path, tmp_path: Path) -> None
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.INFO):
-        engine = load_engine(make("llama", tmp_path / "model"), packed_cache=tmp_path / "file" / "packed")
+        folder = make("llama", tmp_path / "model")
+        engine = load_engine(folder, packed_cache=tmp_path / "file" / "packed", quantize="int4")
     assert "packed weights are not stored in" in caplog.text
     assert generate_together(engine, TEXTS)
 
@@ -172,6 +172,9 @@ def test_a_folder_that_is_not_there_is_named(cache: Path, tmp_path: Path) -> Non
         load_engine(tmp_path / "absent", packed_cache=cache)
 
 
-def test_models_in_the_layers_of_transformers_are_not_stored(cache: Path, tmp_path: Path) -> None:
-    load_engine(make("gpt_neox", tmp_path / "model"), packed_cache=cache)
+@pytest.mark.parametrize(("architecture", "quantize"), [("llama", None), ("gpt_neox", "int4")])
+def test_dense_models_and_those_in_the_layers_of_transformers_are_not_stored(
+    architecture: str, quantize: str | None, cache: Path, tmp_path: Path
+) -> None:
+    load_engine(make(architecture, tmp_path / "model"), packed_cache=cache, quantize=quantize)
     assert not cache.exists()
