@@ -47,14 +47,11 @@ def free_memory(process: Path = _PROCESS) -> int | None:
     return min(free, default=None)
 
 
-def available_ram(mapped: int = 0) -> int:
-    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups.
-
-    mapped: bytes of files that have to stay in memory, though the machine counts them as available; groups do not.
-    """
+def available_ram() -> int:
+    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups."""
     import psutil  # which the gRPC service is installed without
 
-    available: int = psutil.virtual_memory().available - mapped
+    available: int = psutil.virtual_memory().available
     free = free_memory()
     return available if free is None else min(available, free)
 

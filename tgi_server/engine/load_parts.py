@@ -94,9 +94,8 @@ def load_parts(config: EngineConfig, model: PreTrainedModel | None = None) -> En
 def _load_runner(config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
     """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
     file = packed_file(config)
-    stored = read_packed(file, config.group)
-    if file is not None and stored is not None:
-        model, runner = restored_runner(stored, config, file.stat().st_size)
+    if (stored := read_packed(file, config.group)) is not None:
+        model, runner = restored_runner(stored, config)
         check_shards(config, model.config, model.dtype)
         return model, runner
     device = config.resolve_device()

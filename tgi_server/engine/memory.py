@@ -122,15 +122,21 @@ def _forget_pages(tensor: Tensor, files: Sequence[tuple[int, int]]) -> None:
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
-def _mapped_files() -> list[tuple[int, int]]:
+def forget_file(path: Path) -> None:
+    """Gives the pages of a mapped file back to the system; what is read again comes from the file again."""
+    for first, last in _mapped_files(str(path)):
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def _mapped_files(path: str = "") -> list[tuple[int, int]]:
     """Returns where in this process's memory there are files, from the first to behind the last byte, in order.
 
-    Linux tells.
+    path: of one file; empty: all are wanted.
     """
     ranges = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
-            if "/" in line:
+            if "/" in line and line.endswith(path):
                 first, last = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
                 ranges.append((first, last))
     return ranges

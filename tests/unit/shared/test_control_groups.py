@@ -3,13 +3,10 @@
 import math
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from shared import control_groups
-from shared.control_groups import available_ram, cpu_quota, free_memory, usable_cores
+from shared.control_groups import cpu_quota, free_memory, usable_cores
 
 V2 = "30 24 0:26 {root} {mount} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "31 24 0:29 {root} {mount} rw,relatime shared:5 - cgroup cgroup rw,{controller}"
@@ -116,13 +113,3 @@ def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     unreadable = process(tmp_path, "0::/\n", [V2.format(root="/", mount=tmp_path / "cg")], {})
     (tmp_path / "cg" / "cpu.max").mkdir(parents=True)
     assert usable_cores(unreadable) == 64
-
-
-@pytest.mark.parametrize(("free", "left"), [(None, 10_000), (4_000, 4_000), (60_000, 10_000)])
-def test_pages_of_files_that_have_to_stay_are_not_available(
-    free: int | None, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine counts them as available, a control group as used."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=50_000))
-    monkeypatch.setattr(control_groups, "free_memory", lambda: free)
-    assert available_ram(mapped=40_000) == left

@@ -65,18 +65,12 @@ def has_native_bfloat16() -> bool:
 
 
 def cache_bytes(
-    device: torch.device,
-    memory_fraction: float,
-    cpu_memory: int | None,
-    processes: int = 1,
-    reserved: int = 0,
-    mapped: int = 0,
+    device: torch.device, memory_fraction: float, cpu_memory: int | None, processes: int = 1, reserved: int = 0
 ) -> int:
     """Returns the bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
 
     cpu_memory: bytes of RAM; None: a share of what is free. processes: that share the RAM, or `cpu_memory`.
     reserved: bytes that are free, and that each process will need for something else; `cpu_memory` is beside them.
-    mapped: bytes of weights, of each process, that are pages of a file.
     """
     if device.type == "cuda":
         gc.collect()
@@ -86,7 +80,7 @@ def cache_bytes(
         return max(0, int(free + reusable - (1 - CUDA_SHARE * memory_fraction) * total) - reserved)
     if cpu_memory is not None:
         return cpu_memory // processes
-    return max(0, int(CPU_SHARE * (available_ram(mapped * processes) - reserved * processes))) // processes
+    return max(0, int(CPU_SHARE * (available_ram() - reserved * processes))) // processes
 
 
 def forget_peak(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """The LM head of steps in which each row needs only its largest logits: one if it is greedy, or `top_k`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,10 @@ class PrefilteredHead(FloatLinear):
         self._max_inputs = torch.ops.oatmill.prefilter_rows(self._prefilter[0]) * self.in_features
         malloc_trim()
         super()._pack(weight, bias, kernels)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prefilter = torch.ops.oatmill.linear_copy(self._prefilter[0]), *self._prefilter[1:]
 
     def top_logits(
         self, x: Tensor, count: int = 1, mask: TokenMask | None = None, weight: Tensor | None = None

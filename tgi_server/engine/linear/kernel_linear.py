@@ -64,6 +64,8 @@ class KernelLinear(PackedLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if (packed := state.get("_packed")) is not None:  # which may lie in a file, in small pages
+            self._packed = torch.ops.oatmill.linear_copy(packed)
         self._make()
 
     def _plain_bias(self) -> Tensor | None:

@@ -49,8 +49,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
 def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
     """Returns what `restored_runner` makes a runner of; None for models that are not worth storing, or cannot be.
 
-    Dense weights are not: packing them takes little longer than reading them, and prompts are computed some percent
-    slower from the small pages of a file. model: the one that the runner was made from.
+    Dense weights are not: packing them takes little longer than reading them. model: the one that the runner was made
+    from.
     """
     if not isinstance(runner, PagedRunner) or not isinstance(runner.model, CpuModel):
         return None
@@ -60,13 +60,11 @@ def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
     return runner.model, runner.backend, runner.weight_bytes
 
 
-def restored_runner(content: Any, config: EngineConfig, mapped_bytes: int) -> tuple[PreTrainedModel, Runner]:
-    """Returns a model that was stored, and its runner. mapped_bytes: of the file that has its weights."""
+def restored_runner(content: Any, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
+    """Returns a model that was stored, and its runner."""
     paged, backend, weight_bytes = content
     backend.resume(config)
-    runner = PagedRunner(paged, backend, config.group, weight_bytes)
-    runner.mapped_bytes = mapped_bytes
-    return backend.source, runner
+    return backend.source, PagedRunner(paged, backend, config.group, weight_bytes)
 
 
 def _padded(model: PreTrainedModel, backend: Backend, config: EngineConfig) -> PaddedRunner:

@@ -52,7 +52,7 @@ class PagedRunner(Runner):
     """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass.
 
     companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
-    weight_bytes: of the model. mapped_bytes: of a file of packed weights, whose pages are in use.
+    weight_bytes: of the model.
     hidden_states: those of the last pass, if anybody wants them; set before the warm-up.
     most_drafted: tokens that are drafted for a sequence in one step, at most.
     tower: reads the images of prompts; None: there are none. Set before the warm-up.
@@ -60,7 +60,6 @@ class PagedRunner(Runner):
 
     paged = True
     companion_bytes = 0
-    mapped_bytes = 0
     hidden_states: HiddenStates | None = None
     most_drafted = 0
     tower: VisionTower | None = None
@@ -143,8 +142,7 @@ class PagedRunner(Runner):
         """
         processes = self._group.local_world_size if self._group else 1
         config = self.backend.config
-        bounds = config.memory_fraction, config.cpu_memory
-        free = cache_bytes(self._device, *bounds, processes, adapter_bytes, self.mapped_bytes) - taken
+        free = cache_bytes(self._device, config.memory_fraction, config.cpu_memory, processes, adapter_bytes) - taken
         snapshots = 0
         if self.states is not None:
             slot_bytes = self.states.slot_bytes

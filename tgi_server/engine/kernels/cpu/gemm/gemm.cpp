@@ -131,6 +131,11 @@ at::Tensor linear_pack(const at::Tensor& weight) {
   return packed;
 }
 
+// Returns the same packed weight in huge pages of its own.
+at::Tensor linear_copy(const at::Tensor& packed) {
+  return zeros_in_huge_pages(packed.sizes(), packed.options()).copy_(packed);
+}
+
 // Returns some outputs of a weight, [outputs, inputs], as linear_pack would arrange them, and anything behind the last.
 template <typename Weights>
 at::Tensor packed_rows(const at::Tensor& weight, const std::vector<int64_t>& chosen) {
@@ -292,6 +297,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("linear_pack(Tensor weight) -> Tensor");
   library.def("linear_room(Tensor weight, int outputs) -> Tensor");
   library.def("linear_pack_into(Tensor weight, Tensor(a!) packed) -> ()");
+  library.def("linear_copy(Tensor packed) -> Tensor");
   library.def("linear_unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear_kernels(Tensor packed) -> str[]");
   library.def("isa() -> str", &oatmill::isa);
@@ -301,6 +307,7 @@ TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("linear_pack", &oatmill::linear_pack);
   library.impl("linear_room", &oatmill::linear_room);
   library.impl("linear_pack_into", &oatmill::linear_pack_into);
+  library.impl("linear_copy", &oatmill::linear_copy);
   library.impl("linear_unpack", &oatmill::linear_unpack);
   library.impl("linear_kernels", &oatmill::linear_kernels);
 }
