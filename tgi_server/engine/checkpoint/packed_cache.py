@@ -110,7 +110,7 @@ def _read(path: Path) -> Any:
     try:
         _check(path)
         content = torch.load(path, weights_only=False, mmap=True)
-        forget_file(path)  # packed weights were copied: from the small pages of a file steps take 4 to 10 % longer
+        forget_file(path)  # packed weights were copied into huge pages
         os.utime(path)
     except FileNotFoundError:
         return None
