@@ -16,6 +16,7 @@ import time
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
@@ -43,7 +44,6 @@ _OTHER_SETTINGS = {
 _MOST_FILES = 8
 _UNFINISHED, _DAY = ".unfinished", 86400
 _PACKAGE = Path(__file__).parents[2]
-_CHECKED_AT_ONCE = 1 << 22
 # The shards of the model that is being read.
 _group: ContextVar[ShardGroup | None] = ContextVar("group", default=None)
 
@@ -51,7 +51,7 @@ _group: ContextVar[ShardGroup | None] = ContextVar("group", default=None)
 def packed_file(config: EngineConfig) -> Path | None:
     """Returns where the packed model is stored, or this shard of it; None where models are not stored.
 
-    Only packed models on CPUs with kernels are, and none that run code of their own.
+    They are stored on CPUs that have kernels, except for models with Python code of their own.
     """
     if config.packed_cache is None or config.trust_remote_code or not config.custom_kernels:
         return None
@@ -99,7 +99,8 @@ def write_packed(path: Path, content: Any) -> None:
         except BaseException:
             os.unlink(unfinished)
             raise
-        _delete_old(path)
+        with suppress(FileNotFoundError):  # another shard may do the same
+            _delete_old(path)
     except (OSError, RuntimeError, pickle.PicklingError, TypeError, AttributeError) as error:
         logger.info("packed weights are not stored in %s: %s", path.parent, error)
     else:
