@@ -64,7 +64,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of. model: of `transformers`, whose layers may be in the runner.
+    """The parts of an engine. model: of `transformers`, whose layers may be in the runner.
 
     tower: reads images; None where none are read. speculation: plans drafts; None where none are wanted.
     """

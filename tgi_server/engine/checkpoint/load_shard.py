@@ -134,6 +134,7 @@ def _load(
                 layer = model.get_submodule(path)
                 layer.fill(weight)
                 layer.to(device)
+    model.__class__ = model_class  # which can be imported, unlike its subclass that built the shard
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

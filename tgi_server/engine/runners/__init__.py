@@ -56,7 +56,6 @@ def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
         return None
     if not getattr(model, "quantization", ""):
         return None
-    model.__class__ = type(model).__bases__[0]  # the class of `transformers`, which later starts can import
     return runner.model, runner.backend, runner.weight_bytes
 
 
