@@ -36,6 +36,8 @@ ShownContent = str | list[dict[str, Any]]
 # Texts by which it is found out what a template reads: messages of these roles, each with the one that is looked for.
 _SOUGHT = "haystack-needle"
 _PROBE_BYTES = 2**24
+# The roles of instructions: OpenAI's name of the system is `developer`.
+INSTRUCTING = ("system", "developer")
 
 
 def _calling(arguments: Any) -> dict[str, Any]:
@@ -57,6 +59,14 @@ _PROBES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": _SOUGHT},
     ],
 }
+
+
+# Conversations with instructions after the first message, of the role that is filled in.
+_LATER_INSTRUCTIONS: Sequence[Sequence[tuple[str, str]]] = (
+    (("system", "a"), ("", _SOUGHT), ("user", "a")),
+    (("system", "a"), ("user", "a"), ("", _SOUGHT)),
+    (("user", "a"), ("assistant", "a"), ("", _SOUGHT), ("user", "a")),
+)
 
 
 class _GenerationTag(Extension):
@@ -126,6 +136,11 @@ class ChatTemplate:
             if "tools" in self._sources[name] and self._takes_tools_of_system(template)
         }
 
+        self._later_instructions = {
+            name: frozenset(role for role in INSTRUCTING if self._shows_later(template, role, self._in_parts[name]))
+            for name, template in self._templates.items()
+        }
+
     def shows_tools(self) -> bool:
         """Returns True if the template itself tells the model about tools."""
         return "tools" in self.source
@@ -143,10 +158,14 @@ class ChatTemplate:
         """Returns True if the template names the role."""
         return role in self._sources.get(self._name(tools=tools), "")
 
+    def reads_later_instructions(self, role: str, *, tools: bool) -> bool:
+        """Returns True if the template shows messages of that role (one of `INSTRUCTING`) wherever they stand."""
+        return role in self._later_instructions.get(self._name(tools=tools), frozenset())
+
     def reads_parts(self, role: str, *, tools: bool) -> bool:
         """Returns True if the template reads content of that role only as a list of parts, and not as a text."""
         roles = self._in_parts.get(self._name(tools=tools), frozenset())
-        return (role if role in _PROBES else "user") in roles
+        return _probed(role) in roles
 
     def reads_json(self, *, tools: bool) -> bool:
         """Returns True if the template reads the arguments of earlier calls only as text, and fails with an object."""
@@ -225,6 +244,12 @@ class ChatTemplate:
         as_python = str(arguments) in shown[0]
         return (_SOUGHT not in shown[0] or as_python) and _SOUGHT in shown[1]
 
+    def _shows_later(self, template: Template, role: str, in_parts: Collection[str]) -> bool:
+        """Returns True if the template shows messages of that role after others. in_parts: as for `_takes_json`."""
+        probes = [[{"role": of or role, "content": text} for of, text in probe] for probe in _LATER_INSTRUCTIONS]
+        shown = [[_in_parts(m) if _probed(m["role"]) in in_parts else m for m in probe] for probe in probes]
+        return all(_SOUGHT in self._try(template, probe) for probe in shown)
+
     def _takes_tools_of_system(self, template: Template) -> bool:
         """Returns True if the template shows tools of the system's message, and not those that are given beside it."""
         messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
@@ -244,6 +269,11 @@ class ChatTemplate:
         if (tools and TOOL_TEMPLATE in self._templates) or DEFAULT_TEMPLATE not in self._templates:
             return TOOL_TEMPLATE if TOOL_TEMPLATE in self._templates else next(iter(self._templates), DEFAULT_TEMPLATE)
         return DEFAULT_TEMPLATE
+
+
+def _probed(role: str) -> str:
+    """Returns the role by which it was found out how the template reads content of this one."""
+    return role if role in _PROBES else "user"
 
 
 def _leave_open(prompt: str) -> str:

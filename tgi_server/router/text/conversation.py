@@ -11,11 +11,20 @@ from pydantic_core import from_json
 from shared.logging import one_line
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
-from tgi_server.router.text.chat_template import RESERVED, ChatTemplate, RenderOptions, as_parts
+from tgi_server.router.text.chat_template import (
+    INSTRUCTING,
+    RESERVED,
+    ChatTemplate,
+    RenderOptions,
+    ShownContent,
+    as_parts,
+)
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tools import ToolSpec
 
 _DEVELOPER = "developer"
+# Between instructions that are joined.
+_PARAGRAPH = "\n\n"
 # The system's message of a conversation that has none, for models that read tools there.
 _TOOLS_BESIDE = "You are a helpful assistant with some tools."
 # Variables with which templates turn a model's reasoning on and off.
@@ -108,7 +117,8 @@ def render_conversation(
     special_tokens: SpecialTokens | None = None,
     tool_prompt: str = "",
 ) -> RenderedPrompt:
-    """Returns the prompt. If the template ignores tools, they are described at the end of the last message.
+    """Returns the prompt. If the template ignores tools, they are described at the end of the last message; if it
+    takes instructions only as the first message, all are joined there.
 
     special_tokens: those that only the template may write; None: messages may contain any. tool_prompt: tells the model
     how to call a tool, unless the request has such a prompt.
@@ -117,8 +127,11 @@ def render_conversation(
     """
     tools = conversation.tools
     developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
-    shown = [_message(turn, developer, template, tools=bool(tools)) for turn in conversation.turns]
-    options = RenderOptions(conversation.add_generation_prompt, conversation.continue_last)
+    said = [_message(turn, developer, template, tools=bool(tools)) for turn in conversation.turns]
+    shown = _with_joined_instructions(said, template, tools=bool(tools))
+    # With its instructions moved away, an answer before them would be the last message, which the model continues.
+    continue_last = conversation.continue_last if said[-1:] == shown[-1:] else False
+    options = RenderOptions(conversation.add_generation_prompt, continue_last)
     if shown and options.opens_turn(shown[-1]):
         # Rendered as it is, it would be a finished turn, after which a model generates nothing.
         shown, options = shown[:-1], RenderOptions(continue_last=False)
@@ -138,6 +151,40 @@ def render_conversation(
     if special_tokens is None:
         return RenderedPrompt(render(*rendered))
     return special_tokens.render(render, rendered)
+
+
+def _with_joined_instructions(
+    messages: list[dict[str, Any]], template: ChatTemplate, *, tools: bool
+) -> list[dict[str, Any]]:
+    """Returns the messages with all instructions, in their order, as the first one, unless the template shows them
+    wherever they stand.
+    """
+    instructions = [message for message in messages if message["role"] in INSTRUCTING]
+    if instructions == messages[:1] or all(
+        template.reads_later_instructions(message["role"], tools=tools) for message in instructions
+    ):
+        return messages
+    joined = [{**instructions[0], "content": _joined([each["content"] for each in instructions])}]
+    moved = False
+    for message in messages:
+        if message["role"] in INSTRUCTING:
+            moved = True
+            continue
+        if moved and message["role"] == joined[-1]["role"] == "user":  # templates want roles to alternate
+            joined[-1] = {**joined[-1], "content": _joined([joined[-1]["content"], message["content"]])}
+        else:
+            joined.append(message)
+        moved = False
+    return joined
+
+
+def _joined(contents: Sequence[ShownContent]) -> ShownContent:
+    """Returns contents as one, with an empty line between them."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return _PARAGRAPH.join(texts)
+    lists = [as_parts(content) if isinstance(content, str) else content for content in contents]
+    return [*lists[0], *(part for parts in lists[1:] for part in (*as_parts(_PARAGRAPH), *parts))]
 
 
 def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool) -> dict[str, Any]:
