@@ -12,7 +12,7 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.models.families import position_limit
-from tgi_server.engine.runners import create_runner, restored_runner, stored_model
+from tgi_server.engine.runners import StoredModel, create_runner, restored_runner, stored_model
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.speculation import (
@@ -94,7 +94,7 @@ def load_parts(config: EngineConfig, model: PreTrainedModel | None = None) -> En
 def _load_runner(config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
     """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
     file = packed_file(config)
-    if (stored := read_packed(file, config.group)) is not None:
+    if (stored := read_packed(file, config.group, StoredModel)) is not None:
         model, runner = restored_runner(stored, config)
         check_shards(config, model.config, model.dtype)
         return model, runner

@@ -2,30 +2,39 @@
 
 A file is what `torch.save` writes: an archive with a checksum of each part. Its name has two digests: of the settings,
 and of what else its content depends on, which is the model's files, this package, its kernels and its libraries.
+
+Reading one runs none of its code: torch reads it with `weights_only`, which makes objects of named classes alone, and
+the classes are those of layers, specs and configurations (`_named`). File and folder have to be the server's own.
 """
 
 import hashlib
+import importlib
 import logging
 import mmap
 import os
 import pickle
 import platform
+import re
+import stat
 import struct
 import tempfile
 import time
 import zipfile
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from transformers import GenerationConfig, PreTrainedConfig
 
 from shared.control_groups import usable_cores
 from tgi_server.engine.config import EngineConfig
@@ -40,10 +49,23 @@ _OTHER_SETTINGS = {
     *("group", "packed_cache", "memory_fraction", "cpu_memory", "cuda_graphs", "image_memory", "max_lora_rank"),
     *("speculate", "speculative_model", "watermark_gamma", "watermark_delta"),
 }
+# The folder within the one that the settings name, and the names of files in it. Nothing else is ever deleted.
+_FOLDER = "oatmill-packed-weights"
+_FINISHED = re.compile(r"(?P<model>.+-[0-9a-f]{16})-[0-9a-f]{16}\.pt")
+_UNFINISHED = re.compile(r"[A-Za-z0-9_]+\.unfinished")
 # Files in the folder, at most: those that were used last.
 _MOST_FILES = 8
-_UNFINISHED, _DAY = ".unfinished", 86400
+_DAY = 86400
 _PACKAGE = Path(__file__).parents[2]
+# A stored model is made of objects of this package, and of layers and configurations, which these are.
+_OWN_MODULES = re.compile(r"tgi_server\.engine(\.\w+)+")
+_FOREIGN_MODULES = re.compile(r"torch\.nn\.modules\.\w+|transformers(\.\w+)+")
+_FOREIGN_CLASSES = nn.Module, PreTrainedConfig, GenerationConfig
+_OTHER_NAMES = {
+    *("builtins.range", f"{__name__}._group_of_reader", "tgi_server.engine.linear.quantized.packed_kind_of"),
+}
+
+T = TypeVar("T")
 # The shards of the model that is being read.
 _group: ContextVar[ShardGroup | None] = ContextVar("group", default=None)
 
@@ -69,18 +91,18 @@ def packed_file(config: EngineConfig) -> Path | None:
         [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(_PACKAGE.rglob("*.py"))],
         (library.name, torch.__version__, transformers.__version__, platform.python_version()),
     )
-    return config.packed_cache / f"{config.model_path.name}-{place}-{state}.pt"
+    return config.packed_cache / _FOLDER / f"{config.model_path.name}-{place}-{state}.pt"
 
 
-def read_packed(path: Path | None, group: ShardGroup | None) -> Any:
+def read_packed(path: Path | None, group: ShardGroup | None, kind: type[T]) -> T | None:
     """Returns what `write_packed` wrote; None if nothing was written there, or a file that cannot be used.
 
     path: None: there is none. group: the shards of the model, when this is one of them. All of them have to call this,
-    and all get something, or none does.
+    and all get something, or none does. kind: of what was written.
     """
     token = _group.set(group)
     try:
-        content = None if path is None else _read(path)
+        content = None if path is None else _read(path, kind)
     finally:
         _group.reset(token)
     of_all = group is None or group.minimum(int(content is not None))
@@ -91,7 +113,7 @@ def write_packed(path: Path, content: Any) -> None:
     """Writes a model for later starts. Where that is impossible the reason is in the log."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(suffix=_UNFINISHED, dir=path.parent)
+        descriptor, unfinished = tempfile.mkstemp(suffix=".unfinished", prefix="", dir=path.parent)
         try:
             with open(descriptor, "wb") as file:
                 torch.save(content, file, pickle_module=SimpleNamespace(__name__=__name__, Pickler=_Pickler))
@@ -107,12 +129,17 @@ def write_packed(path: Path, content: Any) -> None:
         logger.info("packed weights are stored in %s for later starts", path)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, kind: type[T]) -> T | None:
     try:
-        _check(path)
-        content = torch.load(path, weights_only=False, mmap=True)
-        forget_file(path)  # packed weights were copied into huge pages
-        os.utime(path)
+        with _opened(path) as file:
+            _check(file)
+            own = f"/dev/fd/{file}"  # the path may lead elsewhere by now
+            with safe_globals([_named(name) for name in get_unsafe_globals_in_checkpoint(own)]):
+                content = torch.load(own, weights_only=True, mmap=True)
+            if not isinstance(content, kind):
+                raise TypeError(f"it has a {type(content).__name__}, not packed weights")
+            forget_file(path)  # packed weights were copied into huge pages
+            os.utime(file)
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a damaged file leads to
@@ -122,15 +149,52 @@ def _read(path: Path) -> Any:
     return content
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Yields the descriptor of a file that only this user may have written, as it may have the folder.
+
+    Raises OSError for any other, such as a symbolic link or a pipe.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError("it is not a regular file; delete it")
+            for name, status in (("it", os.fstat(file)), ("its folder", os.fstat(folder))):
+                if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                    raise OSError(f"other users may have written {name}; delete {name}")
+            yield file
+        finally:
+            os.close(file)
+    finally:
+        os.close(folder)
+
+
+def _named(name: str) -> Any:
+    """Returns the class, or one of two functions, that a stored object names. Raises TypeError for any other."""
+    module, _, attribute = name.rpartition(".")
+    own = _OWN_MODULES.fullmatch(module)
+    if name in _OTHER_NAMES or own or _FOREIGN_MODULES.fullmatch(module):
+        found = getattr(importlib.import_module(module), attribute, None)
+        if name in _OTHER_NAMES or (isinstance(found, type) and (own or issubclass(found, _FOREIGN_CLASSES))):
+            return found
+    raise TypeError(f"it names {name}, which is not part of packed weights")
+
+
 def _delete_old(path: Path) -> None:
     """Deletes earlier states of the same model, files that were not used lately, and those that nobody finished."""
-    files = {file: file.stat().st_mtime for file in path.parent.iterdir() if file != path}
-    place, _, _ = path.name.rpartition("-")
-    models = sorted((file for file in files if file.suffix == ".pt"), key=files.__getitem__)
-    earlier = [file for file in models if file.name.rpartition("-")[0] == place]
-    broken = [file for file in files if file.suffix == _UNFINISHED and files[file] < time.time() - _DAY]
+    files = {file: file.lstat().st_mtime for file in path.parent.iterdir() if file != path}
+    models = sorted((file for file in files if _FINISHED.fullmatch(file.name)), key=files.__getitem__)
+    earlier = [file for file in models if _model_of(file) == _model_of(path)]
+    broken = [file for file in files if _UNFINISHED.fullmatch(file.name) and files[file] < time.time() - _DAY]
     for file in {*models[: 1 - _MOST_FILES], *earlier, *broken}:
         file.unlink()
+
+
+def _model_of(file: Path) -> str:
+    """Returns what the names of all states of a model have in common."""
+    return file.name.rpartition("-")[0]
 
 
 def _group_of_reader() -> ShardGroup | None:
@@ -157,11 +221,8 @@ def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
     return [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
 
 
-def _check(path: Path) -> None:
-    """Raises OSError or BadZipFile for a file that other users may have written, or that is damaged."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError("other users may have written it; delete it")
+def _check(file: int) -> None:
+    """Raises OSError or BadZipFile for a file that is damaged."""
 
     def is_damaged(part: zipfile.ZipInfo) -> bool:
         name, extra = struct.unpack_from("<HH", content, part.header_offset + 26)  # bytes in front of the part
@@ -169,10 +230,10 @@ def _check(path: Path) -> None:
         return zlib.crc32(content[start : start + part.file_size]) != part.CRC
 
     with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        open(file, "rb", closefd=False) as stream,
+        mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as content,
-        zipfile.ZipFile(file) as archive,
+        zipfile.ZipFile(stream) as archive,
         ThreadPoolExecutor(usable_cores()) as threads,
     ):
         if any(threads.map(is_damaged, archive.infolist())):

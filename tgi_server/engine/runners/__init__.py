@@ -1,7 +1,7 @@
 """Ways to run a `transformers` model on batches that change at every step."""
 
 import logging
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -46,7 +46,16 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
     return runner
 
 
-def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """What a runner is made of, for a later start. weight_bytes: of the checkpoint's weights."""
+
+    model: CpuModel
+    backend: Backend
+    weight_bytes: int
+
+
+def stored_model(runner: Runner, model: PreTrainedModel) -> StoredModel | None:
     """Returns what `restored_runner` makes a runner of; None for models that are not worth storing, or cannot be.
 
     Dense weights are not: packing them takes little longer than reading them. model: the one that the runner was made
@@ -56,14 +65,14 @@ def stored_model(runner: Runner, model: PreTrainedModel) -> Any:
         return None
     if not getattr(model, "quantization", ""):
         return None
-    return runner.model, runner.backend, runner.weight_bytes
+    vars(runner.model.source).pop("_weight_conversions", None)  # by which transformers would save it
+    return StoredModel(runner.model, runner.backend, runner.weight_bytes)
 
 
-def restored_runner(content: Any, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
+def restored_runner(stored: StoredModel, config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
     """Returns a model that was stored, and its runner."""
-    paged, backend, weight_bytes = content
-    backend.resume(config)
-    return backend.source, PagedRunner(paged, backend, config.group, weight_bytes)
+    stored.backend.resume(config)
+    return stored.backend.source, PagedRunner(stored.model, stored.backend, config.group, stored.weight_bytes)
 
 
 def _padded(model: PreTrainedModel, backend: Backend, config: EngineConfig) -> PaddedRunner:

@@ -15,6 +15,7 @@ from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import Engine
 from tgi_server.engine.errors import ModelNotFound
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.parallel import ShardGroup
 
 TEXTS = prompts((1, 70, 5, 33))
@@ -31,6 +32,10 @@ MODELS = [
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "packed"
+
+
+def files_of(cache: Path) -> set[Path]:
+    return set((cache / "oatmill-packed-weights").iterdir())
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def test_two_shards_store_and_read_one_part_each(ranks_of: RanksOf, cache: Path,
     first, second = (ranks_of(2).run(_generate, folder, settings) for _ in range(2))
     assert [outputs for outputs, _ in first] == [outputs for outputs, _ in second]
     assert [read for _, read in (*first, *second)] == [False, False, True, True]
-    next(cache.iterdir()).unlink()  # then neither shard uses what it has
+    next(iter(files_of(cache))).unlink()  # then neither shard uses what it has
     assert [read for _, read in ranks_of(2).run(_generate, folder, settings)] == [False, False]
 
 
@@ -104,22 +109,60 @@ def _writable_by_others(file: Path) -> None:
     file.chmod(0o666)
 
 
-@pytest.mark.parametrize("harm", [_flipped, _cut_off, _emptied, _writable_by_others])
+def _in_a_folder_that_others_write_to(file: Path) -> None:
+    file.parent.chmod(0o777)
+
+
+def _linked(file: Path) -> None:
+    file.rename(file.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent / "elsewhere")
+
+
+def _a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _another_pickle(file: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, file)
+
+
+class _Command:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch ran",)
+
+
+def _a_command(file: Path) -> None:
+    torch.save(_Command(), file)
+
+
+def _a_function_of_the_package(file: Path) -> None:
+    torch.save(load_kernels, file)
+
+
+HARMS = [_flipped, _cut_off, _emptied, _writable_by_others, _in_a_folder_that_others_write_to, _linked, _a_pipe]
+
+
+@pytest.mark.parametrize("harm", [*HARMS, _another_pickle, _a_command, _a_function_of_the_package])
 def test_a_file_that_cannot_be_trusted_is_made_anew(
     harm: Callable[[Path], None],
     restored: Callable[..., Engine],
     cache: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = make("llama", tmp_path / "model")
     settings = {"quantize": "int4", "packed_cache": cache, **BFLOAT16}
     expected = generate_together(load_engine(folder, **settings), TEXTS)
-    (file,) = cache.iterdir()
+    (file,) = files_of(cache)
     harm(file)
     with caplog.at_level(logging.WARNING):
         assert generate_together(load_engine(folder, **settings), TEXTS) == expected
     assert f"{file} cannot be used, so the model is packed anew" in caplog.text
+    assert not (tmp_path / "ran").exists()
+    file.parent.chmod(0o700)
     assert generate_together(restored(folder, **settings), TEXTS) == expected
 
 
@@ -130,7 +173,7 @@ def test_other_settings_have_a_file_of_their_own_and_a_changed_checkpoint_replac
 
     def files(dtype: torch.dtype = torch.bfloat16, quantize: str = "int4", **settings: object) -> set[Path]:
         load_engine(folder, dtype, packed_cache=cache, quantize=quantize, **settings)  # type: ignore[arg-type]
-        return set(cache.iterdir())
+        return files_of(cache)
 
     first = files()
     assert files(image_memory=0) == first  # which changes nothing in the weights
@@ -146,16 +189,20 @@ def test_other_settings_have_a_file_of_their_own_and_a_changed_checkpoint_replac
 
 def test_the_files_that_were_used_last_stay(cache: Path, tmp_path: Path) -> None:
     folder = make("llama", tmp_path / "model")
-    cache.mkdir()
-    others = [cache / f"other-{number}.pt" for number in range(9)]
-    unfinished = cache / "x.unfinished"
-    for age, file in enumerate([*others, unfinished]):
+    own = cache / "oatmill-packed-weights"
+    own.mkdir(parents=True)
+    others = [own / f"other-{number:016x}-{number:016x}.pt" for number in range(9)]
+    unfinished = own / "x.unfinished"
+    foreign = [cache / f"checkpoint-{number}.pt" for number in range(12)]
+    foreign += [own / "pytorch_model-00001-of-00002.pt", own / "my.download.unfinished", cache / "x.unfinished"]
+    for age, file in enumerate([*others, unfinished, *foreign]):
         file.touch()
         os.utime(file, (0, 1e9 - age))
     load_engine(folder, packed_cache=cache, quantize="int4")
     assert not unfinished.exists()
     assert [file for file in others if file.exists()] == others[:7]
-    assert len(list(cache.iterdir())) == 8
+    assert len(files_of(cache)) == 8 + 2
+    assert all(file.exists() for file in foreign), "files that are not the cache's own were deleted"
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
