@@ -370,6 +370,13 @@ class Metrics:
             "Number of parts of the model that run on a slower fallback; /info gives the reasons.",
             registry=self._registry,
         )
+        self._broken_connections = Counter(
+            "tgi_connections_broken",
+            "Connections that ended within a request or its response: closed by the client or by the server (time-out, "
+            "limits), or malformed.",
+            ["by"],
+            registry=self._registry,
+        )
         self._registry.register(ProcessMetrics())
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
@@ -377,6 +384,9 @@ class Metrics:
 
     def event_loop_lag(self, seconds: float) -> None:
         self._event_loop_lag.observe(seconds)
+
+    def connection_broken(self, by: str) -> None:
+        self._broken_connections.labels(by).inc()
 
     def fallbacks(self, count: int) -> None:
         self._fallbacks.set(count)

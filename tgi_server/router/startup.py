@@ -82,6 +82,7 @@ async def run(settings: RouterSettings) -> None:
     try:
         async with assembled(settings) as service:
             _collect_garbage_seldom()
+            connections.on_broken = service.metrics.connection_broken
             rules = access_rules(settings, listener)
             app.current = create_app(service, rules)
             if metrics_listener is not None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import logging
 import re
 import resource
 import socket
+import struct
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -137,6 +139,40 @@ async def test_requests_that_are_not_whole_take_no_place(routers: RouterFactory)
 
 async def _requests(router: Router, count: int) -> bool:
     return await router.metric("tgi_request_count") == count
+
+
+def reset(client: socket.socket) -> None:
+    """Ends the connection at once: the other side gets a reset, not an end."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+
+
+GARBAGE = bytes(range(128, 256))
+
+
+@pytest.mark.parametrize("leave", [reset, socket.socket.close, lambda client: client.shutdown(socket.SHUT_WR)])
+@pytest.mark.parametrize("sent", [b"", HEAD[:30], HEAD, HEAD + BODY[:7], HEAD + BODY, HEAD + BODY + HEAD, GARBAGE])
+async def test_clients_that_leave_at_any_moment_leave_no_fault_in_the_log(
+    router: Router, caplog: pytest.LogCaptureFixture, sent: bytes, leave: Callable[[socket.socket], None]
+):
+    host, port = router.url.removeprefix("http://").split(":")
+    clients = []
+    for number in range(30):
+        clients.append(client := socket.socket())
+        client.connect((host, int(port)))  # the event loop, which would accept, stands still
+        client.sendall(sent)
+        if number % 3:
+            await asyncio.sleep(0.001 * (number % 3))
+        leave(client)
+    await router.until(lambda: len(router.connections) <= 1)
+    for client in clients:
+        client.close()
+    await router.idle()
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert (await router.post("/generate", inputs="Hello")).status_code == 200
+    broken = sum([await router.metric(f'tgi_connections_broken{{by="{by}"}}') for by in ("client", "malformed")])
+    assert broken <= 30
+    assert broken > 0 or sent in (b"", HEAD + BODY)
 
 
 async def test_a_head_without_an_end_is_refused(router: Router):

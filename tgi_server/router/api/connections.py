@@ -45,11 +45,13 @@ class ClientConnection(HttpToolsProtocol):
     A request is parsed once the one before it is answered. Until then its bytes wait, and few are read.
 
     turn_began: when the server began to wait for the client. receiving: a request has begun, or is the first.
-    on_lost: called once the connection is no more. on_data: called with the number of bytes that have come. network: of
+    on_lost: called once the connection is no more. on_broken: called with the reason if that is amid a request or its
+    response. on_data: called with the number of bytes that have come. network: of
     the client's address.
     """
 
     on_lost: Callable[[], None] | None = None
+    on_broken: Callable[[str], None] | None = None
     on_data: Callable[[int], None] | None = None
     network = ""
     turn_began = 0.0
@@ -61,7 +63,7 @@ class ClientConnection(HttpToolsProtocol):
     _body_left = 0
     # Of the head of the request that is received or answered.
     _head_size = 0
-    _broken_off = False
+    _broken_off = _malformed = False
     _deadline: asyncio.TimerHandle | None = None
     _reading_deadline: asyncio.TimerHandle | None = None
 
@@ -99,9 +101,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.client = self.client or (self.host, 0)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.on_broken is not None and (reason := self._broken_by):
+            self.on_broken(reason)
         self._wait_no_more()
         self._is_read()
         self._unparsed = b""
@@ -171,6 +176,15 @@ class ClientConnection(HttpToolsProtocol):
         super().resume_writing()
 
     @property
+    def _broken_by(self) -> str:
+        """Who ended the connection amid a request or its response, or why; empty if it ended between two."""
+        if self._malformed:
+            return "malformed"
+        if self._broken_off:
+            return "server"
+        return "client" if self._answering or not self._in_head or self._head_bytes or self._unparsed else ""
+
+    @property
     def _answering(self) -> bool:
         """True while a complete request is not answered."""
         return not self.receiving and not self.cycle.response_complete
@@ -220,6 +234,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def _refuse(self, send: Callable[[Any], None], refusal: Any) -> None:
         """Ends the connection, with a refusal unless the request has an answer already."""
+        self._malformed = True
         if self.cycle is None or self._in_head or not self.cycle.response_started:
             send(refusal)
         self.transport.close()
@@ -296,13 +311,17 @@ class Connections:
     """
 
     def __init__(self, limit: int, per_address: int, memory: int = 2**30) -> None:
-        """memory: bytes that may be held for all of them. An address may have the same part of it as of connections."""
+        """memory: bytes that may be held for all of them. An address may have the same part of it as of connections.
+
+        `on_broken` is called for each connection that ends amid a request or its response, with the reason.
+        """
         self.account = Account(memory, per_address / limit)
         self._limit = limit
         self._per_address = per_address
         self._of: dict[str, set[ClientConnection]] = {}
         self._count = 0
         self._told = 0.0
+        self.on_broken: Callable[[str], None] = lambda reason: None
 
     def __len__(self) -> int:
         return self._count
@@ -320,8 +339,9 @@ class Connections:
         """Counts the connection until it is lost."""
         self._of.setdefault(network_of(host), set()).add(connection)
         self._count += 1
-        connection.network = network_of(host)
+        connection.host, connection.network = host, network_of(host)
         connection.on_lost = lambda: self.remove(host, connection)
+        connection.on_broken = lambda reason: self.on_broken(reason)
         connection.on_data = self.account.grew
         self.account.add(connection)
 
