@@ -58,7 +58,7 @@ class ScriptedScheduler:
 
     end: the token with which the model ends each of them.
     error: what requests fail with instead, while it is set. held: requests are queued and get nothing.
-    submitted: the requests so far. cancelled: the ids of those that were forgotten.
+    submitted: the requests so far. cancelled: the ids of those that were forgotten. progress: how far these had come.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -66,6 +66,7 @@ class ScriptedScheduler:
         self.end = EOS
         self.error: RouterError | None = None
         self.held = False
+        self.progress = ""
         self.submitted: list[ValidRequest] = []
         self.cancelled: list[int] = []
         self._tokenizer = tokenizer
@@ -75,8 +76,9 @@ class ScriptedScheduler:
         if not self.held:
             asyncio.get_running_loop().call_soon(self._answer, request, self._next_text())
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int) -> str:
         self.cancelled.append(request_id)
+        return self.progress
 
     def _next_text(self) -> str:
         return self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]

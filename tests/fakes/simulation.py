@@ -208,8 +208,8 @@ class Simulation:
         """From now on `method` raises for the request: after it has done its work if `done`, else before it begins."""
         self._faults[request_id] = (method, done)
 
-    def cancel(self, request_id: int) -> None:
-        self.scheduler.cancel(request_id)
+    def cancel(self, request_id: int) -> str:
+        return self.scheduler.cancel(request_id)
 
     def send(self) -> list[FilterPlan | StepPlan]:
         """Sends the next call, if there is one. Returns what was sent."""

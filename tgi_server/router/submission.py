@@ -80,8 +80,11 @@ class Submitter(Protocol):
     def submit(self, request: ValidRequest) -> None:
         """Queues the request; its sink hears of it from then on. Never waits."""
 
-    def cancel(self, request_id: int) -> None:
-        """Forgets the request within one decode step; its sink hears nothing more. Unknown ids are ignored."""
+    def cancel(self, request_id: int) -> str:
+        """Forgets the request within one step; its sink hears nothing more.
+
+        Returns how far it had come, for the log; nothing if the id is unknown.
+        """
 
 
 # Limits of OpenAI's interface: answers to one prompt, and the likeliest tokens reported at each position. It takes

@@ -11,7 +11,7 @@ from tgi_server.router.api.encoding import EVENTS, error_event
 from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
 # A comment, which clients skip: proxies close connections on which nothing moves.
-_KEEP_ALIVE = b":\n\n"
+_COMMENT = b":\n\n"
 _KEEP_ALIVE_SECONDS = 15.0
 # Bytes that may wait for a client: some thousand tokens, or a few of the largest events so far.
 _LARGEST_BACKLOG = 2**20
@@ -24,11 +24,14 @@ class Outbox:
     Never waits on a slow client: it is given up when too much waits for it.
 
     on_overrun: called then; it should end what waits for the client to read. waiting: bytes that are not sent.
+    keep_alive: written while the answer makes no progress.
     """
 
-    __slots__ = ("_closed", "_most", "_pending", "_reader", "_sending", "error", "on_overrun", "waiting")
+    __slots__ = ("_closed", "_most", "_pending", "_reader", "_sending", "error", "keep_alive", "on_overrun", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, keep_alive: bytes = _COMMENT) -> None:
+        """keep_alive: the form that the route's clients expect."""
+        self.keep_alive = keep_alive
         self._pending: list[bytes] = []
         self.waiting = self._sending = 0
         self._most = _LARGEST_BACKLOG
@@ -136,7 +139,7 @@ class EventStream(Response):
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._outbox = outbox
         self._on_close = on_close
-        self._idle = False
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._outbox.on_overrun = scope["state"][BREAK_OFF]
@@ -145,7 +148,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while data := await self._outbox.read():
-                self._idle = False
+                self._sent_at = asyncio.get_running_loop().time()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BaseException as error:
@@ -163,8 +166,12 @@ class EventStream(Response):
         self._outbox.abandon(ClientGone("the client left"))
 
     async def _keep_alive(self) -> None:
+        """Writes a sign of life whenever nothing has been sent for `_KEEP_ALIVE_SECONDS`."""
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
         while True:
-            self._idle = True
-            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
-            if self._idle:
-                self._outbox.write(_KEEP_ALIVE)
+            await asyncio.sleep(self._sent_at + _KEEP_ALIVE_SECONDS - loop.time())
+            if loop.time() >= self._sent_at + _KEEP_ALIVE_SECONDS:
+                self._sent_at = loop.time()
+                if not self._outbox.waiting:
+                    self._outbox.write(self._outbox.keep_alive)

@@ -95,6 +95,7 @@ class Exchange:
         # Bytes that a token of the prompt and one of the answer take, for each sequence.
         self._token_bytes: list[tuple[int, int]] = []
         self._outbox: Outbox | None = None
+        self._progress = ""  # of what was cancelled
         self._collects = True
         lease_of(request.scope).answer = self._answer_bytes
 
@@ -122,7 +123,7 @@ class Exchange:
         """Ends what is still generated and gives the places back, though the answer may not have been read."""
         for request_id, stream in self._sequences:
             if stream.finish_reason is None:
-                self.service.submitter.cancel(request_id)
+                self._progress = self.service.submitter.cancel(request_id) or self._progress
         self.service.capacity.give_back(self._places, self._owner)
         self._places = 0
 
@@ -449,7 +450,7 @@ class Exchange:
             logging.INFO if isinstance(told, ClientGone) else level,
             "%s failed: %s",
             self.path,
-            told,
+            f"{told}; {self._progress}" if isinstance(told, ClientGone) and self._progress else told,
             extra=fields | self._identity(status),
             exc_info=told.__cause__ if type(told) is RouterError else None,
         )

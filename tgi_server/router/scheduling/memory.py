@@ -35,10 +35,12 @@ class Memory(Protocol):
     """Memory of the shards, in KV slots (tokens). Sequences hold some from `admit` to `release`.
 
     block_size: tokens of a block, 0 where there are no blocks. chunks: prompts may be computed in parts.
+    caches: tokens that have been computed are cached for later prompts.
     """
 
     block_size: int
     chunks: bool
+    caches: bool
 
     @property
     def held_tokens(self) -> int:
@@ -115,7 +117,7 @@ class PagedMemory:
         # By namespace and name: until when a prompt is given up last, and where it is found. The latest is the last.
         self._kept: dict[tuple[str, str], tuple[float, Space, bytes]] = {}
         self.block_size = block_size
-        self._prefix_caching = prefix_caching
+        self.caches = prefix_caching
         self._num_blocks = num_blocks
         self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
         self.rebuild(())
@@ -196,7 +198,7 @@ class PagedMemory:
 
     def keep(self, sequence: Sequence) -> None:
         keep, request = sequence.request.keep, sequence.request
-        if keep is None or not self._prefix_caching:
+        if keep is None or not self.caches:
             return
         name = request.cache_namespace, keep.name
         self._kept.pop(name, None)
@@ -251,7 +253,7 @@ class PagedMemory:
         return Match(tokens, match.pending, match.blocks[: self._blocks_of(tokens)])
 
     def unseen(self, sequence: Sequence) -> list[Image]:
-        if sequence.reports_prompt or not self._prefix_caching:
+        if sequence.reports_prompt or not self.caches:
             return list(sequence.request.images)
         cached = self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1)).tokens
         return [image for image in sequence.request.images if image.start + image.length > cached]
@@ -303,7 +305,7 @@ class PagedMemory:
 
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
-        if tokens and self._prefix_caching:
+        if tokens and self.caches:
             self._cache.insert(_space(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
 
 
@@ -314,7 +316,7 @@ class PaddedMemory:
     """
 
     block_size = 0
-    chunks = False
+    chunks = caches = False
     cached_tokens = 0
 
     def __init__(self, max_batch_total_tokens: int) -> None:

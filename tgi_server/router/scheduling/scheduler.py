@@ -239,12 +239,20 @@ class Scheduler:
             self._forecast.missed()
             self._end(first, CannotBeInTime("the server is busy: too little time is left for the request", 1))
 
-    def cancel(self, request_id: int) -> None:
-        """Forgets the request; its sink hears nothing more. Unknown ids are ignored."""
+    def cancel(self, request_id: int) -> str:
+        """Forgets the request; its sink hears nothing more.
+
+        Returns how far it had come, and whether that is cached; nothing if the id is unknown.
+        """
         sequence = self.waiting.get(request_id) or self.batch.get(request_id) or self._encoding.get(request_id)
-        if sequence is not None:
-            self._end(sequence, None)
-            self._show_state()
+        if sequence is None:
+            return ""
+        progress = sequence.progress()
+        if sequence.settled and self.batch.memory.caches:
+            progress += "; they stay in the prefix cache"
+        self._end(sequence, None)
+        self._show_state()
+        return progress
 
     def expire(self) -> None:
         """Ends the requests whose deadlines have passed, those that wait and those that run."""

@@ -146,13 +146,19 @@ class Sequence:
         """Returns how the request ends at its deadline."""
         if self.ends_early and self.generated:
             return FinishReason.DEADLINE
-        return RequestTimedOut(self.progress())
+        return RequestTimedOut(f"the time of the request is up; {self._answered()}")
 
     def progress(self) -> str:
-        """Returns how far the request came in its time."""
-        waited = "it waited for a place in a batch"
-        done = f"it has {self.generated} of at most {self.most_generated} tokens" if self.started else waited
-        return f"the time of the request is up; {done}"
+        """Returns how far the request has come, for the log: clients could tell from it what others' prompts say."""
+        if not self.started or self.generated:
+            return self._answered()
+        return f"{self.computed:,} of {self.prompt_tokens:,} tokens of its prompt were computed"
+
+    def _answered(self) -> str:
+        """Returns how many tokens have been generated."""
+        if not self.started:
+            return "it waited for a place in a batch"
+        return f"it has {self.generated} of at most {self.most_generated} tokens"
 
     def beginning(self, tokens: int) -> bytes:
         """Returns the first tokens, 4 bytes each, as the prefix cache has them: in an image by what it shows."""

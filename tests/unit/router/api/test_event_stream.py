@@ -1,6 +1,7 @@
 """An event stream is sent as it is written, ends once, and gives up a client that does not read."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ class Client:
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
+        self.times: list[float] = []
         self.ended = False
         self.has_comment = asyncio.Event()
         self._left = asyncio.Event()
@@ -102,8 +104,13 @@ class Client:
         await self._left.wait()
         return {"type": "http.disconnect"}
 
+    def sent_at(self, piece: bytes) -> list[float]:
+        """Returns the times at which the piece was sent, by the event loop's clock."""
+        return [at for at, sent in zip(self.times, self.pieces, strict=True) if sent == piece]
+
     async def _send(self, message: Message) -> None:
         self.pieces.append(message.get("body", b""))
+        self.times.append(asyncio.get_running_loop().time())
         self.ended = message["type"] == "http.response.body" and not message["more_body"]
         if b":\n\n" in self.pieces:
             self.has_comment.set()
@@ -152,6 +159,54 @@ async def test_a_broken_connection_ends_its_stream_with_the_error():
         await response({"type": "http", "state": {BREAK_OFF: lambda: None}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert reasons == [broken]
     assert isinstance(outbox.error, ClientGone)
+
+
+def in_simulated_time(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs the test on an event loop whose clock jumps to the next timer in place of waiting for it."""
+    loop, seconds = asyncio.SelectorEventLoop(), 0.0
+    select = loop._selector.select  # type: ignore[attr-defined]
+
+    def jump(timeout: float | None) -> Any:
+        nonlocal seconds
+        seconds += timeout or 0.0
+        return select(0)
+
+    loop.time = lambda: seconds  # type: ignore[method-assign]
+    loop._selector.select = jump  # type: ignore[attr-defined]
+    try:
+        loop.run_until_complete(test())
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("sign", [b":\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'])
+def test_a_silent_stream_sends_a_sign_of_life_every_fifteen_seconds(sign: bytes):
+    async def test() -> None:
+        outbox, client = Outbox(sign), Client()
+        response, _ = streaming(outbox)
+        serving = asyncio.ensure_future(client.serve(response))
+        await asyncio.sleep(61)
+        assert client.sent_at(sign) == [15, 30, 45, 60]
+        outbox.close()
+        await serving
+
+    in_simulated_time(test)
+
+
+def test_while_an_answer_progresses_there_are_no_signs_of_life():
+    async def test() -> None:
+        outbox, client = Outbox(), Client()
+        response, _ = streaming(outbox)
+        serving = asyncio.ensure_future(client.serve(response))
+        for _ in range(4):
+            await asyncio.sleep(10)
+            outbox.write(b"data: 1\n\n")
+        await asyncio.sleep(16)
+        assert client.sent_at(b":\n\n") == [55]
+        outbox.close()
+        await serving
+
+    in_simulated_time(test)
 
 
 async def test_a_silent_stream_sends_comments_so_that_no_proxy_closes_it(monkeypatch: pytest.MonkeyPatch):

@@ -93,8 +93,11 @@ async def test_a_request_that_fails_in_the_shards_is_counted_by_its_error(
     assert "/generate failed: the shards are gone" in caplog.messages
 
 
-async def test_a_client_that_leaves_has_its_generation_cancelled(router: RouterService, scheduler: ScriptedScheduler):
-    scheduler.held = True
+async def test_a_client_that_leaves_has_its_generation_cancelled(
+    router: RouterService, scheduler: ScriptedScheduler, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    scheduler.held, scheduler.progress = True, "512 of 900 tokens of its prompt were computed"
     client = Client()
     responding = asyncio.ensure_future(respond(router.service, client.request, collect))
     while not scheduler.submitted:  # noqa: ASYNC110
@@ -103,6 +106,7 @@ async def test_a_client_that_leaves_has_its_generation_cancelled(router: RouterS
     with pytest.raises(ClientGone):
         await responding
     assert scheduler.cancelled == [scheduler.submitted[0].id]
+    assert f"/generate failed: the client left; {scheduler.progress}" in caplog.messages
     assert router.service.capacity.in_flight == 0
 
 

@@ -210,6 +210,28 @@ def test_a_client_that_goes_away_frees_its_slot_at_once() -> None:
     simulation.memory.check(())
 
 
+def test_a_client_that_goes_away_from_a_long_prompt_leaves_what_was_computed() -> None:
+    simulation = Simulation(num_blocks=64, max_batch_prefill_tokens=16)
+    prompt = [position % 23 + 1 for position in range(100)]
+    simulation.submit(prompt)
+    simulation.turn()
+    progress = simulation.cancel(1)
+    computed = simulation.shard.rows[1].computed
+    assert progress == f"{computed} of 100 tokens of its prompt were computed; they stay in the prefix cache"
+    assert 0 < computed < 100
+    simulation.submit(prompt)
+    simulation.run()
+    (again,) = simulation.prefills()[-1].requests or simulation.prefills()[2].requests
+    assert again.cached_tokens == computed
+    assert simulation.cancel(2) == ""
+
+
+def test_a_client_that_goes_away_while_its_request_waits_leaves_nothing() -> None:
+    simulation = Simulation()
+    simulation.submit([1, 2, 3])
+    assert simulation.cancel(1) == "it waited for a place in a batch"
+
+
 def test_after_a_stop_sequence_nothing_more_is_delivered() -> None:
     simulation = Simulation()
     sink = simulation.submit([1, 2, 3], max_new_tokens=50, stop_after=3)
