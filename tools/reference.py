@@ -21,6 +21,7 @@ from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.shard.settings import DownloadSettings, QuantizeSettings
 from tools.chart import chart
+from tools.members import members_table
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -40,6 +41,26 @@ Each option is declared once. The first table has its name in each interface; a 
 have it. `null` means that an option is not set.
 
 """
+
+
+_MEMBERS_HEAD = """# Members of requests
+
+This page is generated (`make reference`) from the request bodies in `tgi_server/router/schemas/`. It lists the members
+of requests of OpenAI's and Anthropic's interfaces, object by object; [generation options](options.md) are elsewhere.
+`null` means that a member is omitted.
+
+What is left out is named in the header `x-ignored-fields`; with `--strict-fields` it is refused.
+"""
+
+
+def members_page() -> str:
+    """Returns the page of what requests may have beside generation options."""
+    parts = [_MEMBERS_HEAD]
+    for dialect, (model, routes) in _BODIES.items():
+        if dialect is not Dialect.TGI:
+            options = [name for row in rows(dialect) for name in row.names]
+            parts.append(f"## {routes}\n\n{members_table(model, options)}\n")
+    return "\n".join(parts)
 
 
 _PROGRAMS: dict[str, type[ServiceSettings]] = {
@@ -166,12 +187,12 @@ _PROGRAMS_REPLACED = (
     (
         "OpenAI's API: `openai`, LangChain",
         "`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/embeddings`, `/v1/models`",
-        "[fields](reference/options.md)",
+        "[options](reference/options.md), [members of requests](reference/members.md)",
     ),
     (
         "Anthropic's API: `anthropic`",
         "`/v1/messages`, `/v1/messages/count_tokens`",
-        "[fields](reference/options.md#v1messages)",
+        "[options](reference/options.md#v1messages), [members of requests](reference/members.md#v1messages)",
     ),
     (
         "vLLM",
@@ -258,6 +279,7 @@ def main() -> None:
     pages = {
         FOLDER / "options.md": options_page(),
         FOLDER / "flags.md": flags_page(),
+        FOLDER / "members.md": members_page(),
         FOLDER.parent / "compatibility.md": compatibility_page(),
         FOLDER.parent / "metrics.md": metrics_page(),
         FOLDER.parent / "images" / "speed.svg": chart(),

@@ -15,6 +15,8 @@ _ANTHROPIC_TYPES = {
     **{413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"},
     504: "timeout_error",
 }
+# Details of a refusal, by the field that is refused, for which clients look before they send a request without it.
+_ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 _PROMPTS = {
     **{"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"},
     **{"/v1/decisions": "input", "/v1/systemone": "state"},
@@ -270,7 +272,9 @@ def error_body(error: RouterError, path: str) -> dict[str, Any]:
     if path.startswith(_ANTHROPIC):
         message = f"prompt is too long: {error.openai_message}" if isinstance(error, ContextOverflow) else str(error)
         kind = _ANTHROPIC_TYPES.get(shown_status(error, path), "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        details = _ANTHROPIC_DETAILS.get(error.param or "") if isinstance(error, InvalidRequest) else None
+        shown = {"type": kind, "message": message} | ({} if details is None else {"details": details})
+        return {"type": "error", "error": shown}
     if not path.startswith(_OPENAI):
         prefix = "Input validation error: " if error.error_type == "validation" else ""
         return {"error": f"{prefix}{error}", "error_type": error.error_type}

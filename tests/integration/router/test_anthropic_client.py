@@ -139,8 +139,40 @@ async def test_tokens_are_counted_as_they_are_computed(router: Router, client: a
             },
             "images are not supported",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "`document`"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools.0.type`"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "document",
+                                "source": {"type": "base64", "media_type": "application/pdf", "data": ""},
+                            }
+                        ],
+                    }
+                ]
+            },
+            "the type 'base64' is not supported here: this server reads no files",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "document",
+                                "source": {"type": "text", "media_type": "text/plain", "data": "Rice."},
+                                "citations": {"enabled": True},
+                            }
+                        ],
+                    }
+                ]
+            },
+            "`citations` is not supported here",
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "an object with a `type`"),
         ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "`mcp_servers` is not supported here"),
     ],
 )
@@ -182,3 +214,149 @@ async def test_a_stream_that_fails_ends_with_an_error_that_the_client_raises(
     with pytest.raises(anthropic.APIStatusError):
         async with client.messages.stream(model="any", max_tokens=50, messages=HELLO) as stream:
             await stream.get_final_message()
+
+
+def prompt_of(router: Router) -> str:
+    """Returns the last prompt that the shard got."""
+    return router.service.text.tokenizer.decode(list(router.shard.received[-1].input_ids))
+
+
+async def test_tools_that_the_client_runs_are_functions_and_others_are_left_out(
+    router: Router, client: anthropic.AsyncAnthropic, routers: RouterFactory
+) -> None:
+    tools: Any = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
+        {"type": "memory_20250818", "name": "memory"},
+        {"type": "of_the_future_20300101", "name": "future"},
+        {**WEATHER, "input_examples": [{"place": "Rome"}], "defer_loading": True},
+    ]
+    router.say('{"name": "bash", "arguments": {"command": "ls"}}')
+    raw = await client.messages.with_raw_response.create(
+        model="any", max_tokens=50, messages=HELLO, tools=tools, tool_choice={"type": "any"}
+    )
+    (call,) = (await raw.parse()).content
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("bash", {"command": "ls"})
+    assert raw.headers["x-ignored-fields"] == "tools.0 (web_search_20250305); tools.4 (of_the_future_20300101)"
+    prompt = prompt_of(router)
+    assert "str_replace" in prompt
+    assert "Rome" in prompt
+    assert "old_path" in prompt
+    assert "web_search" not in prompt
+    strict: Router = await routers(strict_fields=True)
+    async with client_of(strict) as other:
+        with pytest.raises(anthropic.BadRequestError, match=r"`tools\.0` has the type 'web_search_20250305'"):
+            await other.messages.create(model="any", max_tokens=50, messages=HELLO, tools=tools)
+
+
+async def test_a_system_message_stands_where_it_was_sent(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    turns: Any = [
+        *HELLO,
+        {"role": "system", "content": "Until the next turn.", "clear_at": "next_user_message"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "system", "content": "Answer in French."},
+        {"role": "user", "content": "And now?"},
+    ]
+    await client.beta.messages.create(model="any", max_tokens=5, messages=turns, system="Be brief.")
+    prompt = prompt_of(router)
+    assert prompt.index("Be brief.") < prompt.index("Answer in French.")
+    assert "Until" not in prompt
+    await client.beta.messages.create(model="any", max_tokens=5, messages=turns[:2], system="Be brief.")
+    assert "Until the next turn." in prompt_of(router)
+
+
+async def test_a_thread_is_refused_with_what_clients_look_for(client: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refusal:
+        await client.messages.create(
+            model="any", max_tokens=5, messages=HELLO, extra_body={"thread": {"type": "create"}}
+        )
+    body: Any = refusal.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+async def test_the_tool_runner_of_the_sdk_runs_a_tool(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    @anthropic.beta_async_tool
+    async def get_weather(place: str) -> str:
+        """Tells the weather."""
+        router.say("It is sunny.")
+        return f"Sunny in {place}."
+
+    router.say(CALL)
+    runner = client.beta.messages.tool_runner(model="any", max_tokens=50, messages=HELLO, tools=[get_weather])
+    message = await runner.until_done()
+    assert message.content[0].type == "text"
+    assert message.content[0].text == "It is sunny."
+    assert "Sunny in Paris." in prompt_of(router)
+
+
+async def test_a_block_of_billing_is_not_part_of_the_prompt(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    counted = []
+    for cch in ("a1b2c", "ffffff0"):
+        system: Any = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={cch};"},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ]
+        await client.messages.create(model="any", max_tokens=5, messages=HELLO, system=system)
+        counted.append(list(router.shard.received[-1].input_ids))
+    assert "billing" not in prompt_of(router)
+    assert counted[0] == counted[1]
+
+
+async def test_documents_and_search_results_are_read_as_text(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    document: Any = {
+        "type": "document",
+        "title": "Of rice",
+        "context": "A cookbook",
+        "source": {"type": "text", "media_type": "text/plain", "data": "Rinse the rice."},
+    }
+    nested: Any = {
+        "type": "document",
+        "source": {"type": "content", "content": [{"type": "text", "text": "Boil it."}]},
+        "citations": {"enabled": False},
+    }
+    found: Any = {
+        "type": "search_result",
+        "source": "https://example.com",
+        "title": "Salt",
+        "content": [{"type": "text", "text": "Add salt."}],
+    }
+    call: Any = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}
+    result: Any = {"type": "tool_result", "tool_use_id": "a", "content": [found, nested]}
+    turns: Any = [
+        {"role": "user", "content": [document, {"type": "text", "text": "How?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    await client.messages.create(model="any", max_tokens=5, messages=turns)
+    prompt = prompt_of(router)
+    said = ("Of rice", "A cookbook", "Rinse the rice.", "How?", "Salt", "https://example.com", "Add salt.", "Boil it.")
+    places = [prompt.index(text) for text in said]
+    assert places == sorted(places)
+
+
+async def test_blocks_of_tools_that_anthropic_runs_are_left_out(
+    router: Router, client: anthropic.AsyncAnthropic
+) -> None:
+    turns: Any = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rice"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "compaction", "content": "Rice was discussed."},
+                {"type": "mcp_tool_use", "id": "m", "name": "look_up", "server_name": "mcp", "input": {}},
+                {"type": "redacted_thinking", "data": "x"},
+            ],
+        },
+        {"role": "user", "content": [{"type": "mcp_tool_result", "tool_use_id": "m", "content": "Found."}]},
+    ]
+    raw = await client.messages.with_raw_response.create(model="any", max_tokens=5, messages=turns)
+    assert raw.headers["x-ignored-fields"] == (
+        "messages.1.content.0 (server_tool_use); messages.1.content.1 (web_search_tool_result)"
+    )
+    prompt = prompt_of(router)
+    assert "Rice was discussed." in prompt
+    assert "Found." in prompt

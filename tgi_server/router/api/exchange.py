@@ -37,7 +37,7 @@ from tgi_server.router.errors import (
     shown_status,
 )
 from tgi_server.router.metrics import RequestTimes
-from tgi_server.router.schemas.base import unknown_fields
+from tgi_server.router.schemas.base import left_out, unknown_fields
 from tgi_server.router.service import Service
 from tgi_server.router.submission import KeptPrefix, ValidRequest
 from tgi_server.router.text.encoder import ServedEncoder
@@ -132,9 +132,9 @@ class Exchange:
         return await self.read_by(lambda body: self.validated(model, read_json(body)))
 
     def validated(self, model: type[M], content: Any) -> M:
-        """Returns the content of the body as `model`, with a note of the fields that it does not have.
+        """Returns the content of the body as `model`, with a note of unknown fields and of what is left out.
 
-        Raises InvalidRequest; with --strict-fields also for such a field.
+        Raises InvalidRequest; with --strict-fields also for these.
         """
         policy = self.service.policy
         for name, meant in islice(unknown_fields(model, content), _MOST_NAMES):
@@ -149,7 +149,14 @@ class Exchange:
             ):
                 policy.ignored_fields.add(name)
                 logger.warning("%s: the field `%s` is unknown and ignored%s", self.path, name, hint)
-        return validate(model, content)
+        checked = validate(model, content)
+        for name, kind in islice(left_out(checked), _MOST_NAMES):
+            if policy.strict_fields:
+                raise InvalidRequest(
+                    f"`{name}` has the type {one_line(kind, _LONGEST_NAME)!r}, which is not supported here", param=name
+                )
+            self._ignored.append(f"{name} ({one_line(kind, _LONGEST_NAME)})")
+        return checked
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:
         """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from msgspec import Meta, Struct
 from pydantic import (
@@ -11,8 +11,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
+    RootModel,
     create_model,
     model_validator,
 )
@@ -33,14 +35,6 @@ Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 
 
 Name = Annotated[str, Field(max_length=256)]
-
-# Switches of OpenAI's routes, for which clients send null as well, which means that they are not set.
-Off = Annotated[
-    bool, BeforeValidator(lambda value: False if value is None else value, json_schema_input_type=bool | None)
-]
-On = Annotated[
-    bool, BeforeValidator(lambda value: True if value is None else value, json_schema_input_type=bool | None)
-]
 
 
 def _read_schema(schema: Any) -> Any:
@@ -120,7 +114,7 @@ def takes_options(dialect: Dialect) -> Callable[[type[M]], type[M]]:
 
 
 class RequestModel(BaseModel):
-    """The JSON of a request. Types are strict ("20" is not 20).
+    """The JSON of a request, or of an object in it. Types are strict ("20" is not 20). `null` omits a field.
 
     Unknown fields are ignored, as in TGI, and reported to the client (`unknown_fields`). harmless: fields that are
     ignored without a report, for they say something about a request and never change its response.
@@ -129,6 +123,13 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
     harmless: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, content: Any) -> Any:
+        if isinstance(content, dict) and None in content.values():
+            return {name: value for name, value in content.items() if value is not None}
+        return content
 
 
 class RefusingModel(RequestModel):
@@ -147,6 +148,95 @@ class RefusingModel(RequestModel):
                 if body[name] is not None and body[name] not in cls.refused[name]:
                     raise ValueError(f"`{name}` is not supported here; leave it out")
         return body
+
+
+class Refused(RequestModel):
+    """An object whose type is known, and refused by name. Its field `type` is a Literal. reason: for the message."""
+
+    reason: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, content: Any) -> Any:
+        kind = content.get("type") if isinstance(content, dict) else None
+        raise ValueError(f"the type {kind!r} is not supported here{cls.reason and ': '}{cls.reason}")
+
+
+class LeftOut(RequestModel):
+    """An item of a list that is left out, such as a tool that only its vendor's servers run. The client is told.
+
+    known: types of such items; those of any other type are left out as well.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset()
+
+    type: str
+
+
+def known_types(model: type[RequestModel]) -> frozenset[str] | None:
+    """Returns the types of objects that a model was written for; None: it has no field that tells them apart."""
+    if issubclass(model, LeftOut):
+        return model.known
+    for name in ("type", "role", "mode"):
+        if name in model.model_fields:
+            return frozenset(_literals(model.model_fields[name].annotation)) or None
+    return None
+
+
+def _literals(annotation: Any) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for inner in get_args(annotation):
+            yield from _literals(inner)
+
+
+def by_type(*types: str, default: str | None = None, **groups: frozenset[str] | None) -> Discriminator:
+    """Returns what tells the members of a union apart by their field `type`: the tag is one of `types`, the name of a
+    group of types, or `other`. default: the tag of an object without a type; None: it is refused.
+    """
+    tags = {kind: tag for tag, kinds in groups.items() for kind in kinds or ()} | {kind: kind for kind in types}
+
+    def tag_of(item: Any) -> str | None:
+        kind = item.get("type") if isinstance(item, dict) else None
+        return default if kind is None else tags.get(kind, "other") if isinstance(kind, str) else "other"
+
+    return Discriminator(
+        tag_of, custom_error_type="type_required", custom_error_message="Input should be an object with a `type`"
+    )
+
+
+def left_out(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the path and the type of each item in a request that is left out."""
+    if isinstance(value, LeftOut):
+        yield path, value.type
+    elif isinstance(value, RootModel):
+        yield from left_out(value.root, path)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from left_out(item, f"{path}.{index}")
+    elif isinstance(value, RequestModel):
+        for name in _leaving_out(type(value)):
+            yield from left_out(getattr(value, name), f"{path}.{name}" if path else name)
+
+
+@cache
+def _leaving_out(model: type[BaseModel]) -> tuple[str, ...]:
+    """Returns the fields of a model in which something may be left out."""
+    return tuple(
+        name
+        for name, field in model.model_fields.items()
+        if any(issubclass(inner, LeftOut) or _leaving_out(inner) for inner in models_of(field.annotation))
+    )
+
+
+def models_of(annotation: Any) -> tuple[type[RequestModel], ...]:
+    """Returns the models of the objects that a field may have: itself, in a list, or as a member of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, RootModel):
+        return models_of(annotation.model_fields["root"].annotation)
+    if isinstance(annotation, type) and issubclass(annotation, RequestModel):
+        return (annotation,)
+    return tuple(model for inner in get_args(annotation) for model in models_of(inner))
 
 
 def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:

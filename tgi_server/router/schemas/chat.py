@@ -12,7 +12,6 @@ from tgi_server.router.schemas.base import (
     SEVERAL,
     Items,
     Name,
-    On,
     RefusingModel,
     RequestModel,
     ResponseModel,
@@ -167,14 +166,14 @@ class ChatRequest(SharedParameters):
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
-    parallel_tool_calls: On = Field(default=True, description="An answer may have several calls.")
+    parallel_tool_calls: bool = Field(default=True, description="An answer may have several calls.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = Field(default=None, description="Documents that the template shows.")
     reasoning_effort: str | None = Field(
         default=None, description="How much to think, for templates that know it; `none`: not at all."
     )
-    include_reasoning: On = Field(default=True, description="Send the thoughts that come before the answer.")
-    add_generation_prompt: On = Field(default=True, description="Have the template begin the answer.")
+    include_reasoning: bool = Field(default=True, description="Send the thoughts that come before the answer.")
+    add_generation_prompt: bool = Field(default=True, description="Have the template begin the answer.")
     continue_final_message: bool | None = Field(
         default=None, description="Go on with the last message; unset: if it is the assistant's."
     )

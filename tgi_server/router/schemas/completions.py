@@ -8,7 +8,7 @@ from pydantic import Field, RootModel, ValidationError, ValidatorFunctionWrapHan
 from pydantic_core import PydanticCustomError
 
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.base import Items, Off, On, ResponseModel, UnsignedInt, takes_options
+from tgi_server.router.schemas.base import Items, ResponseModel, UnsignedInt, takes_options
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 # A prompt as tokens, which may be as long as a body can be.
@@ -63,8 +63,8 @@ class CompletionRequest(SharedParameters):
 
     prompt: Prompt
     suffix: str | None = Field(default=None, description="Not supported.")
-    echo: Off = Field(default=False, description="Show the prompt in front of the text, and in `logprobs`.")
-    add_special_tokens: On = Field(
+    echo: bool = Field(default=False, description="Show the prompt in front of the text, and in `logprobs`.")
+    add_special_tokens: bool = Field(
         default=True, description="Begin the prompt with the tokens that the tokenizer puts there."
     )
 

@@ -7,7 +7,7 @@ from msgspec import Meta
 from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from tgi_server.router.schemas.base import Name, Off, On, RefusingModel, RequestModel, ResponseModel
+from tgi_server.router.schemas.base import Name, RefusingModel, RequestModel, ResponseModel
 from tgi_server.router.schemas.completions import Prompt
 
 # Texts of one request, as OpenAI has it.
@@ -59,7 +59,7 @@ class EmbeddingsResponse(ResponseModel, kw_only=True):
 
 
 class _Fitted(RequestModel):
-    truncate: Off = Field(default=False, description="Cut texts that are too long.")
+    truncate: bool = Field(default=False, description="Cut texts that are too long.")
     truncation_direction: Side = Field(default="right", description="The end that is cut.")
 
 
@@ -67,7 +67,7 @@ class EmbedRequest(_Fitted):
     """The body of TEI's /embed."""
 
     inputs: Prompt
-    normalize: On = Field(default=True, description="Embeddings of length 1.")
+    normalize: bool = Field(default=True, description="Embeddings of length 1.")
     prompt_name: Name | None = _PROMPT_NAME
     dimensions: _TOKENS | None = None
 
@@ -77,8 +77,8 @@ class RankRequest(_Fitted):
 
     query: Annotated[str, Field(min_length=1)]
     texts: Texts
-    raw_scores: Off = Field(default=False, description="Logits in place of probabilities.")
-    return_text: Off = False
+    raw_scores: bool = Field(default=False, description="Logits in place of probabilities.")
+    return_text: bool = False
     instruction: str | None = Field(default=None, description="For models that answer yes or no.")
 
 
@@ -107,7 +107,7 @@ class PredictRequest(_Fitted):
     inputs: Annotated[str | _Pair | _Pairs, WrapValidator(_classified)] = Field(
         description="A text or a pair of texts, or a list of them, each in a list of its own."
     )
-    raw_scores: Off = Field(default=False, description="Logits in place of probabilities.")
+    raw_scores: bool = Field(default=False, description="Logits in place of probabilities.")
 
     @property
     def single(self) -> bool:

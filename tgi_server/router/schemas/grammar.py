@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel
+from pydantic import AliasChoices, ConfigDict, Field, RootModel
 
 from tgi_server.router.schemas.base import RequestModel
 
 
-class JsonSchemaConfig(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, serialize_by_alias=True)
+class JsonSchemaConfig(RequestModel):
+    model_config = ConfigDict(serialize_by_alias=True)
 
     name: str | None = Field(default=None, description="A name for the schema.")
     definition: dict[str, Any] | bool = Field(alias="schema", description="The JSON schema itself.")

@@ -5,148 +5,118 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, ConfigDict, Field, RootModel
+from pydantic import BeforeValidator, ConfigDict, Field, RootModel, Tag
 
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     SEVERAL,
     Items,
+    LeftOut,
     Name,
-    Off,
     RefusingModel,
     RequestModel,
     ResponseModel,
     ToolSchema,
     UnsignedInt,
+    by_type,
+    known_types,
     one_of,
     takes_options,
 )
+from tgi_server.router.schemas.message_blocks import ContentBlock, TextBlock, as_blocks
 
 
-class TextBlock(RequestModel):
-    type: Literal["text"]
-    text: str
+class InputTurn(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({"output_config"})
 
-
-class Base64Image(RequestModel):
-    """The bytes of an image."""
-
-    type: Literal["base64"]
-    media_type: str
-    data: str
-
-
-class UrlImage(RequestModel):
-    """The URL of an image, which is a data URL, or one of a host of --allowed-media-domains."""
-
-    type: Literal["url"]
-    url: str
-
-
-class ImageBlock(RequestModel):
-    """An image, for models that read images."""
-
-    type: Literal["image"]
-    source: Annotated[Base64Image | UrlImage, Field(discriminator="type")]
-
-
-class DocumentBlock(RequestModel):
-    """Known, and refused."""
-
-    type: Literal["document"]
-    source: Any = None
-
-
-class ThinkingBlock(RequestModel):
-    """Thoughts that came before an earlier answer. The signature is not checked."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str = ""
-
-
-class RedactedThinkingBlock(RequestModel):
-    """Thoughts that only Anthropic can read; they are ignored."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-class ToolUseBlock(RequestModel):
-    """A call that the model made earlier in the conversation."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: Name
-    input: dict[str, Any]
-
-
-class ResultBlock(RootModel[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]]):
-    """A part of what a tool returned."""
-
-
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class ToolResultBlock(RequestModel):
-    type: Literal["tool_result"]
-    tool_use_id: str
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
-        Items[ResultBlock],
-        BeforeValidator(_as_blocks, json_schema_input_type=str | Items[ResultBlock]),
+        Items[ContentBlock], BeforeValidator(as_blocks, json_schema_input_type=str | Items[ContentBlock])
     ] = Field(default=[])
-    is_error: bool | None = None
+    clear_at: Literal["next_user_message", "never"] = Field(
+        default="never", description="With `next_user_message` the system's message is left out after that."
+    )
 
 
-class ContentBlock(
+_TOOL_NOTES = frozenset({"allowed_callers", "cache_control", "defer_loading"})
+
+
+class OfferedTool(RequestModel):
+    """A function that the model may call."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({*_TOOL_NOTES, "eager_input_streaming"})
+
+    type: Literal["custom"] = "custom"
+    name: Name
+    description: str | None = None
+    input_schema: ToolSchema = Field(default=None, description="JSON schema of the arguments.")
+    input_examples: Items[dict[str, Any]] = Field(default=[], description="Arguments that the description shows.")
+    strict: bool | None = None
+
+
+class ClientTool(RequestModel):
+    """A tool of Anthropic's that the client runs: its description and schema are known here."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({*_TOOL_NOTES, "input_examples", "max_characters"})
+
+    type: Literal[
+        "bash_20241022",
+        "bash_20250124",
+        "text_editor_20241022",
+        "text_editor_20250124",
+        "text_editor_20250429",
+        "text_editor_20250728",
+        "memory_20250818",
+    ]
+    name: Name
+    strict: bool | None = None
+
+
+class LeftOutTool(LeftOut):
+    """A tool that Anthropic's servers run, or one whose results this server could not show."""
+
+    known: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("web_search_20250305", "web_search_20260209", "web_search_20260318"),
+            *("web_fetch_20250910", "web_fetch_20260209", "web_fetch_20260309", "web_fetch_20260318"),
+            *("code_execution_20250522", "code_execution_20250825", "code_execution_20260120"),
+            *("code_execution_20260521", "advisor_20260301", "mcp_toolset", "browser_toolset_20260801"),
+            *("tool_search_tool_bm25", "tool_search_tool_bm25_20251119"),
+            *("tool_search_tool_regex", "tool_search_tool_regex_20251119"),
+            *("computer_20241022", "computer_20250124", "computer_20251124", "computer_toolset_20260801"),
+        }
+    )
+
+
+class MessageTool(
     RootModel[
         Annotated[
-            TextBlock
-            | ImageBlock
-            | DocumentBlock
-            | ThinkingBlock
-            | RedactedThinkingBlock
-            | ToolUseBlock
-            | ToolResultBlock,
-            Field(discriminator="type"),
+            Annotated[OfferedTool, Tag("custom")]
+            | Annotated[ClientTool, Tag("client")]
+            | Annotated[LeftOutTool, Tag("other")],
+            by_type("custom", default="custom", client=known_types(ClientTool)),
         ]
     ]
 ):
     pass
 
 
-class InputTurn(RequestModel):
-    role: Literal["user", "assistant"]
-    content: Annotated[
-        Items[ContentBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | Items[ContentBlock])
-    ]
-
-
-class OfferedTool(RequestModel):
-    """A function that the model may call. Tools that Anthropic runs, such as web search, are refused."""
-
-    type: Literal["custom"] | None = None
-    name: Name
-    description: str | None = None
-    input_schema: ToolSchema = Field(default=None, description="JSON schema of the arguments.")
-    strict: bool | None = None
-
-
 class ToolSelection(RequestModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, description="The tool to call; with the type `tool`.")
-    disable_parallel_tool_use: Off = False
+    disable_parallel_tool_use: bool = False
 
 
 class ThinkingOptions(RequestModel):
     """`adaptive`: the model decides how much to think; so does a model without thoughts."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    harmless: ClassVar[frozenset[str]] = frozenset({"block_binding"})
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: UnsignedInt | None = Field(
         default=None, description="Tokens of thoughts, which are closed then; with the type `enabled`."
     )
-    display: Literal["summarized", "omitted"] | None = Field(
+    display: Literal["summarized", "updates", "omitted"] | None = Field(
         default=None, description="`omitted`: thoughts are not sent. They are never summarized."
     )
 
@@ -157,6 +127,8 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({"task_budget"})
+
     effort: str | None = Field(default=None, description="How much to think, for templates that know it.")
     format: OutputFormat | None = Field(default=None, description="Form that the answer must have.")
 
@@ -165,7 +137,6 @@ class MessagesParameters(RefusingModel):
     """What /v1/messages and /v1/messages/count_tokens have in common."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "compaction": (),
         "container": (),
         "context_management": (),
         "mcp_servers": ([],),
@@ -173,17 +144,17 @@ class MessagesParameters(RefusingModel):
     }
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
-            *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo"),
-            *("metadata", "service_tier", "speed", "user_profile_id", "workspace_id"),
+            *("betas", "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "fallbacks"),
+            *("inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id"),
         }
     )
 
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     messages: Items[InputTurn] = Field(json_schema_extra=SEVERAL)
     system: Annotated[
-        Items[TextBlock] | None, BeforeValidator(_as_blocks, json_schema_input_type=str | Items[TextBlock] | None)
+        Items[TextBlock] | None, BeforeValidator(as_blocks, json_schema_input_type=str | Items[TextBlock] | None)
     ] = Field(default=None, description="What the system says.")
-    tools: Items[OfferedTool] | None = Field(default=None, description="Functions that the model may call.")
+    tools: Items[MessageTool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolSelection | None = Field(default=None, description="Whether it may, must, or must not call one.")
     thinking: ThinkingOptions | None = Field(default=None, description="Whether to think; unset: no.")
     output_config: OutputConfig | None = None
@@ -194,12 +165,16 @@ class MessagesParameters(RefusingModel):
 class CountTokensRequest(MessagesParameters):
     """Parameters of a generation are ignored."""
 
+    harmless: ClassVar[frozenset[str]] = MessagesParameters.harmless | {"compaction"}
+
 
 @takes_options(Dialect.MESSAGES)
 class MessagesRequest(MessagesParameters):
     model_config = ConfigDict(json_schema_extra={"required": ["messages", "max_tokens"]})
 
-    stream: Off = False
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**MessagesParameters.refused, "compaction": ()}
+
+    stream: bool = False
 
 
 class SentText(ResponseModel, kw_only=True):

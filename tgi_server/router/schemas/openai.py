@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from tgi_server.router.schemas.base import Items, Off, RefusingModel, RequestModel, ResponseModel
+from tgi_server.router.schemas.base import Items, RefusingModel, RequestModel, ResponseModel
 from tgi_server.router.schemas.grammar import GrammarType
 
 
 class StreamOptions(RequestModel):
-    include_usage: Off = Field(default=False, description="Send a last chunk with the usage of the whole request.")
-    continuous_usage_stats: Off = Field(
+    include_usage: bool = Field(default=False, description="Send a last chunk with the usage of the whole request.")
+    continuous_usage_stats: bool = Field(
         default=False, description="With `include_usage`: send the usage so far in every chunk."
     )
 
@@ -52,7 +52,7 @@ class StructuredOutputs(RefusingModel):
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = Field(default=None, description="A context-free grammar in llguidance's dialect of Lark.")
-    json_object: Off = False
+    json_object: bool = False
     structural_tag: None = Field(default=None, description="Not supported.")
     whitespace_pattern: None = Field(default=None, description="Not supported: the layout of JSON is fixed.")
 
@@ -102,7 +102,7 @@ class SharedParameters(TextParameters):
     }
 
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
-    stream: Off = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's way to ask for a form.")

@@ -12,8 +12,6 @@ from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     Items,
     Name,
-    Off,
-    On,
     RefusingModel,
     RequestModel,
     ResponseModel,
@@ -168,11 +166,11 @@ class ResponsesRequest(TextParameters):
     input: str | Items[InputItem]
     instructions: str | None = Field(default=None, description="What the system says; for this response only.")
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")
-    store: On = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
-    stream: Off = False
+    store: bool = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
+    stream: bool = False
     tools: Items[FunctionTool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions | None = "auto"
-    parallel_tool_calls: On = True
+    parallel_tool_calls: bool = True
     text: TextOptions | None = TextOptions()
     reasoning: ReasoningOptions | None = None
     include: Items[str] | None = Field(default=None, description="`message.output_text.logprobs` asks for logprobs.")

@@ -1,35 +1,34 @@
 """A request of Anthropic's interface as the chat that is to be answered."""
 
+import json
 from dataclasses import replace
 
 from tgi_server.router.api.routes.chat_prompt import ChatPlan
+from tgi_server.router.api.routes.client_tools import client_tool
+from tgi_server.router.api.routes.message_turns import turns_of
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.messages import (
-    DocumentBlock,
-    ImageBlock,
-    InputTurn,
+    ClientTool,
+    LeftOutTool,
     MessagesParameters,
     MessagesRequest,
-    RedactedThinkingBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    UrlImage,
+    OfferedTool,
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import (
     Conversation,
-    PastCall,
     Turn,
     template_variables,
     thinking_switches,
 )
 from tgi_server.router.text.grammar import WHOLE_SCHEMA, json_grammar
 from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
+
+# The beginning of a block that Claude Code puts before its instructions: it differs with each request, so no prompt
+# with it would be found in the prefix cache, and it says nothing to a model.
+_BILLING = "x-anthropic-billing-header:"
 
 
 def plan_message(service: Service, request: MessagesRequest) -> ChatPlan:
@@ -55,16 +54,29 @@ def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> 
     """
     effort = request.output_config.effort if request.output_config is not None else None
     chosen = thinking_switches(on=_thinks(request)) | (request.chat_template_kwargs or {})
-    turns = [Turn("system", tuple(block.text for block in request.system))] if request.system else []
+    told = tuple(block.text for block in request.system or () if not block.text.startswith(_BILLING))
+    turns = [Turn("system", told)] if told else []
+    last_user = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=-1)
     for index, message in enumerate(request.messages):
-        turns += _turns(message, f"messages[{index}]")
+        if not (message.role == "system" and message.clear_at == "next_user_message" and index < last_user):
+            turns += turns_of(message, f"messages[{index}]")
     return Conversation(turns, (use or tools_of(request)).tools, template_variables(chosen, effort=effort))
 
 
 def tools_of(request: MessagesParameters) -> ToolUse:
     """Returns the tools that the answer may call. Raises InvalidTool."""
-    tools = [ToolSpec(each.name, each.description, each.input_schema, each.strict) for each in request.tools or ()]
-    return chosen_tools(tools, _choice(request))
+    offered = (tool.root for tool in request.tools or ())
+    return chosen_tools([_tool(each) for each in offered if not isinstance(each, LeftOutTool)], _choice(request))
+
+
+def _tool(tool: OfferedTool | ClientTool) -> ToolSpec:
+    if isinstance(tool, ClientTool):
+        return client_tool(tool.type, tool.name, tool.strict)
+    description = tool.description
+    if tool.input_examples:
+        examples = "\n".join(json.dumps(each, ensure_ascii=False) for each in tool.input_examples)
+        description = f"{description or ''}\n\nExamples of arguments:\n{examples}".strip()
+    return ToolSpec(tool.name, description, tool.input_schema, tool.strict)
 
 
 def _thinks(request: MessagesParameters) -> bool:
@@ -98,42 +110,3 @@ def _choice(request: MessagesParameters) -> Choice | None:
             if selected.name is None:
                 raise InvalidRequest("`tool_choice` of the type `tool` needs the `name` of a tool")
             return Choice(required=True, only=[selected.name], parallel=parallel)
-
-
-def _turns(message: InputTurn, place: str) -> list[Turn]:
-    """Returns a message as turns: each result of a tool is a turn of its own. place: where it stands in the request.
-
-    Raises InvalidRequest for documents.
-    """
-    turns: list[Turn] = []
-    parts: list[str | ImageSource] = []
-    calls: list[PastCall] = []
-    thoughts: list[str] = []
-    for index, block in enumerate(message.content):
-        own = f"{place}.content[{index}]"
-        match block.root:
-            case ToolResultBlock(tool_use_id=call_id, content=content):
-                results = (_part(each.root, f"{own}.content[{number}]") for number, each in enumerate(content))
-                turns.append(Turn("tool", tuple(results), tool_call_id=call_id))
-            case ToolUseBlock(id=call_id, name=name, input=arguments):
-                calls.append(PastCall(call_id, name, arguments))
-            case ThinkingBlock(thinking=thinking):
-                thoughts.append(thinking)
-            case RedactedThinkingBlock():
-                pass
-            case TextBlock() | ImageBlock() | DocumentBlock() as other:
-                parts.append(_part(other, own))
-    if parts or calls or thoughts or not turns:
-        turns.append(Turn(message.role, tuple(parts), "".join(thoughts) or None, tuple(calls)))
-    return turns
-
-
-def _part(block: TextBlock | ImageBlock | DocumentBlock, place: str) -> str | ImageSource:
-    """Returns a block as a part of a turn. Raises InvalidRequest for a document."""
-    if isinstance(block, TextBlock):
-        return block.text
-    if isinstance(block, DocumentBlock):
-        raise InvalidRequest(f"blocks of the type `{block.type}` are not supported: this model reads no documents")
-    source = block.source
-    url = source.url if isinstance(source, UrlImage) else f"data:{source.media_type};base64,{source.data}"
-    return ImageSource(url, place)

@@ -1,0 +1,223 @@
+"""The blocks that messages of Anthropic's interface consist of, as clients send them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, RootModel, Tag
+
+from tgi_server.router.schemas.base import (
+    Items,
+    LeftOut,
+    Name,
+    Refused,
+    RefusingModel,
+    RequestModel,
+    by_type,
+)
+
+CACHED: frozenset[str] = frozenset({"cache_control"})
+
+
+class TextBlock(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "citations"})
+
+    type: Literal["text"]
+    text: str
+
+
+class Base64Image(RequestModel):
+    """The bytes of an image."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlImage(RequestModel):
+    """The URL of an image, which is a data URL, or one of a host of --allowed-media-domains."""
+
+    type: Literal["url"]
+    url: str
+
+
+class FileImage(Refused):
+    """An image that was uploaded before."""
+
+    reason = "no files are stored on this server; send the bytes as `base64`"
+
+    type: Literal["file"]
+
+
+class ImageBlock(RequestModel):
+    """An image, for models that read images."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "transformations"})
+
+    type: Literal["image"]
+    source: Annotated[Base64Image | UrlImage | FileImage, Field(discriminator="type")]
+
+
+class PlainTextSource(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({"media_type"})
+
+    type: Literal["text"]
+    data: str
+
+
+class NestedBlock(RootModel[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]):
+    """A block of a document."""
+
+
+def as_blocks(content: Any) -> Any:
+    """Returns content as a list of blocks: a string is a text."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class ContentSource(RequestModel):
+    type: Literal["content"]
+    content: Annotated[Items[NestedBlock], BeforeValidator(as_blocks, json_schema_input_type=str | Items[NestedBlock])]
+
+
+class FileSource(Refused):
+    """A PDF file, or a file that was uploaded before."""
+
+    reason = "this server reads no files; send the document as `text` or `content`"
+
+    type: Literal["base64", "url", "file"]
+
+
+class QuotableBlock(RefusingModel):
+    """Text that an answer could quote."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"citations": ({}, {"enabled": False})}
+    harmless: ClassVar[frozenset[str]] = CACHED
+
+
+class DocumentBlock(QuotableBlock):
+    """A document, which is read as text, with its title and its context before it."""
+
+    type: Literal["document"]
+    source: Annotated[PlainTextSource | ContentSource | FileSource, Field(discriminator="type")]
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(QuotableBlock):
+    """A result of a search, which is read as text, with its title and its source before it."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Items[TextBlock]
+
+
+class ThinkingBlock(RequestModel):
+    """Thoughts that came before an earlier answer. The signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class IgnoredBlock(RequestModel):
+    """A block that says nothing to the model: thoughts that only Anthropic can read, or a mark of its servers."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"data", "from", "to", "trigger"})
+
+    type: Literal["redacted_thinking", "fallback"]
+
+
+class CompactionBlock(RequestModel):
+    """What was said before, in short; it is read as text."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "encrypted_content", "signature", "tool_changes"})
+
+    type: Literal["compaction"]
+    content: str = ""
+
+
+class ToolUseBlock(RequestModel):
+    """A call that the model made earlier in the conversation."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "caller", "toolset_name", "server_name"})
+
+    type: Literal["tool_use", "mcp_tool_use"]
+    id: str
+    name: Name
+    input: dict[str, Any] = Field(default={})
+
+
+class ToolReference(RequestModel):
+    """A tool that a search for tools has found; all tools are shown anyway."""
+
+    harmless: ClassVar[frozenset[str]] = CACHED
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class LeftOutBlock(LeftOut):
+    """A block of a tool that Anthropic's servers run."""
+
+    known: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+            *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+            *("advisor_tool_result", "container_upload", "browser_state", "mcp_tool_listing"),
+            *("tool_addition", "tool_removal"),
+        }
+    )
+
+
+class ResultBlock(
+    RootModel[
+        Annotated[
+            Annotated[TextBlock, Tag("text")]
+            | Annotated[ImageBlock, Tag("image")]
+            | Annotated[DocumentBlock, Tag("document")]
+            | Annotated[SearchResultBlock, Tag("search_result")]
+            | Annotated[ToolReference, Tag("tool_reference")]
+            | Annotated[LeftOutBlock, Tag("other")],
+            by_type("text", "image", "document", "search_result", "tool_reference"),
+        ]
+    ]
+):
+    """A part of what a tool returned."""
+
+
+class ToolResultBlock(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "toolset_name"})
+
+    type: Literal["tool_result", "mcp_tool_result"]
+    tool_use_id: str
+    content: Annotated[
+        Items[ResultBlock],
+        BeforeValidator(as_blocks, json_schema_input_type=str | Items[ResultBlock]),
+    ] = Field(default=[])
+    is_error: bool | None = None
+
+
+class ContentBlock(
+    RootModel[
+        Annotated[
+            Annotated[TextBlock, Tag("text")]
+            | Annotated[ImageBlock, Tag("image")]
+            | Annotated[DocumentBlock, Tag("document")]
+            | Annotated[SearchResultBlock, Tag("search_result")]
+            | Annotated[ThinkingBlock, Tag("thinking")]
+            | Annotated[IgnoredBlock, Tag("redacted_thinking")]
+            | Annotated[IgnoredBlock, Tag("fallback")]
+            | Annotated[CompactionBlock, Tag("compaction")]
+            | Annotated[ToolUseBlock, Tag("tool_use")]
+            | Annotated[ToolUseBlock, Tag("mcp_tool_use")]
+            | Annotated[ToolResultBlock, Tag("tool_result")]
+            | Annotated[ToolResultBlock, Tag("mcp_tool_result")]
+            | Annotated[LeftOutBlock, Tag("other")],
+            by_type(
+                *("text", "image", "document", "search_result", "thinking", "redacted_thinking", "fallback"),
+                *("compaction", "tool_use", "mcp_tool_use", "tool_result", "mcp_tool_result"),
+            ),
+        ]
+    ]
+):
+    pass

@@ -1,0 +1,68 @@
+"""A table of what a request may have, made from the models of its body: what is read, ignored, refused or left out."""
+
+from collections.abc import Iterable, Iterator
+
+from pydantic import AliasChoices, BaseModel
+from pydantic.fields import FieldInfo
+
+from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, known_types, models_of
+
+_HEAD = """| object | read | accepted without effect | left out, and reported | refused by name |
+|---|---|---|---|---|
+"""
+
+
+def members_table(model: type[BaseModel], options: Iterable[str] = ()) -> str:
+    """Returns the table of one request. options: names of fields that another table has."""
+    hidden = frozenset(options)
+    return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in _rows(model, "", hidden, set()))
+
+
+def _rows(
+    model: type[BaseModel], path: str, hidden: frozenset[str], seen: set[tuple[str, type[BaseModel]]]
+) -> Iterator[tuple[str, ...]]:
+    fields = {name: field for name, field in _named(model) if name not in hidden}
+    refused, harmless = (set(getattr(model, name, ())) for name in ("refused", "harmless"))
+    refusing = {name: _types(field, Refused) for name, field in fields.items()}
+    leaving = {name: _types(field, LeftOut) for name, field in fields.items()}
+    yield (
+        f"`{path}`" if path else "the request",
+        _listed(fields),
+        _listed(sorted(harmless)),
+        _joined(_group(name, types) for name, types in leaving.items()),
+        _joined([_listed(sorted(refused)), *(_group(name, types) for name, types in refusing.items())]),
+    )
+    for name, field in fields.items():
+        for inner in models_of(field.annotation):
+            kinds = "" if "role" in inner.model_fields else ", ".join(sorted(known_types(inner) or ()))
+            own = f"{name}[{kinds}]" if kinds else name
+            if not issubclass(inner, Refused | LeftOut) and (own, inner) not in seen:
+                seen.add((own, inner))
+                yield from _rows(inner, f"{path}.{own}" if path else own, frozenset(), seen)
+
+
+def _named(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the fields by the names that they have in JSON."""
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias
+        for each in alias.choices if isinstance(alias, AliasChoices) else (alias or name,):
+            yield str(each), field
+
+
+def _types(field: FieldInfo, of: type[RequestModel]) -> list[str]:
+    return sorted(
+        kind for inner in models_of(field.annotation) if issubclass(inner, of) for kind in known_types(inner) or ()
+    )
+
+
+def _group(name: str, types: list[str]) -> str:
+    """Returns the types of a field's objects."""
+    return f"in `{name}`: {_listed(types)}" if types else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "; ".join(filter(None, parts))
