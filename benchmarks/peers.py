@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from benchmarks.floor import Machine, ModelCost, times_floor
 from benchmarks.load import Target
 from benchmarks.report import LATENCIES, Summary, finish, number, table, tell
 from benchmarks.serve import first_model, measure
-from benchmarks.servers import OURS, PEERS, ServerCommand, ServerDidNotStart, running
+from benchmarks.servers import OURS, ServerCommand, ServerDidNotStart, add_peer_arguments, chosen_peers, running
 from benchmarks.workloads import WORKLOADS, Workload, add_load_arguments, chosen_loads, positive
 
 _LOGS = Path("runs/logs")
@@ -78,9 +77,15 @@ class Comparison:
         """Adds `rounds` rounds. Raises ServerDidNotStart, ServerUnavailable; rounds that are complete by then stay."""
         for seed in range(rounds):
             tell(f"{self.model.name}, round {seed + 1} of {rounds}")
-            measured = [await self._measure(side.command, seed, start_limit) for side in self.sides]
-            for side, one in zip(self.sides, measured, strict=True):
+            order = self.order(seed)
+            measured = [await self._measure(side.command, seed, start_limit) for side in order]
+            for side, one in zip(order, measured, strict=True):
                 side.rounds.append(one)
+
+    def order(self, number_: int) -> list[Side]:
+        """Returns the servers in the order of a round: each goes first in turn, since the machine changes meanwhile."""
+        first = number_ % len(self.sides)
+        return self.sides[first:] + self.sides[:first]
 
     async def _measure(self, command: ServerCommand, seed: int, start_limit: float) -> Round:
         log = _LOGS / f"{command.name}-{self.model.name}.log"
@@ -171,49 +176,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     parser.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
     parser.add_argument("--our-api", choices=APIS, default="openai", help="default: %(default)s")
-    peer = parser.add_argument_group("peers")
-    peer.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="servers that this command knows to start")
-    peer.add_argument(
-        "--peer-command",
-        nargs="+",
-        default=[],
-        metavar="[NAME=]COMMAND",
-        help="how to start others, with {model} and {port}; they need a GET /health",
-    )
-    peer.add_argument(
-        "--peer-programs",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FOLDER",
-        help="where to look for the programs of each --peer first, in the same order",
-    )
-    peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for them")
-    peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
+    add_peer_arguments(parser)
     add_load_arguments(parser, default=[name for name, load in WORKLOADS.items() if load.usual])
     arguments = parser.parse_args()
-    if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
-        parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")
-    if len(arguments.peer_programs) > len(arguments.peer):
-        parser.error("--peer-programs: there are more folders than servers after --peer")
-    names = [peer.name for peer in (OURS, *_peers(arguments))]
-    if len(names) == 1:
-        parser.error("name a server to compare with, by --peer or --peer-command")
-    if len(set(names)) < len(names):
-        parser.error(f"the servers need names of their own, by NAME=COMMAND; they are {', '.join(names)}")
+    try:
+        if not chosen_peers(arguments):
+            parser.error("name a server to compare with, by --peer or --peer-command")
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
-
-
-def _peers(arguments: argparse.Namespace) -> list[ServerCommand]:
-    known = [PEERS[name] for name in arguments.peer]
-    for number_, folder in enumerate(arguments.peer_programs):
-        known[number_] = replace(known[number_], programs=folder.resolve())
-    for text in arguments.peer_command:
-        named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", text, re.DOTALL)
-        assert named is not None
-        known.append(ServerCommand(named[1] or "peer", named[2]))
-    added = dict(pair.split("=", 1) for pair in arguments.peer_env)
-    return [replace(peer, environment={**peer.environment, **added}, api=arguments.peer_api) for peer in known]
 
 
 def _compare(comparison: Comparison, arguments: argparse.Namespace) -> str | None:
@@ -231,7 +202,7 @@ def _compare(comparison: Comparison, arguments: argparse.Namespace) -> str | Non
 def main() -> None:
     arguments = _arguments()
     ours = replace(OURS, command=arguments.our_command, api=arguments.our_api)
-    peers, workloads = _peers(arguments), chosen_loads(arguments)
+    peers, workloads = chosen_peers(arguments), chosen_loads(arguments)
     if (load := os.getloadavg()[0]) > _BUSY:
         print(f"this machine is busy (load {load:.1f}): what it measures now is not its best", file=sys.stderr)
     comparisons: list[Comparison] = []

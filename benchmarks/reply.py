@@ -16,7 +16,7 @@ class BadReply(Exception):
 class Reply:
     """prompt_tokens, and those of them that were cached: None when the server does not tell.
 
-    token_times: when a stream's tokens came, in seconds.
+    token_times: when a stream's tokens came, in seconds. calls: of tools, name and arguments of each.
     """
 
     text: str
@@ -24,6 +24,7 @@ class Reply:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     token_times: list[float] = field(default_factory=list)
+    calls: list[dict[str, str]] = field(default_factory=list)
 
 
 def read_reply(response: TimedResponse) -> Reply:
@@ -54,17 +55,21 @@ def _whole_tgi(answer: dict[str, Any], response: TimedResponse) -> Reply:
 def _streamed(response: TimedResponse) -> Reply:
     reply = Reply("", 0)
     texts: list[str] = []
+    calls: dict[int, dict[str, str]] = {}
     for moment, event in _events(response):
         if "error" in event:
             raise BadReply(f"the stream ended with an error: {json.dumps(event['error'])[:300]}")
         _count_usage(reply, event)
         text = _token_text(event)
+        if _add_calls(calls, event):
+            text = text or ""
         if text is not None:
             texts.append(text)
             reply.token_times.append(moment)
     if not texts:
         raise BadReply("a stream without a token")
     reply.text = "".join(texts)
+    reply.calls = list(calls.values())
     reply.new_tokens = reply.new_tokens or len(texts)
     return reply
 
@@ -86,6 +91,16 @@ def _count_usage(reply: Reply, event: dict[str, Any]) -> None:
         reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     elif details := event.get("details"):
         reply.new_tokens, reply.prompt_tokens = details["generated_tokens"], details.get("input_length")
+
+
+def _add_calls(calls: dict[int, dict[str, str]], event: dict[str, Any]) -> bool:
+    """Adds an event's pieces of calls to those so far, by their index. Returns True if it has any."""
+    deltas = [each for choice in event.get("choices") or () for each in choice.get("delta", {}).get("tool_calls") or ()]
+    for delta in deltas:
+        call, new = calls.setdefault(delta["index"], {"name": "", "arguments": ""}), delta.get("function") or {}
+        for key in call:
+            call[key] += new.get(key) or ""
+    return bool(deltas)
 
 
 def _token_text(event: dict[str, Any]) -> str | None:

@@ -1,8 +1,10 @@
 """Starting a server for a measurement, and stopping it with everything it started."""
 
+import argparse
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -10,9 +12,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.workloads import adapter_name
 from shared.control_groups import usable_cores
@@ -28,7 +31,9 @@ class ServerDidNotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server and the command that starts it. command: may hold {model}, {model.name} and {port}.
+    """A server and the command that starts it. command: may hold {model}, {model.name}, {gguf} and {port}.
+
+    model: a folder or a GGUF file. gguf: that file, or FOLDER-Q4_K_M.gguf.
 
     programs: a folder to look for programs in first. environment: variables besides those of this process. api: the
     interface that it is asked by. adapter_flags: are added for loads with adapters, which lie in the folder
@@ -45,14 +50,24 @@ class ServerCommand:
     def arguments(self, model: Path, port: int, adapters: int = 0) -> list[str]:
         """Raises ValueError for a placeholder that does not exist, and for unbalanced quotes."""
         try:
-            arguments = [part.format(model=model.resolve(), port=port) for part in shlex.split(self.command)]
+            arguments = [
+                part.format(model=model.resolve(), gguf=gguf_of(model.resolve()), port=port)
+                for part in shlex.split(self.command)
+            ]
             if adapters:
                 folder = model.resolve().with_name(f"{model.name}-adapters")
                 pairs = [f"{name}={folder / name}" for name in map(adapter_name, range(adapters))]
                 arguments += self.adapter_flags.format(listed=",".join(pairs), apart=" ".join(pairs)).split()
             return arguments
         except (LookupError, AttributeError, ValueError) as error:
-            raise ValueError(f"command {self.command!r}: {error}; placeholders are {{model}} and {{port}}") from error
+            raise ValueError(
+                f"command {self.command!r}: {error}; placeholders are {{model}}, {{gguf}} and {{port}}"
+            ) from error
+
+
+def gguf_of(model: Path) -> Path:
+    """Returns the GGUF file of a model: the model itself, or what lies beside its folder."""
+    return model if model.suffix == ".gguf" else model.with_name(f"{model.name}-Q4_K_M.gguf")
 
 
 OURS = ServerCommand(
@@ -69,13 +84,57 @@ PEERS = {
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
         adapter_flags="--enable-lora --max-loras 8 --max-lora-rank 16 --lora-modules {apart}",
     ),
-    "llama.cpp": ServerCommand(
-        "llama.cpp",
-        f"llama-server --model {{model}}-Q4_K_M.gguf --threads {usable_cores()} --parallel 32 --ctx-size 32768 "
+    "llama.cpp": ServerCommand("llama.cpp", "python -m benchmarks.llama_cpp_server {gguf} {port}"),
+    "llama-server": ServerCommand(
+        "llama-server",
+        f"llama-server --model {{gguf}} --threads {usable_cores()} --parallel 32 --ctx-size 65536 "
         "--host 127.0.0.1 --port {port}",
     ),
     "openvino": ServerCommand("openvino", "python -m benchmarks.openvino_server {model}-openvino {port}"),
 }
+
+
+def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that name other servers, the same ones for every command."""
+    peer = parser.add_argument_group("peers")
+    peer.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="servers that this command knows to start")
+    peer.add_argument(
+        "--peer-command",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]COMMAND",
+        help="how to start others, with {model} or {gguf}, and {port}; they need a GET /health",
+    )
+    peer.add_argument(
+        "--peer-programs",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="where to look for the programs of each --peer first, in the same order, and then of each --peer-command",
+    )
+    peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for them")
+    peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
+
+
+def chosen_peers(arguments: argparse.Namespace) -> list[ServerCommand]:
+    """Returns the servers that the flags of `add_peer_arguments` name. Raises ValueError for flags that do not fit."""
+    if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
+        raise ValueError(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")
+    peers = [PEERS[name] for name in arguments.peer]
+    for text in arguments.peer_command:
+        named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", text, re.DOTALL)
+        assert named is not None
+        peers.append(ServerCommand(named[1] or "peer", named[2]))
+    if len(arguments.peer_programs) > len(peers):
+        raise ValueError("--peer-programs: there are more folders than servers after --peer and --peer-command")
+    for place, folder in enumerate(arguments.peer_programs):
+        peers[place] = replace(peers[place], programs=folder.resolve())
+    names = [OURS.name, *(peer.name for peer in peers)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the servers need names of their own, by NAME=COMMAND; they are {', '.join(names)}")
+    added = dict(pair.split("=", 1) for pair in arguments.peer_env)
+    return [replace(peer, environment={**peer.environment, **added}, api=arguments.peer_api) for peer in peers]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.floor import Machine, ModelCost
 from benchmarks.load import RequestRecord, WorkloadResult
-from benchmarks.peers import Comparison, Round, Side, _arguments, _peers
+from benchmarks.peers import Comparison, Round, Side, _arguments
 from benchmarks.report import Summary, finish, summarise
-from benchmarks.servers import ServerCommand, ServerDidNotStart
+from benchmarks.servers import ServerCommand, ServerDidNotStart, chosen_peers
 from benchmarks.workloads import Workload
 
 WORKLOAD = Workload("X", users=2, words=3, new_tokens=4, repeat=1, stream=False)
@@ -65,7 +65,7 @@ def test_failed_requests_of_all_sides_are_counted() -> None:
 def test_servers_to_compare_with_have_programs_and_names_of_their_own(monkeypatch, capsys) -> None:
     def parsed(*flags: str) -> list[tuple[str, str]]:
         monkeypatch.setattr("sys.argv", ["peers", "--model", "m", *flags])
-        return [(peer.name, str(peer.programs)) for peer in _peers(_arguments())]
+        return [(peer.name, str(peer.programs)) for peer in chosen_peers(_arguments())]
 
     beside = parsed("--peer", "vllm", "openvino", "--peer-programs", "/a", "/b", "--peer-command", "int8=serve {model}")
     assert beside[:2] == [("vllm", "/a"), ("openvino", "/b")]
@@ -78,6 +78,13 @@ def test_servers_to_compare_with_have_programs_and_names_of_their_own(monkeypatc
         with pytest.raises(SystemExit):
             parsed(*flags)
         assert complaint in capsys.readouterr().err
+
+
+def test_each_server_goes_first_in_turn() -> None:
+    compared = comparison_of([taking(1)], [taking(1)], [taking(1)])
+    assert ["".join(side.command.name for side in compared.order(round_)) for round_ in range(4)] == [
+        *("abc", "bca", "cab", "abc")
+    ]
 
 
 async def test_a_round_that_one_server_does_not_survive_is_left_out(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ async def test_sigterm_ends_the_server_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["{modle}", "{model.nmae}"])
 def test_a_wrong_placeholder_is_told(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"placeholders are \{model\} and \{port\}"):
+    with pytest.raises(ValueError, match=r"placeholders are \{model\}, \{gguf\} and \{port\}"):
         ServerCommand("peer", f"serve {wrong}").arguments(tmp_path, 1)
 
 
@@ -93,8 +93,18 @@ def test_a_server_is_told_of_the_adapters_beside_the_model() -> None:
     ]
 
 
-@pytest.mark.parametrize(("peer", "beside"), [("llama.cpp", "-Q4_K_M.gguf"), ("openvino", "-openvino")])
+@pytest.mark.parametrize(
+    ("peer", "beside"),
+    [("llama.cpp", "-Q4_K_M.gguf"), ("llama-server", "-Q4_K_M.gguf"), ("openvino", "-openvino")],
+)
 def test_peers_of_4_bits_read_what_lies_beside_the_model(peer: str, beside: str, tmp_path: Path) -> None:
     arguments = PEERS[peer].arguments(tmp_path / "llama-360m", 8090)
     assert f"{tmp_path}/llama-360m{beside}" in arguments
     assert "8090" in arguments
+
+
+@pytest.mark.parametrize("peer", ["llama.cpp", "llama-server"])
+def test_a_gguf_file_is_read_by_both_sides(peer: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    assert str(file) in PEERS[peer].arguments(file, 8090)
+    assert str(file) in OURS.arguments(file, 8090)
