@@ -9,11 +9,11 @@ from shared.logging import one_line
 # Characters: a message may repeat what a client sent.
 _LONGEST_MESSAGE = 1_000
 _OPENAI = "/v1/"
-_ANTHROPIC = "/v1/messages"
+ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
     **{413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"},
-    504: "timeout_error",
+    **{501: "invalid_request_error", 504: "timeout_error"},
 }
 # Details of a refusal, by the field that is refused, for which clients look before they send a request without it.
 _ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
@@ -59,15 +59,16 @@ class InvalidRequest(RouterError):
 class ContextOverflow(InvalidRequest):
     """The prompt, or the prompt with the requested answer, has too many tokens.
 
-    Clients look for the words: `str()` has those of TGI, `openai_message` those of OpenAI.
+    Clients look for the words, and parse the numbers: `str()` has those of TGI; there are OpenAI's and Anthropic's.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, message: str, openai_message: str) -> None:
+    def __init__(self, message: str, openai_message: str, anthropic_message: str) -> None:
         super().__init__(message)
         self.param = None
         self.openai_message = openai_message
+        self.anthropic_message = anthropic_message
 
     @classmethod
     def of_prompt(cls, tokens: int, max_input_tokens: int, *, at_least: bool = False) -> Self:
@@ -77,6 +78,8 @@ class ContextOverflow(InvalidRequest):
             f"`inputs` must have less than {max_input_tokens + 1} tokens. Given: {given}",
             f"This model's maximum context length is {max_input_tokens} tokens of input. However, your messages "
             f"resulted in {given} tokens. Please reduce the length of the messages.",
+            f"prompt is too long: {tokens} tokens > {max_input_tokens} maximum"
+            + (" (further tokens were not counted)" if at_least else ""),
         )
 
     @classmethod
@@ -88,6 +91,7 @@ class ContextOverflow(InvalidRequest):
             f"This model's maximum context length is {max_total_tokens} tokens. However, you requested "
             f"{tokens + max_new_tokens} tokens ({tokens} in the messages, {max_new_tokens} in the completion). "
             "Please reduce the length of the messages or completion.",
+            f"input length and `max_tokens` exceed context limit: {tokens} + {max_new_tokens} > {max_total_tokens}",
         )
 
 
@@ -255,7 +259,7 @@ class NoSuchResponse(RouterError):
 
 
 class NotSupported(RouterError):
-    """A feature of OpenAI's API that this server does not have."""
+    """A feature of OpenAI's or Anthropic's API that this server does not have."""
 
     status = 501
     error_type = "not_supported"
@@ -269,8 +273,8 @@ def shown_status(error: RouterError, path: str) -> int:
 
 def error_body(error: RouterError, path: str) -> dict[str, Any]:
     """Returns the JSON object of an error: TGI's, OpenAI's below /v1/, or Anthropic's below /v1/messages."""
-    if path.startswith(_ANTHROPIC):
-        message = f"prompt is too long: {error.openai_message}" if isinstance(error, ContextOverflow) else str(error)
+    if path.startswith(ANTHROPIC):
+        message = error.anthropic_message if isinstance(error, ContextOverflow) else str(error)
         kind = _ANTHROPIC_TYPES.get(shown_status(error, path), "api_error")
         details = _ANTHROPIC_DETAILS.get(error.param or "") if isinstance(error, InvalidRequest) else None
         shown = {"type": kind, "message": message} | ({} if details is None else {"details": details})

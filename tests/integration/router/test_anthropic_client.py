@@ -107,9 +107,11 @@ async def test_thoughts_are_blocks_of_their_own_when_they_are_requested(routers:
         assert [block.type for block in message.content] == ["thinking", "text"]
         assert message.content[0].type == "thinking"
         assert message.content[0].thinking == "Rice is dry."
+        assert len(message.content[0].signature) == 32
         async with client.messages.stream(**asked, thinking=enabled) as stream:
             streamed = await stream.get_final_message()
         assert [block.type for block in streamed.content] == ["thinking", "text"]
+        assert streamed.content[0] == message.content[0]
         turns: Any = [*HELLO, {"role": "assistant", "content": streamed.content}, {"role": "user", "content": "And?"}]
         assert (await client.messages.count_tokens(model="any", messages=turns)).input_tokens > 5
         plain = await client.messages.create(**asked)
@@ -194,7 +196,7 @@ async def test_a_request_without_a_length_is_refused(router: Router) -> None:
 
 async def test_a_prompt_that_is_too_long_is_called_so(client: anthropic.AsyncAnthropic) -> None:
     long: Any = [{"role": "user", "content": "rice " * 5000}]
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
         await client.messages.create(model="any", max_tokens=5, messages=long)
 
 
@@ -360,3 +362,141 @@ async def test_blocks_of_tools_that_anthropic_runs_are_left_out(
     prompt = prompt_of(router)
     assert "Rice was discussed." in prompt
     assert "Found." in prompt
+
+
+TOOL_TURNS: Any = [
+    *HELLO,
+    *(
+        turn
+        for index in range(4)
+        for turn in (
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": f"Idea {index}.", "signature": "s"},
+                    {"type": "tool_use", "id": f"t{index}", "name": "get_weather", "input": {"place": f"Town {index}"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": f"t{index}", "content": f"Result {index}."}],
+            },
+        )
+    ),
+]
+
+
+async def edit(client: anthropic.AsyncAnthropic, turns: Any, *edits: Any) -> Any:
+    """Returns the message for a request with these edits."""
+    return await client.beta.messages.create(
+        model="any", max_tokens=5, messages=turns, tools=[WEATHER], context_management={"edits": list(edits)}
+    )
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [],
+        [{"type": "clear_thinking_20251015", "keep": "all"}],
+        [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}],
+        [{"type": "clear_thinking_20251015"}],
+        [{"type": "clear_tool_uses_20250919"}],
+        [{"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 4}}],
+        [{"type": "compact_20260112", "trigger": None}],
+    ],
+)
+async def test_edits_that_change_nothing_are_accepted(
+    router: Router, client: anthropic.AsyncAnthropic, edits: Any
+) -> None:
+    message = await edit(client, TOOL_TURNS, *edits)
+    assert message.context_management.applied_edits == []
+    assert "Result 0." in prompt_of(router)
+    counted = await client.beta.messages.count_tokens(
+        model="any", messages=TOOL_TURNS, tools=[WEATHER], context_management={"edits": edits}
+    )
+    assert counted.context_management is not None
+    assert counted.context_management.original_input_tokens == counted.input_tokens
+
+
+async def test_results_of_earlier_calls_are_cleared(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    clear: Any = {
+        "type": "clear_tool_uses_20250919",
+        "trigger": {"type": "input_tokens", "value": 10},
+        "keep": {"type": "tool_uses", "value": 1},
+        "clear_tool_inputs": True,
+    }
+    message = await edit(client, TOOL_TURNS, clear)
+    (applied,) = message.context_management.applied_edits
+    assert (applied.type, applied.cleared_tool_uses) == ("clear_tool_uses_20250919", 3)
+    prompt = prompt_of(router)
+    assert "Result 2." not in prompt
+    assert "Town 2" not in prompt
+    assert "Result 3." in prompt
+    assert "Town 3" in prompt
+    too_little = {**clear, "clear_at_least": {"type": "input_tokens", "value": 10_000}}
+    assert (await edit(client, TOOL_TURNS, too_little)).context_management.applied_edits == []
+    others = {**clear, "exclude_tools": ["get_weather"]}
+    assert (await edit(client, TOOL_TURNS, others)).context_management.applied_edits == []
+
+
+async def test_thoughts_of_earlier_turns_are_cleared_and_reported(routers: RouterFactory) -> None:
+    router: Router = await routers(reasoning_parser="qwen3")
+    turns: Any = [*TOOL_TURNS, {"role": "assistant", "content": "Done."}, *HELLO]
+    turns += [{"role": "assistant", "content": [{"type": "thinking", "thinking": "Last.", "signature": ""}]}, *HELLO]
+    async with client_of(router) as client:
+        async with client.beta.messages.stream(
+            model="any",
+            max_tokens=5,
+            messages=turns,
+            tools=[WEATHER],
+            context_management={"edits": [{"type": "clear_thinking_20251015"}]},
+        ) as stream:
+            streamed: Any = await stream.get_final_message()
+        (applied,) = streamed.context_management.applied_edits
+        # The calls and what follows them are one turn.
+        assert (applied.type, applied.cleared_thinking_turns) == ("clear_thinking_20251015", 1)
+
+
+async def test_a_compaction_is_refused_only_where_it_would_happen(client: anthropic.AsyncAnthropic) -> None:
+    compact: Any = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 10}}
+    with pytest.raises(anthropic.BadRequestError, match=r"`compact_20260112` .* above its trigger of 10"):
+        await edit(client, TOOL_TURNS, compact)
+
+
+async def test_a_stream_has_pings_and_the_signature_of_its_thoughts(routers: RouterFactory) -> None:
+    router: Router = await routers(reasoning_parser="qwen3")
+    router.say("<think>Rice is dry.</think>Rinse it.")
+    response = await router.post(
+        "/v1/messages", messages=HELLO, max_tokens=50, stream=True, thinking={"type": "between_tools"}
+    )
+    events = [line.removeprefix("event: ") for line in response.text.splitlines() if line.startswith("event: ")]
+    assert events[:3] == ["message_start", "ping", "content_block_start"]
+    assert 'data: {"type":"ping"}' in response.text
+    deltas = [line for line in response.text.splitlines() if "_delta" in line and line.startswith("data")]
+    kinds = [kind for line in deltas for kind in ("thinking", "signature", "text") if f'"{kind}_delta"' in line]
+    assert list(dict.fromkeys(kinds)) == ["thinking", "signature", "text"]
+
+
+async def test_models_have_anthropics_form_for_its_clients(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    page = await client.models.list()
+    (model,) = page.data
+    assert (model.type, model.display_name, page.has_more) == ("model", model.id, False)
+    assert model.created_at.year > 2000
+    assert model.max_input_tokens
+    assert (await client.models.retrieve(model.id)).id == model.id
+    assert [each.id async for each in client.models.list(limit=1)] == [model.id]
+    with pytest.raises(anthropic.NotFoundError) as refusal:
+        await client.models.retrieve("another")
+    body: Any = refusal.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    for query in ("limit=0", "after_id=another"):
+        refused = await router.http.get(f"/v1/models?{query}", headers={"anthropic-version": "2023-06-01"})
+        assert refused.status_code == 400
+
+
+async def test_batches_are_refused_by_name(client: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.APIStatusError, match="message batches are not supported here") as refusal:
+        await client.messages.batches.create(requests=[])
+    assert refusal.value.status_code == 501
+    with pytest.raises(anthropic.APIStatusError, match="message batches are not supported here"):
+        await client.messages.batches.retrieve("a")

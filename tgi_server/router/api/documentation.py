@@ -20,6 +20,7 @@ from tgi_server.router.schemas import (
     chat,
     compatibility,
     completions,
+    context_management,
     decisions,
     encoding,
     generate,
@@ -152,7 +153,7 @@ _REQUESTS: list[type[BaseModel]] = [
 ]
 _MESSAGE_EVENTS: tuple[type[ResponseModel], ...] = (
     *(messages.MessageStart, messages.BlockStart, messages.BlockPiece),
-    *(messages.BlockStop, messages.MessageChange, messages.MessageStop),
+    *(messages.BlockStop, messages.MessageChange, messages.MessageStop, messages.Ping),
 )
 _RESPONSES: list[type[ResponseModel]] = [
     *(generate.GenerateResponse, generate.StreamResponse, generate.SimpleToken, generate.DetokenizeResponse),
@@ -163,12 +164,13 @@ _RESPONSES: list[type[ResponseModel]] = [
     *(responses.OutputMessageItem, responses.OutputReasoning, responses.OutputFunctionCall),
     *(messages.SentMessage, messages.SentText, messages.SentThinking, messages.SentToolUse, messages.CountedTokens),
     *_MESSAGE_EVENTS,
+    *(context_management.ClearedThinking, context_management.ClearedToolUses),
     messages.AnthropicErrorResponse,
     *(decisions.Decision, decisions.PredicateAnswer, decisions.ChoiceAnswer, decisions.ScoreAnswer),
     *(decisions.RefusalAnswer, decisions.SystemOneResponse),
     *(encoding.EmbeddingsResponse, encoding.Rank, encoding.Prediction, encoding.RerankResponse),
     warm.WarmResponse,
-    *(info.Info, info.ModelsInfo, info.ModelInfo, info.VersionInfo),
+    *(info.Info, info.ModelsInfo, info.ModelInfo, info.AnthropicModels, info.AnthropicModel, info.VersionInfo),
     *(openai.OpenAIErrorResponse, ErrorResponse),
 ]
 
@@ -186,6 +188,8 @@ _NAMED: dict[str, Any] = {
     "Embeddings": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
     "GeneratedList": _GENERATED,
     "MessageEvent": _any_of(*_MESSAGE_EVENTS),
+    "Model": _any_of(info.ModelInfo, info.AnthropicModel),
+    "ModelList": _any_of(info.ModelsInfo, info.AnthropicModels),
     "OutputMessage": _any_of(chat.TextMessage, chat.ToolCallMessage),
     "Predictions": {
         "anyOf": [_PREDICTED, {"type": "array", "items": _PREDICTED}],

@@ -10,8 +10,10 @@ from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
 from tgi_server.router.errors import (
+    ANTHROPIC,
     CannotBeInTime,
     NoSuchRoute,
+    NotSupported,
     Overloaded,
     RequestTimedOut,
     RouterError,
@@ -48,17 +50,23 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["retry-after"] = _RETRY_SECONDS
     if isinstance(error, CannotBeInTime):
         extra["retry-after"] = str(error.retry_after)
-    if isinstance(error, RequestTimedOut):  # nobody waits for what the clients of OpenAI and Anthropic would try again
+    # What the clients of OpenAI and Anthropic would try again: nobody waits for the answer, or there will be none.
+    if isinstance(error, RequestTimedOut | NotSupported):
         extra["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
         extra["www-authenticate"] = "Bearer"
     if isinstance(error, NoSuchRoute) and error.allowed:
         extra["allow"] = ", ".join(error.allowed)
     status = shown_status(error, path)
-    body = error_body(error, path)
+    body = error_body(error, ANTHROPIC if speaks_anthropic(headers) else path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
         return Response(event(body), status_code=status, media_type=EVENTS, headers=extra)
     return Response(to_json(body), status_code=status, media_type=JSON, headers=extra)
+
+
+def speaks_anthropic(headers: Headers) -> bool:
+    """Returns True if the client says which version of Anthropic's interface it speaks, as that requires."""
+    return "anthropic-version" in headers
 
 
 to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode

@@ -74,3 +74,20 @@ class ModelInfo(ResponseModel, kw_only=True):
 class ModelsInfo(ResponseModel, kw_only=True):
     object: Literal["list"]
     data: list[ModelInfo]
+
+
+class AnthropicModel(ResponseModel, kw_only=True):
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModels(ResponseModel, kw_only=True):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

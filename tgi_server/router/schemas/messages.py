@@ -23,6 +23,7 @@ from tgi_server.router.schemas.base import (
     one_of,
     takes_options,
 )
+from tgi_server.router.schemas.context_management import AppliedEdits, ContextManagement, OriginalTokens
 from tgi_server.router.schemas.message_blocks import ContentBlock, TextBlock, as_blocks
 
 
@@ -138,7 +139,6 @@ class MessagesParameters(RefusingModel):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),
-        "context_management": (),
         "mcp_servers": ([],),
         "thread": (),
     }
@@ -158,6 +158,9 @@ class MessagesParameters(RefusingModel):
     tool_choice: ToolSelection | None = Field(default=None, description="Whether it may, must, or must not call one.")
     thinking: ThinkingOptions | None = Field(default=None, description="Whether to think; unset: no.")
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = Field(
+        default=None, description="Edits of the conversation that are made before the model reads it."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
 
 
@@ -183,7 +186,7 @@ class SentText(ResponseModel, kw_only=True):
 
 
 class SentThinking(ResponseModel, kw_only=True):
-    """The signature is empty: nobody checks it."""
+    """The signature is opaque, and is not checked when it comes back."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -218,14 +221,16 @@ class SentMessage(ResponseModel, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
+    context_management: AppliedEdits | UnsetType = UNSET
 
 
 class BlockDelta(ResponseModel, kw_only=True):
-    """A piece of a block: of its text, its thoughts, or the arguments of a call."""
+    """A piece of a block: of its text, its thoughts, their signature, or the arguments of a call."""
 
-    type: Literal["text_delta", "thinking_delta", "input_json_delta"]
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
     partial_json: str | UnsetType = UNSET
 
 
@@ -260,19 +265,30 @@ class MessageChange(ResponseModel, kw_only=True):
     type: Literal["message_delta"] = "message_delta"
     delta: MessageEnd
     usage: MessagesUsage
+    context_management: AppliedEdits | UnsetType = UNSET
 
 
 class MessageStop(ResponseModel, kw_only=True):
     type: Literal["message_stop"] = "message_stop"
 
 
+class Ping(ResponseModel, kw_only=True):
+    """A sign of life: after the start of a message, and while nothing else is sent."""
+
+    type: Literal["ping"] = "ping"
+
+
 class CountedTokens(ResponseModel, kw_only=True):
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET
 
 
 class AnthropicError(ResponseModel, kw_only=True):
+    """`details`: by which a client can tell what to leave out."""
+
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class AnthropicErrorResponse(ResponseModel, kw_only=True):

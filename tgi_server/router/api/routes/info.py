@@ -1,5 +1,6 @@
 """/health, /metrics, /info and /v1/models: the server's state, and what it serves."""
 
+from datetime import UTC, datetime
 from time import time
 from typing import Any
 
@@ -8,12 +9,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.documentation import Responses, answered_by, described
-from tgi_server.router.api.encoding import json_response
+from tgi_server.router.api.encoding import json_response, speaks_anthropic
+from tgi_server.router.api.routes.model_page import models_page
 from tgi_server.router.api.routes.page import page, wants_page
 from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
-from tgi_server.router.schemas.info import AdapterInfo, EncoderInfo, Info, ModelInfo, ModelsInfo, VersionInfo
+from tgi_server.router.schemas.info import (
+    AdapterInfo,
+    AnthropicModel,
+    EncoderInfo,
+    Info,
+    ModelInfo,
+    ModelsInfo,
+    VersionInfo,
+)
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
 
@@ -46,7 +56,7 @@ def probe_routes(service: Service) -> APIRouter:
             operation_id=f"health_{path.strip('/') or 'root'}",
         )
 
-    def get(path: str, summary: str, model: type[ResponseModel], **more: Any) -> Any:
+    def get(path: str, summary: str, model: type[ResponseModel] | str, **more: Any) -> Any:
         described_responses = answered_by(model) | more.pop("responses", {})
         return router.get(path, summary=summary, response_class=Response, responses=described_responses, **more)
 
@@ -79,16 +89,31 @@ def probe_routes(service: Service) -> APIRouter:
             for name, parent in parents.items()
         }
 
-    @get("/v1/models", "The models, by all their names, and adapters", ModelsInfo)
-    async def models() -> Response:
+    def in_anthropics_form(model: ModelInfo) -> AnthropicModel:
+        limits = service.limits
+        return AnthropicModel(
+            id=model.id,
+            display_name=model.id,
+            created_at=datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            max_input_tokens=limits.max_input_tokens,
+            max_tokens=limits.max_total_tokens - 1,
+        )
+
+    @get("/v1/models", "The models, by all their names, and adapters; with `anthropic-version` as pages", "ModelList")
+    async def models(request: Request) -> Response:
+        if speaks_anthropic(request.headers):
+            return json_response(
+                models_page(list(map(in_anthropics_form, all_models().values())), request.query_params)
+            )
         return json_response(ModelsInfo(object="list", data=list(all_models().values())))
 
-    @get("/v1/models/{model_id:path}", "One model, or adapter", ModelInfo, responses=_NO_SUCH_MODEL)
-    async def one_model(model_id: str) -> Response:
+    @get("/v1/models/{model_id:path}", "One model, or adapter", "Model", responses=_NO_SUCH_MODEL)
+    async def one_model(request: Request, model_id: str) -> Response:
         known = all_models()
         if model_id not in known:
             raise NoSuchModel(f"there is no model {model_id[:100]!r} here, only {', '.join(map(repr, known))}")
-        return json_response(known[model_id])
+        found = known[model_id]
+        return json_response(in_anthropics_form(found) if speaks_anthropic(request.headers) else found)
 
     return router
 

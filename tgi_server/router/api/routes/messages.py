@@ -1,9 +1,12 @@
 """/v1/messages and /v1/messages/count_tokens, as Anthropic's clients know them."""
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from uuid import uuid4
 
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,10 +20,13 @@ from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
 from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render
+from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
 from tgi_server.router.api.routes.prompt_images import with_images
 from tgi_server.router.api.routes.tokenize import reading, tokens_of
+from tgi_server.router.errors import NotSupported
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
+from tgi_server.router.schemas.context_management import AppliedEdits, OriginalTokens
 from tgi_server.router.schemas.messages import (
     BlockDelta,
     BlockPiece,
@@ -34,6 +40,7 @@ from tgi_server.router.schemas.messages import (
     MessageStart,
     MessageStop,
     MessagesUsage,
+    Ping,
     SentMessage,
     SentText,
     SentThinking,
@@ -50,6 +57,7 @@ _STOP_REASONS = {
     FinishReason.EOS_TOKEN: "end_turn",
     FinishReason.STOP_SEQUENCE: "stop_sequence",
 }
+_PING = named_event("ping", Ping())
 
 
 def message_routes(service: Service) -> APIRouter:
@@ -70,26 +78,37 @@ def message_routes(service: Service) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         async with reading(service, request, CountTokensRequest) as (body, size):
+            edits = ContextEdits(service, body.context_management)
 
             def prepare() -> tuple[Conversation, RenderedPrompt]:
-                conversation = conversation_of(body)
+                conversation = edits.apply(conversation_of(body))
                 return conversation, render(service, conversation)
 
             conversation, prompt = await service.text.threads.run(size, prepare)
             prompt = await with_images(service, prompt, conversation.images, lease_of(request.scope).hold)
             _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
-            return json_response(CountedTokens(input_tokens=len(tokens)))
+            counted = CountedTokens(input_tokens=len(tokens))
+            if edits.report is not None:
+                counted.context_management = OriginalTokens(original_input_tokens=len(tokens) + edits.saved_tokens)
+            return json_response(counted)
 
+    async def batches(_: Request) -> Response:
+        raise NotSupported("message batches are not supported here; send each request to /v1/messages")
+
+    for path in ("/v1/messages/batches", "/v1/messages/batches/{rest:path}"):
+        router.add_api_route(path, batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return router
 
 
 async def _answer(exchange: Exchange, request: MessagesRequest) -> Response:
     service = exchange.service
-    prompt = await prompt_for_chat(exchange, lambda: plan_message(service, request))
-    return _stream(exchange, prompt) if request.stream else await _whole(exchange, prompt)
+    edits = ContextEdits(service, request.context_management)
+    prompt = await prompt_for_chat(exchange, lambda: plan_message(service, request, edits))
+    applied = UNSET if edits.report is None else edits.report
+    return _stream(exchange, prompt, applied) if request.stream else await _whole(exchange, prompt, applied)
 
 
-async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
+async def _whole(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | UnsetType) -> Response:
     end, written = AllEnded(1), WholeChoice()
     choices = ChatChoices.begin(exchange, prompt, lambda _: written, end)
     await exchange.wait_for(end.future)
@@ -97,13 +116,14 @@ async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
     message.content = _blocks(written)
     ending = _ending(choices, called=written.finish_reason == "tool_calls")
     message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
+    message.context_management = applied
     return exchange.respond(message, characters=len(prompt.text), streams=choices.streams)
 
 
 def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]:
     blocks: list[SentThinking | SentText | SentToolUse] = []
     if written.thoughts:
-        blocks.append(SentThinking(thinking=written.thoughts))
+        blocks.append(SentThinking(thinking=written.thoughts, signature=_signature(_digest(written.thoughts))))
     if written.text:
         blocks.append(SentText(text=written.text))
     for name, arguments, own in written.calls:
@@ -113,15 +133,15 @@ def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]
     return blocks
 
 
-def _stream(exchange: Exchange, prompt: ChatPrompt) -> Response:
-    outbox = Outbox()
+def _stream(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | UnsetType) -> Response:
+    outbox = Outbox(_PING)
 
     def start() -> SentMessage:
         return _message(exchange, prompt, choices)
 
     def last_words() -> bytes:
         ending = _ending(choices, called=events.reason == "tool_calls")
-        events.end(MessageChange(delta=ending, usage=_usage(choices)))
+        events.end(MessageChange(delta=ending, usage=_usage(choices), context_management=applied))
         return b""
 
     events = _MessageEvents(outbox, start)
@@ -142,6 +162,7 @@ class _MessageEvents:
         self._start = start
         self._index = -1
         self._open: tuple[AnswerPart, int] | None = None
+        self._thoughts = _digest()
         self.reason: str | None = None
 
     def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
@@ -156,6 +177,7 @@ class _MessageEvents:
 
     def _begin_message(self) -> None:
         self._send(MessageStart(message=self._start()))
+        self._outbox.write(_PING)
         self._index = 0
 
     def _begin(self, piece: Piece, block: SentText | SentThinking | SentToolUse) -> None:
@@ -175,10 +197,16 @@ class _MessageEvents:
                 begun, delta = None, BlockDelta(type="input_json_delta", partial_json=piece.text)
         if begun is not None and (self._open is None or self._open[0] is not piece.part):
             self._begin(piece, begun)
+        if piece.part is AnswerPart.THOUGHT:
+            self._thoughts.update(piece.text.encode())
         self._send(BlockPiece(index=self._index, delta=delta))
 
     def _close(self) -> None:
         if self._open is not None:
+            if self._open[0] is AnswerPart.THOUGHT:
+                signature = _signature(self._thoughts)
+                self._send(BlockPiece(index=self._index, delta=BlockDelta(type="signature_delta", signature=signature)))
+                self._thoughts = _digest()
             self._send(BlockStop(index=self._index))
             self._index += 1
             self._open = None
@@ -214,6 +242,15 @@ def _ending(choices: ChatChoices, *, called: bool) -> MessageEnd:
     assert stream.finish_reason is not None
     stopped = stream.stop_sequence if stream.finish_reason is FinishReason.STOP_SEQUENCE else None
     return MessageEnd(stop_reason="tool_use" if called else _STOP_REASONS[stream.finish_reason], stop_sequence=stopped)
+
+
+def _digest(thoughts: str = "") -> blake2b:
+    return blake2b(thoughts.encode(), digest_size=24)
+
+
+def _signature(thoughts: blake2b) -> str:
+    """Returns the signature of a block of thoughts: clients keep a block only with one, and send it back."""
+    return b64encode(thoughts.digest()).decode()
 
 
 def _tool_use_id() -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from tgi_server.router.api.routes.chat_prompt import ChatPlan
 from tgi_server.router.api.routes.client_tools import client_tool
+from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.message_turns import turns_of
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
@@ -31,7 +32,7 @@ from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 _BILLING = "x-anthropic-billing-header:"
 
 
-def plan_message(service: Service, request: MessagesRequest) -> ChatPlan:
+def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> ChatPlan:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = service.options.read(request, Dialect.MESSAGES)
     if not options.stopping.max_new_tokens:
@@ -44,7 +45,8 @@ def plan_message(service: Service, request: MessagesRequest) -> ChatPlan:
         options = replace(options, thinking_token_budget=_budget(request))
     show_thoughts = _thinks(request) and (request.thinking is None or request.thinking.display != "omitted")
     use = tools_of(request)
-    return ChatPlan(Dialect.MESSAGES, conversation_of(request, use), use, options, show_thoughts)
+    conversation = edits.apply(conversation_of(request, use))
+    return ChatPlan(Dialect.MESSAGES, conversation, use, options, show_thoughts)
 
 
 def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> Conversation:
