@@ -177,11 +177,6 @@ class Encoder:
         if batch:
             yield batch
 
-    @property
-    def normalizes(self) -> bool:
-        """Returns True if embeddings have the length 1 already."""
-        return self._modules is not None and self._modules.normalizes
-
     def _pause(self, *_: Any) -> None:
         self.between()
 
@@ -196,7 +191,8 @@ def finished(values: Tensor, dimensions: int, *, unit: bool) -> Tensor:
 
 
 class _Modules:
-    """What sentence-transformers does behind the model: pooling, dense layers, normalisation.
+    """What sentence-transformers does after the model: pooling and dense layers. A request says if embeddings get the
+    length 1, also where the files have the module `Normalize`, as in Text Embeddings Inference.
 
     Without its files a decoder's last token is the embedding, and the mean of all tokens for other models.
     """
@@ -216,7 +212,6 @@ class _Modules:
                 self.poolings = _poolings(path / "config.json")
             if kind == "Dense":
                 self._dense.append(_dense(path))
-        self.normalizes = any(kind == "Normalize" for kind, _ in kinds)
 
     def columns(self, config: PretrainedConfig) -> int:
         return len(self._dense[-1][0]) if self._dense else len(self.poolings) * int(config.hidden_size)
@@ -227,7 +222,7 @@ class _Modules:
         for weight, bias, activation in self._dense:
             bias = bias if bias is None else bias.to(values.device)
             values = activation(linear(values, weight.to(values.device), bias))
-        return normalize(values, dim=1) if self.normalizes else values
+        return values
 
 
 def _pooled(name: str, hidden: Tensor, ends: Tensor) -> Tensor:

@@ -82,7 +82,6 @@ class EncoderQueue:
         except asyncio.CancelledError:
             job.left = []
             raise
-        unit = unit and not (self.encoders[task].normalizes and not dimensions)
         return finished(values, dimensions, unit=unit)
 
     async def run(self, work: Callable[[Callable[[], None], Callable[[], float]], T], target_gap_s: float | None) -> T:

@@ -46,7 +46,7 @@ class Reference:
 class Models:
     def __init__(self, folder: Path, chat: Path) -> None:
         self.chat = chat
-        self.embedder = make_embedder("bert", folder / "embedder")
+        self.embedder = make_embedder("bert", folder / "embedder", normalize=True)
         self.ranker = make_ranker("bert", folder / "ranker")
         self.embed, self.rank = Reference("embed", self.embedder), Reference("rank", self.ranker)
 
@@ -125,6 +125,7 @@ def test_embed_of_tei(url: str, models: Models) -> None:
     assert close(post(url, "/embed", inputs="oak").json(), [pytest.approx(unit(models.embed("oak")), abs=1e-4)])
     (raw,) = post(url, "/embed", inputs=["oak"], normalize=False).json()
     assert close(raw, models.embed("oak"))
+    assert math.dist(raw, [0] * len(raw)) != pytest.approx(1)
     (prompted,) = post(url, "/embed", inputs=["oak"], prompt_name="query", normalize=False).json()
     assert close(prompted, models.embed("search: oak"))
 

@@ -258,7 +258,7 @@ async def test_what_is_refused(shared_router: Router, body: dict[str, Any], told
 
 
 async def test_errors(router: Router):
-    response = await router.post("/v1/responses", input="Hello", max_output_tokens=10**6)
+    response = await router.post("/v1/responses", input="Hello " * 10**4)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     router.shard.fail = "out of memory"

@@ -117,6 +117,15 @@ def test_only_the_allowed_tokens_are_generated(demo_server: TextGenerationServer
     assert answer["message"]["content"] in {token["text"] for token in found}
 
 
+def test_one_allowed_token_is_generated_to_the_end(demo_server: TextGenerationServer) -> None:
+    (first, *_) = post(demo_server, "/tokenize", {"inputs": " yes no maybe"}).json()
+    for allowed in ([first["id"]], [first["id"]] * 2):
+        details = generate(demo_server, allowed_token_ids=allowed, max_new_tokens=12)["details"]
+        assert [token["id"] for token in details["tokens"]] == [first["id"]] * 12
+    end = post(demo_server, "/generate", {"inputs": "a", "parameters": {"allowed_token_ids": [1], "details": True}})
+    assert end.json()["details"]["generated_tokens"] == 1
+
+
 def test_a_stop_sequence_ends_a_match_early(demo_server: TextGenerationServer) -> None:
     answer = generate(demo_server, grammar=GRAMMARS["regex"][0], stop=[": "])
     assert answer["details"]["finish_reason"] == "stop_sequence"

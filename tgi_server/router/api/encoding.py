@@ -60,7 +60,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     status = shown_status(error, path)
     body = error_body(error, ANTHROPIC if speaks_anthropic(headers) else path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
-        return Response(event(body), status_code=status, media_type=EVENTS, headers=extra)
+        return Response(tgi_event(body), status_code=status, media_type=EVENTS, headers=extra)
     return Response(to_json(body), status_code=status, media_type=JSON, headers=extra)
 
 
@@ -90,7 +90,12 @@ def top_tokens(tokenizer: TextTokenizer, top: TopTokens) -> list[Token]:
 
 
 def event(content: Any) -> bytes:
-    """Returns an object as one server-sent event."""
+    """Returns an object as one server-sent event, with the space that many clients of OpenAI's interface count on."""
+    return b"data: %b\n\n" % _on_one_line(to_json(content))
+
+
+def tgi_event(content: Any) -> bytes:
+    """Returns an object as one server-sent event in TGI's form, which has no space."""
     return b"data:%b\n\n" % _on_one_line(to_json(content))
 
 
@@ -102,7 +107,9 @@ def named_event(name: str, content: Any) -> bytes:
 def error_event(error: RouterError, path: str) -> bytes:
     """Returns an error as one server-sent event, which has a name where the client looks for it."""
     body = error_body(error, path)
-    return named_event(body["type"], body) if "type" in body else event(body)
+    if "type" in body:
+        return named_event(body["type"], body)
+    return tgi_event(body) if isinstance(body["error"], str) else event(body)
 
 
 def _on_one_line(text: bytes) -> bytes:

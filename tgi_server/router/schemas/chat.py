@@ -108,7 +108,11 @@ class MessageBody(RefusingModel):
 
 
 class Message(MessageBody):
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [{"required": [name]} for name in ("content", "tool_calls", "reasoning_content", "reasoning")]
+        }
+    )
 
     role: str
     name: str | None = None
@@ -116,8 +120,8 @@ class Message(MessageBody):
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs `content` or `tool_calls`")
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            raise ValueError("a message needs `content`, `tool_calls` or `reasoning_content`")
         return self
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, UnsetType
-from pydantic import Field, RootModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ConfigDict, Field, RootModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from tgi_server.router.options import Dialect
@@ -44,6 +44,8 @@ class Prompt(
     ]
 ):
     """One prompt, or several, as text or as tokens."""
+
+    model_config = ConfigDict(strict=True)
 
 
 @takes_options(Dialect.COMPLETIONS)

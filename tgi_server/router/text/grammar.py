@@ -60,7 +60,9 @@ def token_grammar(token_ids: Collection[int], end_tokens: Collection[int]) -> Gr
     shown = sorted(set(token_ids) - set(end_tokens))
     may_end = len(shown) < len(set(token_ids))
     any_token = f"<[{','.join(map(str, shown))}]>" if shown else '""'
-    return Grammar(GrammarKind.LARK, f"%llguidance {{}}\nstart: {any_token}{'*' if may_end else ' start'}\n")
+    # Without `no_forcing`, one token that never ends would be forced for ever.
+    repeated = "*" if may_end else " start"
+    return Grammar(GrammarKind.LARK, f'%llguidance {{"no_forcing": true}}\nstart: {any_token}{repeated}\n')
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:

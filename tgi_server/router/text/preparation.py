@@ -123,7 +123,7 @@ class Preparer:
         grammar, input_ids = await self._threads.handle_text(_characters(prompt.text, size, truncate), work)
         if not input_ids:
             raise InvalidRequest(f"`{dialect.prompt}` has no tokens")
-        max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens)
+        max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens, dialect)
         budget = None
         if (most := options.thinking_token_budget) is not None:
             budget = thought_budget(most, self._thoughts, self._threads.tokenizer, input_ids, grammar)
@@ -168,16 +168,19 @@ class Preparer:
             raise InvalidRequest(f"the prompt has the token {highest}; the model knows 0 to {self._vocab_size - 1}")
         return list(ids[-truncate:] if truncate else ids)
 
-    def _max_new_tokens(self, input_length: int, asked: int) -> int:
-        """Returns the tokens to generate. asked: those of the request; 0: as many as fit."""
+    def _max_new_tokens(self, input_length: int, asked: int, dialect: Dialect) -> int:
+        """Returns the number of tokens to generate. asked: by the request; 0: as many as fit.
+
+        TGI's interface refuses a request for more tokens than fit; in the others the answer is as long as fits, since
+        their clients ask for as much as the model could ever write.
+        """
         limits = self._limits
         if input_length > limits.max_input_tokens:
             raise ContextOverflow.of_prompt(input_length, limits.max_input_tokens)
-        if not asked:
-            return limits.max_total_tokens - input_length
-        if input_length + asked > limits.max_total_tokens:
+        room = limits.max_total_tokens - input_length
+        if asked > room and dialect is Dialect.TGI:
             raise ContextOverflow.of_total(input_length, asked, limits.max_total_tokens)
-        return asked
+        return min(asked, room) if asked else room
 
     async def _compile(self, grammar: Grammar | None) -> tuple[str, ...]:
         """Has the shards compile the grammar: the request waits for it, and for nobody else's."""

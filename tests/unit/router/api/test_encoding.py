@@ -14,6 +14,7 @@ from tgi_server.router.api.encoding import (
     event,
     known_logprob,
     named_event,
+    tgi_event,
     to_json,
     top_tokens,
 )
@@ -82,7 +83,7 @@ def test_a_stream_that_failed_early_gets_an_event_if_it_reads_events():
     reads_events = Headers({"accept": "text/event-stream"})
     response = error_response(REFUSED, "/generate_stream", reads_events)
     assert (response.status_code, response.media_type) == (422, "text/event-stream")
-    assert response.body == event(error_body(REFUSED, "/generate_stream"))
+    assert response.body == tgi_event(error_body(REFUSED, "/generate_stream"))
     assert error_response(REFUSED, "/generate_stream", Headers({})).media_type == "application/json"
     assert error_response(REFUSED, "/generate", reads_events).media_type == "application/json"
 
@@ -112,7 +113,7 @@ def test_a_tokens_text_survives_json(text: str):
 @pytest.mark.parametrize("character", [*map(chr, range(0x20)), "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"], ids=ascii)
 def test_an_event_is_one_line_for_every_reader(character: str):
     told = Token(id=7, text=f"ü{character}x", logprob=-0.5, special=False)
-    for written in (event(told), named_event("token", told)):
+    for written in (event(told), tgi_event(told), named_event("token", told)):
         *_, data, end = written.decode().splitlines()
         assert end == ""
         assert json.loads(data.removeprefix("data:"))["text"] == f"ü{character}x"

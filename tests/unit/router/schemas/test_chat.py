@@ -19,6 +19,8 @@ def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
         {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]},
         {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "clock", "arguments": "{}"}}]},
         {"role": "tool", "content": "noon", "tool_call_id": "1"},
+        {"role": "assistant", "content": None, "reasoning_content": "It is noon."},
+        {"role": "assistant", "reasoning": "It is noon."},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
     ],
 )

@@ -47,7 +47,11 @@ def test_what_only_chats_have_is_refused_by_name_unless_it_asks_for_nothing(fiel
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("prompt", None), ("prompt", [1, "a"]), ("n", "2"), ("max_tokens", -1), ("temperature", "hot")]
+    ("field", "value"),
+    [
+        *(("prompt", prompt) for prompt in (None, [1, "a"], [True, False], [[1.0]], [[1], [True]], [1.0], True)),
+        *(("n", "2"), ("n", True), ("max_tokens", -1), ("temperature", "hot")),
+    ],
 )
 def test_a_value_of_another_type_is_refused(field: str, value: Any):
     with pytest.raises(ValidationError) as refusal:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described, described_body, endpoint
-from tgi_server.router.api.encoding import EVENTS, event, known_logprob, to_json, top_tokens
+from tgi_server.router.api.encoding import EVENTS, known_logprob, tgi_event, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
@@ -222,7 +222,7 @@ class _TokenEvents:
         response = StreamResponse(
             index=stream.generated_tokens, token=token, top_tokens=top, generated_text=whole, details=details
         )
-        self._outbox.write(event(response))
+        self._outbox.write(tgi_event(response))
 
     def _stream_details(self, stream: AnyStream, reason: FinishReason) -> StreamDetails:
         return StreamDetails(

@@ -46,6 +46,20 @@ async def test_a_stream_tells_its_usage_once_if_asked_to(client: httpx.AsyncClie
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
 
 
+async def test_events_have_a_space_before_their_data(client: httpx.AsyncClient):
+    """Clients cut off six characters."""
+    chat = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    responses = [
+        await complete(client, stream=True, stream_options={"include_usage": True}),
+        await client.post("/v1/chat/completions", json=chat),
+        await client.post("/v1/responses", json={"input": "hello", "stream": True}),
+    ]
+    for response in responses:
+        lines = [line for line in response.text.splitlines() if line.startswith("data")]
+        assert len(lines) > 3
+        assert all(line.startswith(("data: {", "data: [DONE]")) for line in lines)
+
+
 async def test_logprobs_tell_each_token_and_its_place_though_its_text_is_held_back(client: httpx.AsyncClient):
     body = {"logprobs": 0, "stop": "hello world!"}
     (choice,) = (await complete(client, **body)).json()["choices"]

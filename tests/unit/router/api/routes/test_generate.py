@@ -7,6 +7,7 @@ import httpx
 
 from tests.fakes.router_service import LOGPROB, ScriptedScheduler
 from tests.fakes.vocabularies import EOS
+from tgi_server.router.errors import GenerationFailed
 
 
 async def generate(client: httpx.AsyncClient, inputs: str = "hello", **parameters: Any) -> Any:
@@ -19,6 +20,13 @@ async def events(client: httpx.AsyncClient, **parameters: Any) -> list[dict[str,
     response = await client.post("/generate_stream", json={"inputs": "hello", "parameters": parameters})
     assert response.headers["content-type"].startswith("text/event-stream")
     return [json.loads(line.removeprefix("data:")) for line in response.text.split("\n\n") if line]
+
+
+async def test_events_are_in_tgis_form(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    assert (await client.post("/generate_stream", json={"inputs": "hello"})).text.startswith('data:{"')
+    scheduler.error = GenerationFailed("the shards failed")
+    failed = await client.post("/generate_stream", json={"inputs": "hello"}, headers={"accept": "text/event-stream"})
+    assert failed.text.startswith('data:{"')
 
 
 async def test_parameters_reach_the_scheduler_as_they_were_meant(
