@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 # Modules are compiled once, also where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo serve test check proto reference format screenshots site dist clean
+.PHONY: help install demo serve test real check proto reference format screenshots site dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -47,6 +47,9 @@ serve: $(RUNS)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8
 # Three on two cores: while one waits for a process or a clock, the others compute.
 test: $(READY)  ## Runs the test suite, three files at a time. More: make test ARGS=--runslow
 	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+
+real: $(READY)  ## Tests trained models, which it fetches into runs/real_models (1.5 GB).
+	@$(BIN)/python -m pytest --real tests/real $(ARGS)
 
 check: $(READY)  ## Lint, formatting, types, import rules, stubs, generated pages.
 	@$(BIN)/ruff check .

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-
-class SkippedFile(pytest.Module):
-    def collect(self) -> list[pytest.Item | pytest.Collector]:
-        pytest.skip("all of tests/gpu: needs a CUDA device", allow_module_level=True)
+from tests.skipped import skipped_file
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     import torch
 
-    return None if torch.cuda.is_available() else SkippedFile.from_parent(parent, path=module_path)
+    if torch.cuda.is_available():
+        return None
+    return skipped_file(parent, module_path, "all of tests/gpu: needs a CUDA device")
