@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from benchmarks.floor import Machine, ModelCost
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.onednn import OneDnnLinear, has_products
+from tgi_server.gguf.paths import SUFFIX
+from tgi_server.model_files.errors import ModelUnavailable
+from tgi_server.model_files.gguf_models import described
 
 _READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
 _MATRIX = {"cpu": 4096, "cuda": 8192}
@@ -27,7 +30,12 @@ _ATTEMPTS = 5
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """Raises ValueError when there is no model in the folder."""
+    """Returns the configuration of a folder or a GGUF file. Raises ValueError if there is no model."""
+    if path.suffix == SUFFIX:
+        try:
+            path = described(path)
+        except ModelUnavailable as error:
+            raise ValueError(str(error)) from error
     if not (path / "config.json").is_file():
         raise ValueError(f"no model in {path}; `python -m benchmarks.synthetic` writes some")
     return AutoConfig.from_pretrained(path, local_files_only=True)
@@ -104,13 +112,17 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a model folder; only its config.json is read")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a folder, of which only config.json is read, or a GGUF file"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     try:
         cost = cost_of(read_config(arguments.model), dtype)
+        if arguments.model.suffix == SUFFIX:  # whose quantized weights are read as they are
+            cost = replace(cost, weight_bytes=arguments.model.stat().st_size)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps({"machine": asdict(measure_machine(torch.device(arguments.device), dtype)), "cost": asdict(cost)}))

@@ -170,7 +170,9 @@ def measure_machine(model: Path) -> tuple[Machine, ModelCost]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, nargs="+", required=True, help="model folders, one after the other")
+    parser.add_argument(
+        "--model", type=Path, nargs="+", required=True, help="folders or GGUF files, one after the other"
+    )
     parser.add_argument("--rounds", type=positive, default=3, help="default: %(default)s")
     parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")

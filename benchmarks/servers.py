@@ -19,6 +19,7 @@ from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.workloads import adapter_name
 from shared.control_groups import usable_cores
+from tgi_server.gguf.paths import SUFFIX
 from tgi_server.launcher.machine import free_port
 
 _PROGRAMS = Path(sys.executable).parent
@@ -67,7 +68,7 @@ class ServerCommand:
 
 def gguf_of(model: Path) -> Path:
     """Returns the GGUF file of a model: the model itself, or what lies beside its folder."""
-    return model if model.suffix == ".gguf" else model.with_name(f"{model.name}-Q4_K_M.gguf")
+    return model if model.suffix == SUFFIX else model.with_name(f"{model.name}-Q4_K_M.gguf")
 
 
 OURS = ServerCommand(

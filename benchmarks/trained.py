@@ -2,18 +2,24 @@
 
     python -m benchmarks.trained
     python -m benchmarks.perplexity runs/trained/llama-512 --text runs/trained/llama-512/held_out.txt
+    python -m benchmarks.trained --from-gguf model.gguf --folder runs/trained/model
+
+The last one trains nothing: it writes the model of a GGUF file as a folder of `transformers` with weights in bfloat16,
+for servers that do not read such files.
 
 Random weights will not do for that: a perplexity says something only of a model that has learned. Every twentieth file
 is left out of the training and its beginning goes to held_out.txt; calibration.txt, for GPTQ, is of the others.
 """
 
 import argparse
+import shutil
 import sysconfig
 import time
 from pathlib import Path
 from zlib import crc32
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -22,6 +28,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import tell
 from benchmarks.workloads import positive
+from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_tensors
+from tgi_server.gguf.file import read_gguf
+from tgi_server.gguf.paths import SUFFIX
+from tgi_server.model_files.gguf_models import described
 
 FOLDER = Path("runs/trained/llama-512")
 _LENGTH = 256
@@ -75,6 +85,14 @@ def train(model: LlamaForCausalLM, tokens: Tensor, steps: int, batch: int) -> No
             losses = 0.0
 
 
+def convert(file: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file as a folder of `transformers`: weights in bfloat16, and the file's tokenizer."""
+    shutil.copytree(described(file), folder, ignore=shutil.ignore_patterns(f"*{SUFFIX}"), dirs_exist_ok=True)
+    tensors = gguf_tensors(read_gguf(file)).items()
+    numbers = {name: tensor[...].to(torch.bfloat16).contiguous() for name, tensor in tensors}
+    save_file(numbers, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
@@ -83,7 +101,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=positive, default=4096, help="default: %(default)s")
     parser.add_argument("--steps", type=positive, default=1100, help="default: %(default)s")
     parser.add_argument("--batch", type=positive, default=4, help=f"pieces of {_LENGTH} tokens (default: %(default)s)")
+    parser.add_argument("--from-gguf", type=Path, metavar="FILE", help="convert this file to --folder; train nothing")
     arguments = parser.parse_args()
+    if arguments.from_gguf is not None:
+        convert(arguments.from_gguf, arguments.folder)
+        return
     torch.manual_seed(0)
     training, held_out = sources()
     tokenizer = train_tokenizer(training, arguments.vocabulary)
