@@ -500,3 +500,13 @@ async def test_batches_are_refused_by_name(client: anthropic.AsyncAnthropic) -> 
     assert refusal.value.status_code == 501
     with pytest.raises(anthropic.APIStatusError, match="message batches are not supported here"):
         await client.messages.batches.retrieve("a")
+
+
+async def test_more_tokens_than_fit_are_as_many_as_fit(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    message = await client.messages.create(model="any", max_tokens=32_000, messages=HELLO, timeout=60)
+    assert message.stop_reason == "end_turn"
+    received = router.shard.received[-1]
+    assert len(received.input_ids) + received.max_new_tokens == router.service.limits.max_total_tokens
+    router.say("Rice. ", end=False)
+    full = await client.messages.create(model="any", max_tokens=32_000, messages=HELLO, timeout=60)
+    assert full.stop_reason == "model_context_window_exceeded"

@@ -114,7 +114,7 @@ async def _whole(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits |
     await exchange.wait_for(end.future)
     message = _message(exchange, prompt, choices)
     message.content = _blocks(written)
-    ending = _ending(choices, called=written.finish_reason == "tool_calls")
+    ending = _ending(exchange, choices, called=written.finish_reason == "tool_calls")
     message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
     message.context_management = applied
     return exchange.respond(message, characters=len(prompt.text), streams=choices.streams)
@@ -140,7 +140,7 @@ def _stream(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | Unse
         return _message(exchange, prompt, choices)
 
     def last_words() -> bytes:
-        ending = _ending(choices, called=events.reason == "tool_calls")
+        ending = _ending(exchange, choices, called=events.reason == "tool_calls")
         events.end(MessageChange(delta=ending, usage=_usage(choices), context_management=applied))
         return b""
 
@@ -236,12 +236,18 @@ def _usage(choices: ChatChoices) -> MessagesUsage:
     )
 
 
-def _ending(choices: ChatChoices, *, called: bool) -> MessageEnd:
+def _ending(exchange: Exchange, choices: ChatChoices, *, called: bool) -> MessageEnd:
     """called: the answer ends with calls of tools."""
     (stream,) = choices.streams
-    assert stream.finish_reason is not None
-    stopped = stream.stop_sequence if stream.finish_reason is FinishReason.STOP_SEQUENCE else None
-    return MessageEnd(stop_reason="tool_use" if called else _STOP_REASONS[stream.finish_reason], stop_sequence=stopped)
+    reason = stream.finish_reason
+    assert reason is not None
+    stopped = stream.stop_sequence if reason is FinishReason.STOP_SEQUENCE else None
+    total = stream.input_length + stream.generated_tokens
+    if reason is FinishReason.LENGTH and total >= exchange.service.limits.max_total_tokens:
+        told = "model_context_window_exceeded"
+    else:
+        told = _STOP_REASONS[reason]
+    return MessageEnd(stop_reason="tool_use" if called else told, stop_sequence=stopped)
 
 
 def _digest(thoughts: str = "") -> blake2b:
