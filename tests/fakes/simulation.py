@@ -37,7 +37,7 @@ def batch_limits(**limits: Any) -> Limits:
 
 
 class FixedPace(PromptPace):
-    """Lets as many prompt tokens ride along in every step, whatever steps take."""
+    """Lets as many prompt tokens ride along in every step, whatever steps take; without replies, all that may."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -47,6 +47,12 @@ class FixedPace(PromptPace):
 
     def tokens_beside(self, replies: int, expected: int) -> int:
         return self._tokens
+
+    def tokens_alone(self) -> int:
+        return 2**31
+
+    def is_short(self, prompt_tokens: int) -> bool:
+        return True
 
 
 class Fault(Exception):

@@ -65,7 +65,8 @@ class AverageTimes:
         if not prompt_tokens:
             self._decode_s[replies.bit_length()].add(seconds)
         elif decode_s is not None:
-            self._token_s.add(seconds - decode_s, prompt_tokens)
+            # A prompt that is computed in steps without replies takes all of their time.
+            self._token_s.add(seconds - decode_s if replies else seconds, prompt_tokens)
 
     @property
     def token_s(self) -> float | None:
@@ -164,6 +165,13 @@ class Forecast:
         own = self._prompt_s(sequence)
         own += 0.0 if sequence.ends_early else self._answer_s(sequence, crowded=True)
         return now + steps + own + _MARGIN_S > deadline
+
+    def can_wait(self, sequence: Sequence, now: float) -> bool:
+        """Returns False if a request is just about in time, so that no other should pass it."""
+        own = self._prompt_s(sequence)
+        own += 0.0 if sequence.ends_early else self._answer_s(sequence, crowded=False)
+        left = min(sequence.request.deadline, sequence.request.first_token_by) - now
+        return not own <= left <= own * (1 + _QUEUE_MARGIN) + _MARGIN_S
 
     def closing_s(self, given_s: float) -> float:
         """Returns the seconds before its deadline at which a grammar begins to end a text. given_s: for all of it."""

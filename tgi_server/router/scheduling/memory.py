@@ -77,6 +77,9 @@ class Memory(Protocol):
     def keep(self, sequence: Sequence) -> None:
         """Has the prompt of a sequence that has ended be given up after others, as its request says."""
 
+    def cached(self, sequence: Sequence) -> int:
+        """Returns how many tokens of the sequence's prompt are cached now."""
+
     def unseen(self, sequence: Sequence) -> list[Image]:
         """Returns the images of the sequence that are not wholly cached."""
 
@@ -252,10 +255,13 @@ class PagedMemory:
     def _cut(self, match: Match, tokens: int) -> Match:
         return Match(tokens, match.pending, match.blocks[: self._blocks_of(tokens)])
 
-    def unseen(self, sequence: Sequence) -> list[Image]:
+    def cached(self, sequence: Sequence) -> int:
         if sequence.reports_prompt or not self.caches:
-            return list(sequence.request.images)
-        cached = self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1)).tokens
+            return 0
+        return self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1)).tokens
+
+    def unseen(self, sequence: Sequence) -> list[Image]:
+        cached = self.cached(sequence)
         return [image for image in sequence.request.images if image.start + image.length > cached]
 
     def _reserve(self, sequence: Sequence, match: Match, snapshot: int, limit: int) -> bool:
@@ -355,6 +361,9 @@ class PaddedMemory:
 
     def keep(self, sequence: Sequence) -> None:
         """Does nothing: no tokens are cached for other sequences."""
+
+    def cached(self, sequence: Sequence) -> int:
+        return 0
 
     def unseen(self, sequence: Sequence) -> list[Image]:
         return list(sequence.request.images)

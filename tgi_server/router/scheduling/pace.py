@@ -1,11 +1,11 @@
-"""A bound of the prompt tokens that ride along with running replies, so that these keep their pace."""
+"""Bounds of the prompt tokens in a step: replies that run keep their pace, and nobody waits long for the next step."""
 
 from collections import defaultdict, deque
 from functools import partial
 from statistics import median
 
-# Prompt tokens that ride along until it has been measured what they cost.
-UNMEASURED_TOKENS = 512
+# Prompt tokens of a step until it has been measured what they cost.
+UNMEASURED_TOKENS = 128
 # The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
 # prompts, so these are computed nearly as fast as alone.
 _TARGET_STEPS = 3.0
@@ -14,6 +14,16 @@ _TARGET_STEPS = 3.0
 _LONGEST_FOR_A_CROWD_S = 0.5
 # Prompt tokens of a step at least, if there is a target and no room for more: with fewer, prompts hardly progress.
 _LEAST_TOKENS = 8
+# Prompt tokens of a step at least, as long as no step without prompts has been measured.
+_LEAST_UNMEASURED = 64
+# The time of a step that continues no reply: whoever comes waits for it. With room for few tokens, which are computed
+# less efficiently, it may take longer.
+_STEP_S, _LONGEST_STEP_S, _EFFICIENT_TOKENS = 0.5, 0.75, 128
+# Of such steps the last few are measured; those of short prompts tell nothing about long ones. A step has at most so
+# many times the prompt tokens of the largest.
+_RECENT_PROMPT_STEPS, _GROWTH = 5, 4
+# A step that takes less is sent before the one in front of it has been answered, whatever it computes.
+_SHORT_STEP_S = 0.1
 # Steps that an estimate is the median of: a step that something else held up does not count, and a change soon does.
 _RECENT_STEPS = 15
 
@@ -57,7 +67,7 @@ class StepTimes:
 class PromptPace:
     """Estimates what steps take, from the last ones, and bounds the prompt tokens of the next one.
 
-    Steps that begin prompts while no reply runs do not count.
+    Steps that continue replies and those that do not are measured apart.
     """
 
     def __init__(self, max_tokens: int, block_size: int, target_gap_s: float | None = None) -> None:
@@ -70,16 +80,51 @@ class PromptPace:
         self._target_gap_s = target_gap_s
         self._least_tokens = block_size if target_gap_s is None else min(block_size, _LEAST_TOKENS)
         self._times = StepTimes(self._least_tokens)
+        # Of steps that continue no reply.
+        self._prompt_steps = deque[tuple[int, float]](maxlen=_RECENT_PROMPT_STEPS)
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         if replies:
             self._times.observe(replies, prompt_tokens, seconds)
+        elif prompt_tokens >= self._block_size:
+            self._prompt_steps.append((prompt_tokens, seconds))
 
     @property
     def measured(self) -> bool:
         """True once a step without prompts has been measured."""
         return self._times.decode_s(1) is not None
+
+    def tokens_alone(self) -> int:
+        """Returns how many prompt tokens a step may compute that continues no reply.
+
+        They take half a second; where that is time for fewer than 128, they are 128, or as many as take 0.75 s. Where
+        a step without prompts takes long, they take twice as long as that one, so that most of the time is theirs.
+        """
+        if not self._prompt_steps:
+            return min(UNMEASURED_TOKENS, self._max_tokens)
+        token_s, decode_s = self._alone_s()
+        goal_s = max(_STEP_S, _TARGET_STEPS * decode_s) - decode_s
+        most = min(self._max_tokens, _GROWTH * max(tokens for tokens, _ in self._prompt_steps))
+        if goal_s >= token_s * most:
+            return most
+        tokens = int(max(goal_s / token_s, min(_EFFICIENT_TOKENS, (_LONGEST_STEP_S - decode_s) / token_s)))
+        least = self._block_size if decode_s else _LEAST_UNMEASURED
+        return min(most, max(least, tokens - tokens % self._block_size))
+
+    def is_short(self, prompt_tokens: int) -> bool:
+        """Returns True if a step with these prompt tokens, that continues no reply, surely takes less than 0.1 s."""
+        if not self._prompt_steps:
+            return False
+        token_s, decode_s = self._alone_s()
+        return decode_s + token_s * prompt_tokens < _SHORT_STEP_S
+
+    def _alone_s(self) -> tuple[float, float]:
+        """Returns the seconds of a prompt token in a step that continues no reply, and those of a step without any."""
+        decode_s = self._times.decode_s(1) or 0.0
+        largest = max(tokens for tokens, _ in self._prompt_steps)
+        like_it = ((tokens, seconds) for tokens, seconds in self._prompt_steps if 2 * tokens >= largest)
+        return median(max(0.0, seconds - decode_s) / tokens for tokens, seconds in like_it), decode_s
 
     def tokens_beside(self, replies: int, expected: int) -> int:
         """Returns how many prompt tokens a step may compute that continues `replies` replies.
@@ -97,7 +142,7 @@ class PromptPace:
             goal_s = max(goal_s, min(_LONGEST_FOR_A_CROWD_S, goal_s * (expected / replies) ** 2))
         token_s = self._times.token_s
         if decode_s is None or goal_s is None or token_s is None:
-            return min(UNMEASURED_TOKENS, self._max_tokens)
+            return self.tokens_alone()
         spare_s = max(0.0, goal_s - decode_s)
         if spare_s >= token_s * self._max_tokens:
             return self._max_tokens

@@ -13,7 +13,7 @@ from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import Verdict
-from tgi_server.router.scheduling.order import Order
+from tgi_server.router.scheduling.order import Order, ShortPrompts
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.submission import Limits
@@ -134,15 +134,20 @@ class StepPlanner:
         adapters: Adapters,
         order: Order,
         is_pressing: Callable[[Sequence], bool],
+        can_wait: Callable[[Sequence], bool],
         has_to_close: Callable[[Sequence], bool],
     ) -> None:
         """is_pressing: returns True for a waiting sequence that should join at once because of its deadline.
 
+        can_wait: returns False for a running one that others should not pass because of its deadline.
         has_to_close: returns True for one that should end its text, because of its deadline.
         """
         self._has_to_close = has_to_close
         self._order = order
         self._is_pressing = is_pressing
+        self._can_wait = can_wait
+        self._short_prompts = ShortPrompts()
+        self._long_step = False  # the last one that was planned
         self._waiting = waiting
         self._batch = batch
         self._policy = policy
@@ -161,7 +166,7 @@ class StepPlanner:
         batch = self._batch
         if batch.filter_due:
             return [self._filter()]
-        if steps_in_flight >= STEPS_IN_FLIGHT:
+        if steps_in_flight >= (1 if self._long_step else STEPS_IN_FLIGHT):
             return []
         growing = batch.growing()
         short = not batch.memory.can_grow(len(growing))
@@ -174,6 +179,8 @@ class StepPlanner:
         step = self._step(growing)
         if step is not None:
             batch.sent()
+            # Requests that come meanwhile need not wait for another step as long as this one.
+            self._long_step = not (step.replies or self._pace.is_short(step.prompt_tokens))
         plans: list[FilterPlan | StepPlan] = [self._filter()] if batch.filter_due else []
         return plans if step is None else [*plans, step]
 
@@ -250,9 +257,9 @@ class StepPlanner:
         running = len(batch)
         self._grow(plan, (sequence for sequence in batch.jumping() if batch.memory.can_grow(1)))
         plan.closing = [each.id for each in batch.closable() if self._has_to_close(each)]
-        prefilling = batch.prefilling()
+        prefilling = self._order.arrange(batch.prefilling())
         budget = self._admit(plan, self._prefill_budget(plan.replies), self._overtaking())
-        budget = self._prefill(plan, self._order.arrange(prefilling), budget)
+        budget = self._prefill_short_first(plan, prefilling, budget)
         reason = Reason.PREEMPTION if plan.joined else None
         if usual := self._reason_to_admit():
             reason = reason or usual
@@ -266,8 +273,10 @@ class StepPlanner:
     def _prefill_budget(self, replies: int) -> int:
         """Returns how many prompt tokens the next step may compute, beside the replies that it continues."""
         limits = self._policy.limits
-        if not replies or not self._batch.memory.chunks:
+        if not self._batch.memory.chunks:
             return limits.max_batch_prefill_tokens
+        if not replies:
+            return min(self._pace.tokens_alone(), limits.max_batch_prefill_tokens)
         return self._pace.tokens_beside(replies, min(len(self._batch) + len(self._waiting), limits.max_batch_size))
 
     def _grow(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
@@ -275,6 +284,31 @@ class StepPlanner:
             block = self._alone(self._batch.grow, sequence)
             if block is not None:
                 plan.grants.append((sequence.id, block))
+
+    def _prefill_short_first(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
+        """Adds chunks of prompts that have begun, and of shorter ones that pass the first. Returns the rest of the
+        budget.
+        """
+        first = prefilling[0] if prefilling and self._batch.memory.chunks else None
+        if first is None or first.remaining <= budget or not self._can_wait(first):
+            return self._prefill(plan, prefilling, budget)
+        left = budget
+        for sequence in self._short_prompts.passing(first, [*prefilling, *self._joinable()]):
+            if sequence in self._batch:
+                left = self._prefill(plan, [sequence], left)
+            elif (rest := self._admit(plan, left, [sequence])) < left:
+                left = rest
+            else:
+                break  # there is no room for it
+        begun = {request_id for request_id, _ in plan.chunks}
+        rest = self._prefill(plan, (each for each in prefilling if each.id not in begun), left)
+        self._short_prompts.computed(budget - left, own=dict(plan.chunks).get(first.id, 0))
+        return rest
+
+    def _joinable(self) -> Iterable[Sequence]:
+        """Returns the waiting sequences if some may join, and none lacks memory that should join before the others."""
+        first = self._order.first(self._waiting) if self._reason_to_admit() is not None else None
+        return () if first is None or self._lacked_memory(first) else self._waiting
 
     def _prefill(self, plan: StepPlan, sequences: Iterable[Sequence], budget: int) -> int:
         """Adds chunks of prompts that have begun. Returns what is left of the budget."""

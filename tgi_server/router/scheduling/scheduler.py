@@ -134,6 +134,7 @@ class Scheduler:
             self._adapters,
             self._order,
             lambda sequence: self._forecast.is_pressing(sequence, clock()),
+            lambda sequence: self._forecast.can_wait(sequence, clock()),
             self._has_to_close,
         )
         self._in_flight: deque[_Sent] = deque()
@@ -188,6 +189,7 @@ class Scheduler:
             tell_end(sequence.request, self._unhealthy)
             return
         self._order.enter(sequence, (*self.waiting, *self.batch))
+        sequence.likely_cached = self.batch.memory.cached(sequence)
         self.waiting.add(sequence)
         self._work.set()
         # The task may be waiting for shards that hang, and would tell only after that.

@@ -59,6 +59,7 @@ class Sequence:
         token that the one before it yielded.
     newest: tokens of its last generation; perhaps no step has computed them yet.
     save_lengths: of its prompt, at which its states are worth a snapshot. saved: the length of the last snapshot since.
+    likely_cached: known tokens that were cached when it was queued; 0 once it has joined.
     without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
     submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before
         a higher one, and within it the earlier deadline. closing: its grammar is ending the text.
@@ -84,6 +85,7 @@ class Sequence:
     newest: int = 1
     save_lengths: list[int] = field(default_factory=list)
     saved: int = 0
+    likely_cached: int = 0
     started: bool = False
     without_place_since: int | None = None
 
@@ -207,6 +209,11 @@ class Sequence:
         return self.known - self.computed
 
     @property
+    def to_compute(self) -> int:
+        """Known tokens that are likely to be computed before its next token."""
+        return self.remaining - self.likely_cached
+
+    @property
     def last_step(self) -> int:
         """The step that yields the sequence's last token, unless it ends before."""
         assert self.first_step is not None
@@ -250,6 +257,7 @@ class Sequence:
         """
         self.blocks = list(blocks)
         self.cached = self.computed = cached
+        self.likely_cached = 0
         self.without_place_since = None
         calls.complete_request(
             self.message,

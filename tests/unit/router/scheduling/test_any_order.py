@@ -187,7 +187,6 @@ class AnyOrder(RuleBasedStateMachine):
             first = simulation.waiting.first()
             assert first is not None
             assert first.id == min(waiting), "the queue is out of order"
-            assert max(simulation.batch.ids(), default=0) < first.id, "somebody was overtaken"
         for sequence in simulation.batch:
             if sequence.first_step is not None and not sequence.jumps:
                 longest = min(sequence.known + simulation.batch.step - sequence.first_step, sequence.max_total_tokens)

@@ -7,7 +7,8 @@ import pytest
 
 from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.simulation import Simulation
-from tgi_server.router.scheduling.planner import FilterPlan
+from tgi_server.router.scheduling.pace import PromptPace
+from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 
 
 def ended_in_order(simulation: Simulation, *sinks: RecordingSink) -> list[int]:
@@ -144,3 +145,115 @@ def test_a_tenant_that_pauses_saves_nothing_up() -> None:
         simulation.turn()
     gained = sum(len(sink.tokens) for sink in busy) - had
     assert 0.6 <= gained / sum(len(sink.tokens) for sink in rare) <= 1.7
+
+
+def slow_cpu(replies: int, prompt_tokens: int) -> float:
+    """Returns the seconds of a step."""
+    return 0.1 + 0.002 * replies + 0.006 * prompt_tokens
+
+
+def _beside_a_long_prompt(**options: Any) -> tuple[Simulation, RecordingSink]:
+    """Returns a machine on which the beginning of a prompt of 9,000 tokens has been computed."""
+    simulation = Simulation(
+        num_blocks=4000,
+        block_size=16,
+        pace=PromptPace(4096, 16),
+        step_seconds=slow_cpu,
+        max_batch_prefill_tokens=4096,
+        **options,
+    )
+    warm = simulation.submit([1, 2, 3], max_new_tokens=20)
+    simulation.run()
+    assert warm.ended
+    long = simulation.submit([4 + position % 19 for position in range(9000)], max_new_tokens=2)
+    for _ in range(10):
+        simulation.turn()
+    return simulation, long
+
+
+def _seconds_until(simulation: Simulation, sink: RecordingSink) -> float:
+    began = simulation.seconds
+    while not sink.tokens:
+        assert simulation.turn()
+    return simulation.seconds - began
+
+
+@pytest.mark.parametrize("fair", [False, True])
+@pytest.mark.parametrize("tokens", [1, 30, 100])
+def test_a_short_prompt_passes_a_long_one(tokens: int, fair: bool) -> None:
+    simulation, long = _beside_a_long_prompt(fair=fair)
+    for again in range(3):
+        short = simulation.submit([1, 2, again] * tokens, max_new_tokens=5)
+        assert _seconds_until(simulation, short) < 2 + slow_cpu(2, 3 * tokens)
+    assert not long.tokens
+    simulation.run()
+    simulation.check_tokens()
+
+
+def test_a_prompt_that_is_mostly_cached_counts_as_a_short_one() -> None:
+    simulation, long = _beside_a_long_prompt()
+    earlier = simulation.submit([3, 2, 1] * 1000, max_new_tokens=5)
+    simulation.run()
+    another = simulation.submit([5] * 2000, max_new_tokens=2)
+    for _ in range(4):
+        simulation.turn()
+    later = simulation.submit([3, 2, 1] * 1010, max_new_tokens=5)
+    assert _seconds_until(simulation, later) < 3
+    assert not another.tokens
+    simulation.run()
+    simulation.check_tokens()
+    assert earlier.ended
+    assert long.ended
+
+
+def test_short_prompts_that_never_end_leave_a_long_one_half_of_the_computing() -> None:
+    simulation, long = _beside_a_long_prompt()
+    began, others = simulation.seconds, 0
+    while not long.tokens:
+        if len(simulation.waiting) + len(simulation.batch) < 4:
+            others += 1
+            simulation.submit([1, 2, 3 + others % 20] * 40, max_new_tokens=1)
+        assert simulation.turn()
+    alone = slow_cpu(0, 9000) - 0.1 + 9000 / 128 * 0.1
+    assert others > 20
+    assert simulation.seconds - began < 2.2 * alone
+
+
+def test_of_two_long_prompts_the_one_that_came_first_is_not_delayed_by_a_longer_one() -> None:
+    simulation, _ = _beside_a_long_prompt()
+    simulation.submit([2] * 9000, max_new_tokens=2)
+    simulation.run()
+    computed = [chunk.request_id for message in simulation.prefills() for chunk in message.chunks]
+    assert computed == sorted(computed)
+    simulation.check_tokens()
+
+
+def test_a_prompt_that_is_just_about_in_time_is_not_passed() -> None:
+    simulation, _ = _beside_a_long_prompt()
+    simulation.cancel(2)
+    simulation.run()
+    tight = simulation.submit([2] * 3000, max_new_tokens=1, deadline=simulation.seconds + 22)
+    for _ in range(4):
+        simulation.turn()
+    short = simulation.submit([1, 2, 1] * 100, max_new_tokens=1)
+    while not tight.tokens:
+        assert simulation.turn()
+        assert not short.tokens
+    simulation.run()
+
+
+def test_a_long_step_is_answered_before_the_next_is_sent() -> None:
+    """So whoever comes, or leaves, waits for one of them."""
+    simulation, _ = _beside_a_long_prompt()
+    while simulation.send():
+        pass
+    assert not simulation.send()
+    short = simulation.submit([1, 2, 1], max_new_tokens=1)
+    assert not simulation.send()
+    simulation.receive()
+    (plan,) = simulation.send()
+    assert isinstance(plan, StepPlan)
+    assert plan.chunks[0] == (3, 1)
+    simulation.cancel(2)
+    simulation.run()
+    assert short.ended
