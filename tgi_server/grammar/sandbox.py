@@ -42,8 +42,8 @@ class Sandbox:
         self.cpu_seconds = 0.0  # that all trials have computed
 
     def start(self) -> None:
-        """Has the process read the tokenizer, so that the first grammar need not wait for it."""
-        self._running()
+        """Has the process read the tokenizer, so that the first grammar need not wait. Returns when it has."""
+        self._ask(b"\n")
 
     def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> tuple[GrammarSource, int]:
         """Compiles the grammar and follows it for some steps. Returns its source, and the bytes that it may take.

@@ -2,7 +2,8 @@
 
     python -m tgi_server.grammar.trial MODEL NICENESS MEMORY_BYTES VOCAB_SIZE EOS...
 
-Each line of standard input is a grammar, each line of standard output what became of it. The tokenizer is read once;
+Each line of standard input is a grammar, each line of standard output what became of it; an empty one is answered as
+soon as the tokenizer has been read. The tokenizer is read once;
 each grammar is then compiled and walked through by a child of this process, which the kernel ends when it takes more
 time, memory or stack than it may. This process has one thread, so that a child is a whole copy of it.
 """
@@ -50,6 +51,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection would have each child copy what it shares with this process
     for line in sys.stdin.buffer:
+        if not line.strip():
+            sys.stdout.write("{}\n")
+            sys.stdout.flush()
+            continue
         kind, value, text, frame, lenient, leniency, cpu_seconds = json.loads(line)
         bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
         grammar = Grammar(GrammarKind(kind), value, text, frame, tuple(lenient))

@@ -20,6 +20,9 @@ from tgi_server.shard.errors import GrammarsBusy
 
 logger = logging.getLogger(__name__)
 
+# Compiled by every shard before the grammars of requests, so that these find what all share.
+_FIRST_GRAMMAR = Grammar(GrammarKind.REGEX, "a")
+
 _REMEMBERED_FAULTS = 1_024
 _SAVED_SECONDS = 16.0
 
@@ -97,18 +100,27 @@ class GrammarQueue:
         self._quick = _Lane(cpu_seconds=0.1, niceness=10, threads=2, room=64, share=0.1)
         self._lock = threading.Lock()
         self._started = False
+        self._unready: list[threading.Event] = []  # of the threads, set once they compile
         self._sandboxes: list[Sandbox] = []
         self._running: dict[Grammar, _Job] = {}
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the threads and their sandboxes, unless they are there, so that the first grammar need not wait."""
+        """Starts the threads and their sandboxes, unless they are there."""
         with self._lock:
             started, self._started = self._started, True
-        if not started:
-            for lane in (self._sure, self._quick, self._slow):
-                for _ in range(lane.threads):
-                    threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
+            if started:
+                return
+            lanes = [lane for lane in (self._sure, self._quick, self._slow) for _ in range(lane.threads)]
+            self._unready = [threading.Event() for _ in lanes]
+        for lane, ready in zip(lanes, self._unready, strict=True):
+            threading.Thread(target=self._work, args=(lane, ready), name="grammars", daemon=True).start()
+
+    def wait_until_ready(self) -> None:
+        """Returns when this process and the sandboxes have read the tokenizer, which takes seconds if it is large."""
+        self.start()
+        for ready in self._unready:
+            ready.wait()
 
     def close(self) -> None:
         """Ends the sandboxes' processes. Grammars that still wait are not compiled."""
@@ -158,13 +170,20 @@ class GrammarQueue:
             job.waiting += 1
             return job, turned_away
 
-    def _work(self, lane: _Lane) -> None:
+    def _work(self, lane: _Lane, ready: threading.Event) -> None:
         """Compiles one grammar after another. Runs in each of the lane's threads, without end."""
         sandbox = self._sandbox(lane.niceness)
-        if lane is not self._sure:
-            with self._lock:
-                self._sandboxes.append(sandbox)
-            sandbox.start()
+        try:
+            if lane is self._sure:
+                self.compiler.compiled(_FIRST_GRAMMAR)
+            else:
+                with self._lock:
+                    self._sandboxes.append(sandbox)
+                sandbox.start()
+        except InvalidGrammar as error:
+            logger.warning("grammars cannot be used: %s", error)
+        finally:
+            ready.set()
         while True:
             job = lane.take()
             if self._abandoned(job):

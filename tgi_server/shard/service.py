@@ -96,6 +96,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
+        if self._grammars is not None:
+            self._grammars.start()  # it reads the tokenizer meanwhile
         async with self._errors(context):
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
@@ -105,7 +107,7 @@ class TextGenerationService(TextGenerationServiceServicer):
                 adapter_bytes=request.adapter_bytes,
             )
         if self._grammars is not None:
-            self._grammars.start()
+            await asyncio.get_running_loop().run_in_executor(None, self._grammars.wait_until_ready)
         response = conversion.capacity(capacity, self._engine.fallbacks)
         self._info.limits.CopyFrom(request)
         self._info.capacity.CopyFrom(response)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,36 @@ def test_requests_for_the_same_grammar_share_one_turn(
     assert tried == [grammar]
     assert compile_now(queue, grammar) in sizes
     assert tried == [grammar]
+
+
+def test_before_the_first_grammar_every_process_has_read_the_tokenizer(
+    queue: GrammarQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+    ask = Sandbox._ask
+
+    def note(sandbox: Sandbox, line: bytes) -> Any:
+        answer = ask(sandbox, line)
+        asked.append(line)
+        return answer
+
+    monkeypatch.setattr(Sandbox, "_ask", note)
+    queue.wait_until_ready()
+    assert asked == [b"\n"] * 3
+    assert queue.compiler._tokenizer is not None
+    queue.wait_until_ready()
+    assert len(asked) == 3
+
+
+def test_a_sandbox_that_cannot_be_started_does_not_hold_up_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a model's folder has a tokenizer that grammars cannot be used with."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    queue = GrammarQueue(GrammarCompiler(tmp_path, 3072, [1]), partial(Sandbox, tmp_path, 3072, [1]))
+    queue.wait_until_ready()
+    assert any("grammars cannot be used" in message for message in caplog.messages)
+    queue.close()
 
 
 def test_a_simple_schema_needs_no_trial(queue: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar]) -> None:
