@@ -1,6 +1,7 @@
 """/v1/chat/completions, as OpenAI's clients know it."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -267,6 +268,42 @@ async def test_some_of_the_tools(router: Router):
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     await chat(router, tools=[WEATHER, clock], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     assert list(json.loads(router.shard.received[0].grammar.value)["$defs"]) == ["clock"]
+
+
+async def test_all_tools_stay_in_the_prompt_whatever_is_chosen(routers: RouterFactory, tmp_path: Path):
+    config = tmp_path / "tokenizer_config.json"
+    shows = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}{{ messages[0].content }}<tool_call>:"
+    config.write_text(json.dumps({"chat_template": shows}))
+    router = await routers(tokenizer_config_path=config)
+    clock = {"type": "function", "function": {"name": "clock"}}
+    allowed = {"mode": "auto", "tools": [clock]}
+    named = {"type": "function", "function": {"name": "clock"}}
+    for choice in (None, named, {"type": "allowed_tools", "allowed_tools": allowed}, "none"):
+        await chat(router, tools=[WEATHER, clock], tool_choice=choice)
+    usual, one, some, none = router.shard.received
+    assert list(usual.input_ids) == list(one.input_ids) == list(some.input_ids) == list(none.input_ids)
+    for chosen in (one, some):
+        assert list(json.loads(chosen.grammar.value)["$defs"]) == ["clock"]
+    assert none.grammar.frame
+    # What cannot be used with a grammar goes without one.
+    await chat(router, tools=[clock], tool_choice="none", min_tokens=2)
+    assert not router.shard.received[-1].HasField("grammar")
+
+
+@pytest.mark.parametrize("last", ["<think>\nSo far", "<think>a</think>\n<think>So"])
+async def test_thoughts_that_the_client_began(routers: RouterFactory, last: str):
+    router = await routers(reasoning_parser="qwen3")
+    router.say(f", so good.</think>\n\n{TEXT}")
+    begun = [*HELLO, {"role": "assistant", "content": last}]
+    (choice,) = (await chat(router, messages=begun, continue_final_message=True))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "reasoning_content": ", so good."}
+    chunks = await chat_stream(router, messages=begun, reasoning_budget=40)
+    assert text(chunks) == TEXT
+    assert router.shard.received[-1].thought_budget.open
+    closed = [*HELLO, {"role": "assistant", "content": "<think>a</think>So far"}]
+    router.say(TEXT)
+    (choice,) = (await chat(router, messages=closed))["choices"]
+    assert choice["message"]["content"] == TEXT
 
 
 async def test_logprobs_of_an_answer_that_may_call_tools(router: Router):

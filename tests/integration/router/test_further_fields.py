@@ -72,6 +72,8 @@ async def test_special_tokens_that_are_shown(router: Router):
         ({"guided_choice": ["a.b", "c"]}, r"a\.b|c"),
         ({"structured_outputs": {"choice": ["a.b", "c"]}}, r"a\.b|c"),
         ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
+        ({"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
+        ({"guided_json": SCHEMA, "json_schema": SCHEMA}, SCHEMA),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
         ({"regex": "[a-z]+"}, "[a-z]+"),
         ({"json_schema": SCHEMA}, SCHEMA),

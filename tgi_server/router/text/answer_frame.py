@@ -54,6 +54,21 @@ class FrameWriter:
         """
         return self._behind_thoughts(partial(self._answers, calls, schema), thoughts, open_=open_)
 
+    def without_calls(
+        self, form: ToolFormat, arguments: Mapping[str, Arguments], thoughts: ReasoningTags | None, *, open_: bool
+    ) -> str:
+        """Returns the grammar of a text that calls no tool. arguments: of the tools that it might call, by name."""
+
+        def answers(opening: str, others: Sequence[str], lines: list[str]) -> Iterator[str]:
+            if not form.anywhere:
+                others = [*others, _called(form, arguments)]
+            elif not self._begins_special(form.trigger):
+                others = [*others, rf"(.|\n)*{_pattern(form.trigger)}"]
+            lines.append(f"OTHER: {_beginning_without(others)}")
+            yield f"{opening} OTHER"
+
+        return self._behind_thoughts(answers, thoughts, open_=open_)
+
     def one_call(
         self, marks: Sequence[tuple[Mark, Mark]], thoughts: ReasoningTags | None, *, open_: bool
     ) -> str | None:
@@ -120,8 +135,7 @@ class FrameWriter:
             if in_text and form.anywhere:
                 yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
             elif in_text:
-                names = "|".join(_pattern(form.of(each).named(name)) for name, each in calls.arguments.items())
-                others = [*others, f"{form.layouts}({names})"]
+                others = [*others, _called(form, calls.arguments)]
                 yield "calls"
             elif calls.required or form.anywhere:
                 yield f"{self._literal(form.trigger)} calls"
@@ -249,6 +263,12 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
 def _plain(text: str) -> str:
     """Returns a text in Lark, with any number in the place of one."""
     return " /[0-9]{1,9}/ ".join(_quoted(part) if part else "" for part in text.split(NUMBER)).strip()
+
+
+def _called(form: ToolFormat, arguments: Mapping[str, Arguments]) -> str:
+    """Returns the pattern of the beginning of a call whose trigger is JSON, up to the name of one of the tools."""
+    names = "|".join(_pattern(form.of(each).named(name)) for name, each in arguments.items())
+    return f"{form.layouts}({names})"
 
 
 def _quoted(text: str) -> str:

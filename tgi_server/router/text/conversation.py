@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,8 @@ class Turn:
 class Conversation:
     """The turns so far, and what the chat template gets beside them.
 
-    tools: that are shown. tool_prompt: tells the model how to call a tool. continue_last: the answer continues the last
-    turn; None: if that is the assistant's.
+    tools: that are shown. may_call: the answer may call one of them. tool_prompt: tells the model how to call a tool.
+    continue_last: the answer continues the last turn; None: if that is the assistant's.
     """
 
     turns: Sequence[Turn]
@@ -75,6 +75,7 @@ class Conversation:
     tool_prompt: str | None = None
     add_generation_prompt: bool = True
     continue_last: bool | None = None
+    may_call: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for variables that the server sets."""
@@ -85,6 +86,12 @@ class Conversation:
     def said(self) -> str:
         """The text of all turns."""
         return "\n".join(turn.text for turn in self.turns)
+
+    @property
+    def begun(self) -> str:
+        """The text of a last turn of the assistant, which the answer may continue."""
+        last = self.turns[-1] if self.turns else None
+        return last.text if last is not None and last.role == "assistant" and not last.calls else ""
 
     @property
     def images(self) -> list[ImageSource]:
@@ -127,7 +134,8 @@ def render_conversation(
     """
     tools = conversation.tools
     developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
-    said = [_message(turn, developer, template, tools=bool(tools)) for turn in conversation.turns]
+    turns = _with_tool_names(conversation.turns)
+    said = [_message(turn, developer, template, tools=bool(tools)) for turn in turns]
     shown = _with_joined_instructions(said, template, tools=bool(tools))
     # With its instructions moved away, an answer before them would be the last message, which the model continues.
     continue_last = conversation.continue_last if said[-1:] == shown[-1:] else False
@@ -139,7 +147,7 @@ def render_conversation(
     if shown and described:
         told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
         prompt = conversation.tool_prompt or tool_prompt
-        if told or prompt:
+        if conversation.may_call and (told or prompt):
             more = "\n".join(["\n---", *told, prompt])
             shown[-1]["content"] += more if isinstance(shown[-1]["content"], str) else as_parts(more)
         if template.reads_tools_of_system():
@@ -151,6 +159,17 @@ def render_conversation(
     if special_tokens is None:
         return RenderedPrompt(render(*rendered))
     return special_tokens.render(render, rendered)
+
+
+def _with_tool_names(turns: Sequence[Turn]) -> list[Turn]:
+    """Returns the turns, each result of a tool with a name: its own, or that of the last call with its id."""
+    names: dict[str | None, str] = {}
+    named = []
+    for turn in turns:
+        names |= {call.id: call.name for call in turn.calls}
+        unnamed = turn.role == "tool" and turn.name is None
+        named.append(replace(turn, name=names.get(turn.tool_call_id)) if unnamed else turn)
+    return named
 
 
 def _with_joined_instructions(

@@ -89,10 +89,12 @@ class Preparer:
         add_special_tokens: bool = True,
         spans_of: str | None = None,
         size: int = 0,
+        thinking: bool = False,
     ) -> PreparedRequest:
         """Returns what the scheduler takes. Work on a large request leaves the event loop.
 
-        spans_of: the text that `x-span` takes spans of; None: the prompt. size: bytes of the whole request.
+        spans_of: the text that `x-span` takes spans of; None: the prompt. size: bytes of the whole request. thinking:
+        thoughts are known to have begun in the prompt.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -126,7 +128,9 @@ class Preparer:
         max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens, dialect)
         budget = None
         if (most := options.thinking_token_budget) is not None:
-            budget = thought_budget(most, self._thoughts, self._threads.tokenizer, input_ids, grammar)
+            budget = thought_budget(
+                most, self._thoughts, self._threads.tokenizer, input_ids, grammar, thinking=thinking
+            )
         unenforced = await self._compile(grammar)
         if budget is not None and self._grammar_refusal is not None:
             raise InvalidRequest(f"`thinking_token_budget` cannot be used: {self._grammar_refusal}")
@@ -138,6 +142,11 @@ class Preparer:
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
         return PreparedRequest(input_ids, prepared, unenforced, images)
+
+    def may_add_grammar(self, options: GenerationOptions) -> bool:
+        """Returns True if a grammar that the request does not ask for would not have it refused."""
+        others = options.grammar or options.allowed_token_ids or options.sampling.min_tokens
+        return not others and self._grammar_refusal is None
 
     def _check_adapter(self, adapter_id: str, dialect: Dialect) -> None:
         try:

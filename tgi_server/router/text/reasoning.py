@@ -32,8 +32,14 @@ class ReasoningTags:
         marks = (self.begin,) if self.opening else (self.begin, self.end)
         return any(mark in template for mark in marks) and "".join(self.around or ()) in template
 
-    def open_in(self, prompt: str) -> bool:
-        """Returns True if the prompt ends within thoughts, so that the answer begins with them."""
+    def open_in(self, prompt: str, begun: str = "") -> bool:
+        """Returns True if the prompt ends within thoughts, so that the answer begins with them.
+
+        begun: a text of the assistant, which the answer continues if the prompt ends with it.
+        """
+        continued = bool(begun.strip()) and prompt.rstrip().endswith(begun.rstrip())
+        if continued and begun.rfind(self.begin.rstrip()) > begun.rfind(self.end):
+            return True
         return prompt.rstrip().endswith(self.begin.rstrip())
 
 
@@ -72,9 +78,17 @@ def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
 
 
 def thought_budget(
-    tokens: int, tags: ReasoningTags | None, tokenizer: TextTokenizer, prompt: list[int], grammar: Grammar | None
+    tokens: int,
+    tags: ReasoningTags | None,
+    tokenizer: TextTokenizer,
+    prompt: list[int],
+    grammar: Grammar | None,
+    *,
+    thinking: bool = False,
 ) -> ThoughtBudget | None:
     """Returns the budget of an answer's thoughts; None where there is no bound, or the grammar allows no thoughts.
+
+    thinking: thoughts are known to have begun in the prompt.
 
     Raises InvalidRequest for a model that has no thoughts.
     """
@@ -92,6 +106,6 @@ def thought_budget(
         tags.begin,
         tags.end,
         tuple(tokenizer.encode(closing, add_special_tokens=False).ids),
-        open=tags.open_in(tokenizer.decode(prompt[-_LAST_TOKENS:])),
+        open=thinking or tags.open_in(tokenizer.decode(prompt[-_LAST_TOKENS:])),
         repeats=tags.repeats,
     )

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -59,11 +59,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that an answer may call; required: it must call one. parallel: it may call several times."""
+    """The tools that an answer may call; required: it must call one. parallel: it may call several times.
+
+    declared: all tools of the request, which the prompt shows, so that a choice does not change it; None: `tools`.
+    """
 
     tools: Sequence[ToolSpec] = ()
     required: bool = False
     parallel: bool = True
+    declared: Sequence[ToolSpec] | None = field(default=None, compare=False)
+
+    @property
+    def shown(self) -> Sequence[ToolSpec]:
+        """The tools that the prompt shows."""
+        return self.tools if self.declared is None else self.declared
 
     @property
     def names(self) -> list[str]:
@@ -76,14 +85,15 @@ def chosen_tools(tools: Sequence[ToolSpec], choice: Choice | None) -> ToolUse:
     Raises InvalidTool for a choice that names no tool, or tools that cannot be distinguished.
     """
     if choice is None or not (tools or choice.required or choice.only):
-        return ToolUse()
+        return ToolUse(declared=tools)
+    declared = tools
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidTool("two `tools` have the same name")
     if choice.only is not None:
         tools = _named(tools, choice.only)
     if not tools:
         raise InvalidTool("`tool_choice` is `required`, and there are no `tools`")
-    return ToolUse(tools, choice.required, choice.parallel)
+    return ToolUse(tools, choice.required, choice.parallel, declared)
 
 
 def _named(tools: Sequence[ToolSpec], names: Sequence[str]) -> Sequence[ToolSpec]:
@@ -164,6 +174,14 @@ class AnswerForm:
         frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
         text = json.dumps(document, ensure_ascii=False)
         return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
+
+    def without_calls(self, use: ToolUse, *, thinking: bool) -> Grammar | None:
+        """Returns the grammar of a text that calls none of the tools that the prompt shows; None: it shows none."""
+        if not use.shown or self._template is not None:
+            return None
+        arguments = self._arguments(ToolUse(use.shown))
+        frame = self._frames.without_calls(self._calls, arguments, self._thoughts, open_=thinking)
+        return Grammar(GrammarKind.JSON_SCHEMA, "{}", frame=frame)
 
     def readers(
         self, use: ToolUse, answer: Grammar | None, *, thinking: bool, prompt: str = ""

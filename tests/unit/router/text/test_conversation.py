@@ -80,3 +80,26 @@ def test_every_published_template_shows_all_instructions(published: Any, tmp_pat
     template = ChatTemplate(read_tokenizer_config(published.save(tmp_path), None))
     prompt = render_with(template, *OLD_AND_NEW, ("assistant", "Well."), ("system", "Be brief."), ("user", "Go on."))
     assert all(text in prompt for text in ("A", "B", "C", "Be brief.", "Go on."))
+
+
+def test_a_tools_result_has_the_name_of_the_call_with_its_id():
+    source = "{% for m in messages %}[{{ m.role }}{% if m.role == 'tool' %}:{{ m.name or raise_exception('name') }}"
+    source += "{% endif %}]{{ m.content }}{% endfor %}"
+
+    def call(id_: str, name: str) -> dict[str, Any]:
+        return {"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    request = {
+        "messages": [
+            {"role": "user", "content": "A"},
+            {"role": "assistant", "content": "", "tool_calls": [call("1", "clock"), call("2", "weather")]},
+            {"role": "tool", "tool_call_id": "2", "content": "rain"},
+            {"role": "tool", "tool_call_id": "1", "content": "noon", "name": "its own"},
+            {"role": "assistant", "content": "", "tool_calls": [call("1", "weather")]},
+            {"role": "tool", "tool_call_id": "1", "content": "sun"},
+        ]
+    }
+    conversation = conversation_of(ChatRequest.model_validate(request), ToolUse())
+    template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
+    shown = "[user]A[assistant][tool:weather]rain[tool:its own]noon[assistant][tool:weather]sun"
+    assert render_conversation(template, conversation).text == shown

@@ -412,6 +412,17 @@ def use_of(tools: list[ToolSpec], choice: Any = None, **fields: Any) -> ToolUse:
     return tools_of(ChatRequest.model_validate(body))
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_text_that_may_call_no_tool(name: str):
+    form = AnswerForm(tool_format(name, ""), THINK, {})
+    for thinking in (False, True):
+        grammar = form.without_calls(ToolUse(declared=TOOLS), thinking=thinking)
+        before = "Hm.</think>\n\n" if thinking else ""
+        assert takes(grammar, before + "Sunny, I think.")
+        assert not takes(grammar, before + WRITTEN[name])
+    assert form.without_calls(ToolUse(), thinking=False) is None
+
+
 def test_the_choice():
     weather, clock = TOOLS[0], TOOLS[2]
     tools = [weather, clock]

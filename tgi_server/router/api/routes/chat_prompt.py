@@ -81,7 +81,7 @@ async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> C
     service, size = exchange.service, exchange.size
     form = service.text.answer_form
 
-    def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], Reader] | None]:
+    def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], Reader] | None, bool]:
         made = plan()
         conversation = made.conversation
         if made.options.thinking_token_budget == 0:  # most templates can say so themselves
@@ -89,14 +89,23 @@ async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> C
         prompt = render(service, conversation)
         answer = made.options.grammar
         thoughts = form.thoughts(answer)
-        thinking = thoughts is not None and thoughts.open_in(prompt.text)
+        thinking = thoughts is not None and thoughts.open_in(prompt.text, conversation.begun)
         readers = form.readers(made.use, answer, thinking=thinking, prompt=prompt.text)
-        return made, prompt, replace(made.options, grammar=form.grammar(made.use, answer, thinking=thinking)), readers
+        grammar = form.grammar(made.use, answer, thinking=thinking)
+        if not made.use.tools and service.preparer.may_add_grammar(made.options):
+            grammar = form.without_calls(made.use, thinking=thinking)
+        return made, prompt, replace(made.options, grammar=grammar), readers, thinking
 
-    made, prompt, options, readers = await service.text.threads.run(size, prepare)
+    made, prompt, options, readers, thinking = await service.text.threads.run(size, prepare)
     prompt = await with_images(service, prompt, made.conversation.images, exchange.hold)
     checked = await service.preparer.prepare(
-        prompt, options, made.dialect, add_special_tokens=False, spans_of=made.conversation.said, size=size
+        prompt,
+        options,
+        made.dialect,
+        add_special_tokens=False,
+        spans_of=made.conversation.said,
+        size=size,
+        thinking=thinking,
     )
     return ChatPrompt(prompt.text, checked, readers, made.show_thoughts)
 
@@ -119,11 +128,12 @@ def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
     """Returns the conversation. use: the tools that are shown. Raises InvalidRequest."""
     return Conversation(
         [_turn(message, f"messages[{index}]") for index, message in enumerate(request.messages)],
-        use.tools,
+        use.shown,
         template_variables(request.chat_template_kwargs, effort=request.reasoning_effort, documents=request.documents),
         request.tool_prompt,
         request.add_generation_prompt,
         request.continue_final_message,
+        may_call=bool(use.tools),
     )
 
 

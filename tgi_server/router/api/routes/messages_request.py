@@ -62,7 +62,9 @@ def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> 
     for index, message in enumerate(request.messages):
         if not (message.role == "system" and message.clear_at == "next_user_message" and index < last_user):
             turns += turns_of(message, f"messages[{index}]")
-    return Conversation(turns, (use or tools_of(request)).tools, template_variables(chosen, effort=effort))
+    use = use or tools_of(request)
+    variables = template_variables(chosen, effort=effort)
+    return Conversation(turns, use.shown, variables, may_call=bool(use.tools))
 
 
 def tools_of(request: MessagesParameters) -> ToolUse:

@@ -74,7 +74,9 @@ def requested_form(request: SharedParameters) -> Grammar | None:
         *map(_choice, (request.guided_choice, outputs.choice)),
         *map(_lark, (request.guided_grammar, outputs.grammar)),
     ]
-    forms = [form for form in found if form is not None]
+    # Clients may say the same in several fields; of equal ones, the strictest counts.
+    asked = sorted(filter(None, found), key=lambda form: len(form.lenient))
+    forms = list({(form.type, form.value): form for form in reversed(asked)}.values())
     if len(forms) > 1:
         raise InvalidRequest(
             "more than one of `response_format`, `structured_outputs`, `guided_*`, `json_schema` and `regex` says what "

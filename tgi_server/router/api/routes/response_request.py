@@ -107,7 +107,7 @@ def plan_response(service: Service, request: ResponsesRequest, turns: Sequence[T
     variables = template_variables(request.chat_template_kwargs, effort=effort)
     return ChatPlan(
         Dialect.RESPONSES,
-        Conversation(turns, use.tools, variables),
+        Conversation(turns, use.shown, variables, may_call=bool(use.tools)),
         use,
         replace(options, report=report, grammar=_form(request)),
     )
