@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import AutoConfig
 
@@ -75,3 +76,29 @@ def takes(grammar: Grammar | None, *answer: str | int) -> bool:
         for token in ([part] if isinstance(part, int) else compiler.tokenizer.lookup.tokenize_str(part))
     ]
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def preferring(grammar: Grammar | None, texts: Sequence[str | None], most: int = 300) -> str | None:
+    """Returns what a model writes that wants the same at each place: the first of some texts that is allowed, or else
+    the first token that is. None: the end. None is returned if it writes `most` tokens without an end.
+    """
+    assert grammar is not None
+    assert compiler_fault(grammar) is None
+    compiler = demo_compiler()
+    constraint = compiler.constraint(grammar, [], most, ignore_eos=False)
+    lookup = compiler.tokenizer.lookup
+    mask = allocate_token_bitmask(1, lookup.vocab_size)
+    wanted = [constraint.eos if text is None else lookup.tokenize_str(text)[:1] for text in texts]
+    written: list[int] = []
+    for _ in range(most):
+        if (token := constraint.jump_forward) is None:
+            fill_next_token_bitmask(constraint.matcher, mask)
+            allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+            usual = int(allowed.argmax())
+            token = next((each for choice in wanted for each in choice if allowed[each]), usual)
+        constraint.advance(token, room=0)
+        assert constraint.error is None
+        written += [] if token in constraint.eos else [token]
+        if constraint.ended:
+            return compiler.tokenizer.decode(written)
+    return None

@@ -346,13 +346,6 @@ async def test_thoughts_that_are_not_shown_have_no_logprobs(routers: RouterFacto
         assert choice["logprobs"]["content"] == []
 
 
-async def test_no_tools_are_told_when_none_may_be_called(router: Router):
-    await chat(router, tools=[WEATHER], tool_choice="none")
-    await chat(router)
-    first, second = router.shard.received
-    assert list(first.input_ids) == list(second.input_ids)
-
-
 @in_one_loop
 @pytest.mark.parametrize(
     ("body", "error_type"),

@@ -16,6 +16,9 @@ _PORTABLE = re.compile(
     r"(?>\\[sSwWdDnt]|\\[^\w/]|\[\^?([^\[\]\\/]|\\[^/])+\]|\((\?P<\w+>|\?:|(?!\?))|\)|[*+?]\??|[^\\\[\](){}*+?^$])*+"
 )
 _BACKSLASH = re.compile(r"\\(?=\W)")
+_BREAKS = re.compile(r"\n+")
+# White space where models write it: two line breaks at most, as far as an indent. Without a bound, it would be a loop.
+_WHITE_SPACE = (r"BREAK: /((\n {0,16}){1,2})?/", r"GAP: /( |(\n {0,16}){1,2})?/", r"LINE: /\n?/")
 # Of one answer: a weak model may not find an end.
 _MOST_CALLS = 32
 
@@ -97,7 +100,7 @@ class FrameWriter:
         open_: bool,
     ) -> str:
         """Returns the grammar of thoughts and then one of the answers that `written` yields (see `_answers`)."""
-        lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]{0,4}/"]
+        lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]{0,4}/", *_WHITE_SPACE]
         may_think = thoughts is not None and not open_
         # A text that might also be thoughts, or a call, would hide them.
         others: list[str] = []
@@ -138,7 +141,7 @@ class FrameWriter:
                 others = [*others, _called(form, calls.arguments)]
                 yield "calls"
             elif calls.required or form.anywhere:
-                yield f"{self._literal(form.trigger)} calls"
+                yield f"GAP {self._literal(form.trigger)} calls"
             else:
                 # In the terminals of a schema: up to the name, the answer may be either.
                 for trigger in (form.trigger, *form.triggers):
@@ -152,39 +155,50 @@ class FrameWriter:
     def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
         """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.
 
-        Such a beginning is one terminal: no other can follow where a text might go on.
+        Such a beginning is one terminal: no other can follow where a text might go on. Where another call or the end
+        may follow, so may white space: a model that writes a line break before its end chooses there.
         """
         if whole:
             yield f"TRIGGER: /{calls.form.layouts}/"
         several = calls.parallel and not calls.form.alone
         more = f" another{{0,{_MOST_CALLS - 1}}}" if several else ""
-        yield f"calls: first{more} {self._literal(calls.form.end)}"
+        yield f"calls: first{more} {'GAP' if several or calls.form.end else ''} {self._literal(calls.form.end)}"
+        separator = calls.form.separator.strip()
+        between = f"GAP {self._literal(separator)} GAP" if separator else "GAP"
         for rule in ("first", "another") if several else ("first",):
             bodies = []
             for i, (name, arguments) in enumerate(calls.arguments.items()):
                 form = calls.form.of(arguments)
-                head = self._literal(form.first_head(name) if rule == "first" else form.next_head(name))
-                if whole and rule == "first":
+                head = self._spaced(form.first_head(name))
+                if rule == "another":
+                    head = f"{between} {self._spaced(form.call_head(name))}"
+                elif whole:
                     yield f"HEAD{i}: TRIGGER {_quoted(form.first_head(name))}"
                     head = f"HEAD{i}"
-                bodies.append(f"{head} arguments{i} {self._literal(form.tail)}")
+                blank = "BREAK" if arguments.tagged is not None and form.tags and not form.tags.separator else ""
+                tail = self._spaced(form.tail.removeprefix("\n") if blank else form.tail)
+                after_head = "BREAK" if not blank and form.head[1].endswith("\n") else ""
+                bodies.append(f"{head} {after_head} arguments{i} {blank} {tail}")
             yield f"{rule}: {' | '.join(bodies)}"
         for i, arguments in enumerate(calls.arguments.values()):
             yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)
         tags = calls.form.tags
         if tags is not None and tags.end and any(each.tagged for each in calls.arguments.values()):
             lines: list[str] = []
-            yield f"tagged_text: {self._until(tags.end, 'untagged', [], lines)}"
+            yield f"tagged_text: {self._until(tags.closing, 'untagged', [], lines)}"
             yield from lines
 
     def _argument_rules(self, rule: str, tags: ArgumentTags | None, arguments: Arguments) -> Iterator[str]:
         if tags is None or arguments.tagged is None:
             yield f"{rule}: %schema {json.dumps(arguments.place)}"
             return
+        before = "" if tags.separator else "BREAK"
         for i, each in enumerate(arguments.tagged):
-            value = f"{self._literal(tags.tag(each.name, text=each.text))} {self._value(tags, each, arguments)}"
+            tag = self._spaced(tags.tag(each.name, text=each.text))
+            value = f"{before} {tag} {self._value(tags, each, arguments)}"
             if each.nullable and tags.begin_text is not None:
-                value += f" | {self._literal(tags.tag(each.name, text=False) + 'null' + tags.end)}"
+                null = self._spaced(tags.tag(each.name, text=False) + "null" + tags.closing)
+                value += f" | {before} {null}"
             yield f"{rule}_{i}: {value}"
         if tags.separator:
             yield from self._list(rule, tags.separator, arguments.tagged)
@@ -194,17 +208,19 @@ class FrameWriter:
 
     def _value(self, tags: ArgumentTags, parameter: TaggedParameter, arguments: Arguments) -> str:
         """Returns the grammar of a value, and of what stands around it behind its tag."""
-        end = self._literal(tags.end)
+        end = self._literal(tags.closing)
+        line = "LINE" if tags.in_lines else ""
         if parameter.text:
             texts = " | ".join(map(_quoted, parameter.values))
             null = _quoted("null") if parameter.nullable and tags.begin_text is None else ""
             if tags.separator:
                 value = f"{self._literal(tags.quote)} {f'({texts}) {end}' if texts else 'tagged_text'}"
                 return f"({value} | {null})" if null else value
-            return f"({' | '.join(filter(None, (texts, null)))}) {end}" if texts else "tagged_text"
+            return f"{line} ({' | '.join(filter(None, (texts, null)))}) {line} {end}" if texts else "tagged_text"
         if parameter.boolean and tags.words:
             return f"({' | '.join(map(_quoted, tags.words.values()))})"
-        return f"%schema {json.dumps(arguments.place_of(parameter))} {'' if tags.separator else end}"
+        schema = f"%schema {json.dumps(arguments.place_of(parameter))}"
+        return schema if tags.separator else f"BREAK {schema} BREAK {end}"
 
     def _list(self, rule: str, separator: str, parameters: Sequence[TaggedParameter]) -> Iterator[str]:
         """Yields the rules of arguments with a separator between them; some arguments may be left out."""
@@ -243,6 +259,10 @@ class FrameWriter:
         pattern = pattern.replace("/", r"\/").replace("\n", r"\n")
         lines.append(f"{rule}[lazy]: {_beginning_without(others, pattern)}")
         return rule
+
+    def _spaced(self, text: str) -> str:
+        """Returns a text in Lark with any white space where it has line breaks; none at its end."""
+        return " BREAK ".join(map(self._literal, _BREAKS.split(text.rstrip("\n")))).strip()
 
     def _begins_special(self, text: str) -> bool:
         """Returns True for what no text can be the beginning of, since it begins with a special token."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from tgi_server.router.text.json_reader import JsonReader
+from tgi_server.router.text.json_reader import BLANKS, JsonReader
 from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.tagged_arguments import (
     Arguments,
@@ -18,6 +18,9 @@ from tgi_server.router.text.tool_formats import NUMBER, ToolFormat
 
 # The number of a call, complete or not.
 _NUMBER = re.compile(r":\d+(?=<|\Z)")
+# White space where a form has a line break, or none.
+_BREAK = re.compile(r"\n[ \n]*")
+_LONGEST_NUMBER = 16
 _JSON_STRING = re.compile(r'"([^"\\]|\\.)*"')
 
 
@@ -49,8 +52,9 @@ class CallHeads:
     def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments]) -> None:
         """arguments: of the tools, by name."""
         self.form = form
-        self.first = {form.of(each).first_head(name): name for name, each in arguments.items()}
-        self.next = {form.of(each).next_head(name): name for name, each in arguments.items()}
+        self.separator = form.separator.strip()
+        self.first = {_BREAK.sub("", form.of(each).first_head(name)): name for name, each in arguments.items()}
+        self.next = {_BREAK.sub("", form.of(each).call_head(name)): name for name, each in arguments.items()}
         self.firsts, self.nexts = Beginnings(self.first), Beginnings(self.next)
         self.layouts, self.layouts_begun = re.compile(form.layouts), re.compile(form.layouts_begun)
         self._called = {name: form.of(each) for name, each in arguments.items()}
@@ -211,6 +215,7 @@ class _ReaderPlace(Enum):
     ARGUMENTS = "within arguments"
     TAIL = "behind arguments"
     BETWEEN = "behind a call"
+    NEXT_HEAD = "behind what stands between calls"
     PLAIN = "in a text in which no call comes"
 
 
@@ -245,6 +250,8 @@ class _CallReader:
                 case _ReaderPlace.TAIL:
                     self._tail()
                 case _ReaderPlace.BETWEEN:
+                    self._between()
+                case _ReaderPlace.NEXT_HEAD:
                     yield from self._head(self._heads.next, self._heads.nexts, last=last)
                 case _ReaderPlace.PLAIN:
                     rest, self._buffer = self._buffer, ""
@@ -276,7 +283,7 @@ class _CallReader:
         """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
         # A call that has named its tool is no text, even if it is cut off here.
         ended = last and not self._form.anywhere and _JSON_STRING.match(self._buffer) is None
-        seen, number = self._buffer, ""
+        seen, number = _joined(self._buffer, heads.longest + _LONGEST_NUMBER), ""
         if self._form.numbered and (numbered := _NUMBER.search(seen)) is not None:
             number, seen = numbered[0], f"{seen[: numbered.start()]}:{NUMBER}{seen[numbered.end() :]}"
         found = None if heads.may_grow(seen) else heads.of(seen)
@@ -285,7 +292,8 @@ class _CallReader:
             yield Piece(AnswerPart.CALL, name, self.number, f"functions.{name}{number}" if number else "")
             self.number += 1
             self._called, self._reader = self._heads.form_of(name), self._heads.reader(name)
-            self._buffer, self._place = seen.removeprefix(found), _ReaderPlace.ARGUMENTS
+            length = len(found) + (len(number) - len(f":{NUMBER}") if number else 0)
+            self._buffer, self._place = _behind(self._buffer, length), _ReaderPlace.ARGUMENTS
         elif self._place is _ReaderPlace.FIRST_HEAD and (ended or not heads.may_follow(seen)):
             self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
 
@@ -296,6 +304,32 @@ class _CallReader:
         yield Piece(AnswerPart.ARGUMENTS, certain, self.number - 1)
 
     def _tail(self) -> None:
-        if self._buffer.startswith(self._called.tail):
-            self._buffer = self._buffer.removeprefix(self._called.tail)
+        tail = self._called.tail.strip("\n")
+        joined, length = _joined(self._buffer.lstrip(BLANKS), len(tail)), len(_BREAK.sub("", tail))
+        if joined[:length] == _BREAK.sub("", tail):
+            self._buffer = _behind(self._buffer.lstrip(BLANKS), length)
             self._place = _ReaderPlace.BETWEEN
+
+    def _between(self) -> None:
+        seen, separator = self._buffer.lstrip(BLANKS), self._heads.separator
+        if seen.startswith(separator) and seen.removeprefix(separator).lstrip(BLANKS):
+            self._buffer, self._place = seen.removeprefix(separator).lstrip(BLANKS), _ReaderPlace.NEXT_HEAD
+
+
+def _joined(text: str, most: int) -> str:
+    """Returns the beginning of a text without the white space around line breaks: `most` characters, or some more."""
+    pieces, size, start = [], 0, 0
+    for found in _BREAK.finditer(text):
+        pieces.append(text[start : min(found.start(), start + most + 1)])
+        size, start = size + len(pieces[-1]), found.end()
+        if size > most:
+            return "".join(pieces)
+    return "".join([*pieces, text[start : start + most + 1]])
+
+
+def _behind(text: str, size: int) -> str:
+    """Returns what comes behind the first `size` characters of a text that are not white space around line breaks."""
+    while (found := _BREAK.search(text)) is not None and found.start() < size:
+        size -= found.start()
+        text = text[found.end() :]
+    return text[size:]

@@ -2,6 +2,7 @@
 
 import re
 
+BLANKS = " \n"
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _BEHIND_WORD = re.compile(r"[^\w.+-]")
 
@@ -9,7 +10,8 @@ _BEHIND_WORD = re.compile(r"[^\w.+-]")
 class JsonReader:
     """Finds the end of a JSON value: of an object, an array or a text, or of a number or another word.
 
-    A word ends before the first character that cannot belong to it. ended: the end has been found.
+    Blanks before it are dropped. A word ends before the first character that cannot belong to it. ended: the end has
+    been found.
     """
 
     def __init__(self) -> None:
@@ -24,7 +26,10 @@ class JsonReader:
 
         text: what was left, and what has come since. A word is certain only as a whole.
         """
-        if text and not self._begun:
+        if not self._begun:
+            text = text.lstrip(BLANKS)
+            if not text:
+                return "", "", False
             if text[0] not in '{["':
                 behind = _BEHIND_WORD.search(text)
                 self.ended = behind is not None

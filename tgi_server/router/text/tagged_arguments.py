@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tgi_server.router.text.json_reader import JsonReader
+from tgi_server.router.text.json_reader import BLANKS, JsonReader
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
 _ANNOTATIONS = frozenset(
@@ -63,6 +63,16 @@ class ArgumentTags:
     def tag(self, name: str, *, text: bool) -> str:
         """Returns the tag in front of an argument's value. text: the value is a text."""
         return name.join(self.begin_text if text and self.begin_text is not None else self.begin)
+
+    @property
+    def closing(self) -> str:
+        """The text behind a value, without the line breaks around it, which models leave out at times."""
+        return self.end.strip("\n")
+
+    @property
+    def in_lines(self) -> bool:
+        """True if a value stands on lines of its own: the breaks before and after it are no part of it."""
+        return self.begin[1].endswith("\n")
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -210,6 +220,11 @@ class Beginnings:
         """Returns the one that `text` begins with, the longest if there are several; None if there is none."""
         return next((text[:length] for length in self._lengths if text[:length] in self._texts), None)
 
+    @property
+    def longest(self) -> int:
+        """The length of the longest."""
+        return self._lengths[0] if self._lengths else 0
+
     def may_follow(self, text: str) -> bool:
         """Returns True if one of them begins with `text`."""
         place = bisect_left(self._sorted, text)
@@ -225,10 +240,13 @@ class Tags:
     """The tags of the parameters of one tool, in a form."""
 
     def __init__(self, form: ArgumentTags, parameters: Sequence[TaggedParameter]) -> None:
+        """The tags are looked up by what they have before a line break; `rest`: what follows in each of them."""
         self.form = form
-        self._parameters = {form.tag(each.name, text=each.text): each for each in parameters}
+        self.rest = form.begin[1].partition("\n")[2]
+        named = {form.tag(each.name, text=each.text): each for each in parameters}
         if form.begin_text is not None:
-            self._parameters |= {form.tag(each.name, text=False): each.as_json for each in parameters if each.nullable}
+            named |= {form.tag(each.name, text=False): each.as_json for each in parameters if each.nullable}
+        self._parameters = {tag.partition("\n")[0]: each for tag, each in named.items()}
         self._beginnings = Beginnings(self._parameters)
 
     def of(self, text: str) -> tuple[str, TaggedParameter] | None:
@@ -248,7 +266,7 @@ class TaggedArgumentsReader:
         self._tags = tags
         self._form = tags.form
         self._open: TaggedParameter | None = None
-        self._in_text = False
+        self._in_text = self._line_read = False
         self._json: JsonReader | None = None
         self._before = "{"
 
@@ -261,14 +279,20 @@ class TaggedArgumentsReader:
         while True:
             if self._open is None:
                 separator = self._form.separator if self._before != "{" else ""
-                found = self._tags.of(text.removeprefix(separator)) if text.startswith(separator) else None
+                seen = text if self._form.separator else text.lstrip(BLANKS)
+                found = self._tags.of(seen.removeprefix(separator)) if seen.startswith(separator) else None
                 if found is None:
-                    ended = bool(text) and not self._may_follow(text, separator)
+                    ended = bool(seen) and not self._may_follow(seen, separator)
                     if ended:
                         pieces.append("{}" if self._before == "{" else "}")
                     return "".join(pieces), text, ended
-                tag, self._open = found
-                text = text.removeprefix(separator).removeprefix(tag)
+                tag, parameter = found
+                seen = seen.removeprefix(separator).removeprefix(tag)
+                if self._tags.rest:
+                    seen = seen.lstrip(BLANKS)
+                    if not seen.startswith(self._tags.rest):
+                        return "".join(pieces), text, False
+                self._open, text = parameter, seen.removeprefix(self._tags.rest)
                 pieces.append(f"{self._before}{json.dumps(self._open.name, ensure_ascii=False)}: ")
                 self._before = ", "
             text = self._text(self._open, text, pieces) if self._open.text else self._value(text, pieces)
@@ -287,27 +311,33 @@ class TaggedArgumentsReader:
         No parameter is open once the value has ended.
         """
         form = self._form
-        if not self._in_text:
-            null = _NULL if form.separator else _NULL + form.end
-            nullable = parameter.nullable and form.begin_text is None
-            if nullable and len(text) < len(null) and null.startswith(text):
+        if form.in_lines and not self._line_read:
+            if not text:
                 return text
-            if nullable and text.startswith(null):
+            text, self._line_read = text.removeprefix("\n"), True
+        if not self._in_text:
+            nulls = (_NULL,) if form.separator else (_NULL + form.closing, f"{_NULL}\n{form.closing}")
+            nullable = parameter.nullable and form.begin_text is None
+            null = next((each for each in nulls if text.startswith(each)), None)
+            if nullable and null is not None:
                 pieces.append(_NULL)
-                self._open = None
+                self._open, self._line_read = None, False
                 return text.removeprefix(null)
+            if nullable and any(each.startswith(text) for each in nulls):
+                return text
             if not text.startswith(form.quote):
                 return text
             text = text.removeprefix(form.quote)
             pieces.append('"')
             self._in_text = True
-        value, end, rest = text.partition(form.end)
-        held = 0 if end else beginning_held(value, form.end)
+        value, end, rest = text.partition(form.closing)
+        held = 0 if end else beginning_held(value, form.closing)
+        held += form.in_lines and value[: len(value) - held].endswith("\n")
         pieces.append(json.dumps(value[: len(value) - held], ensure_ascii=False)[1:-1])
         if not end:
             return value[len(value) - held :]
         pieces.append('"')
-        self._open, self._in_text = None, False
+        self._open, self._in_text, self._line_read = None, False, False
         return rest
 
     def _value(self, text: str, pieces: list[str]) -> str:
@@ -318,11 +348,11 @@ class TaggedArgumentsReader:
             certain, text, _ = self._json.read(text)
             own = next((word for word, written in self._form.words.items() if written == certain), certain)
             pieces.append(own)
-        end = "" if self._form.separator else self._form.end
-        if not self._json.ended or not text.startswith(end):
+        end, seen = ("", text) if self._form.separator else (self._form.closing, text.lstrip(BLANKS))
+        if not self._json.ended or not seen.startswith(end):
             return text
         self._open = self._json = None
-        return text.removeprefix(end)
+        return seen.removeprefix(end)
 
 
 def beginning_held(text: str, marker: str) -> int:

@@ -45,8 +45,12 @@ class ToolFormat:
         """Returns what comes between the trigger and the arguments of the first call."""
         return (self.begin + self._head(name)).removeprefix(self.trigger)
 
+    def call_head(self, name: str) -> str:
+        """Returns what comes before the arguments of a call that follows others."""
+        return self._head(name)
+
     def next_head(self, name: str) -> str:
-        """Returns what comes between the tail of one call and the arguments of the next."""
+        """Returns what comes between the tail of one call and the arguments of the next, as models write it."""
         return self.separator + self._head(name)
 
     @property

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.grammars import compiler_fault, takes
+from tests.grammars import compiler_fault, preferring, takes
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.api.routes.chat_prompt import tools_of
 from tgi_server.router.errors import InvalidTool
@@ -697,6 +697,50 @@ def test_values_of_every_kind(form: ToolFormat):
         assert told == ("", "", [("search_all", "{}")])
 
 
+IN_TAGS = [form for form in TAGGED if form.tags and not form.tags.separator]
+TWO_TEXTS = {"type": "object", "properties": {"place": {"type": "string"}, "n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("form", IN_TAGS, ids=lambda form: form.name)
+@pytest.mark.parametrize("value", ["a", "", 'say "hi"', "<b>\n</b>", "</p", "<parameter=n>", "a\n\nb", " a "])
+def test_tags_stand_on_lines_of_their_own_or_not(form: ToolFormat, value: str):
+    """Models leave line breaks out where the template has them, and write some where it has none."""
+    assert form.tags is not None
+    use = ToolUse([tool("write", {**TWO_TEXTS, "required": ["place"]})], required=True)
+    answers = AnswerForm(form, None, {})
+    text = tagged_call(form, "write", ("place", value), ("n", "3"))
+    text = text.replace(form.tags.tag("place", text=True) + value + form.tags.end, "VALUE")
+    opened = [form.tags.tag("place", text=True)]
+    opened += [opened[0].rstrip("\n")] if form.tags.in_lines else []
+    closed = ["\n" + form.tags.closing, form.tags.closing] if form.tags.in_lines else [form.tags.closing]
+    for begin in opened:
+        for end in closed:
+            for layout in (text, text.replace("\n", ""), text.replace("\n", "\n\n").replace("VALUE", "VALUE\n  ")):
+                written = layout.replace("VALUE", begin + value + end)
+                assert takes(answers.grammar(use, None, thinking=False), written)
+                for size in (1, 2, 3, 7, 1000):
+                    _, told, [(name, arguments)] = read(answers.readers(use, None, thinking=False), written, size)
+                    assert (told, name, json.loads(arguments)) == ("", "write", {"place": value, "n": 3})
+    if form.tags.in_lines:  # an empty value has one line break or two
+        written = text.replace("VALUE", opened[0] + form.tags.closing)
+        _, _, [(_, arguments)] = read(answers.readers(use, None, thinking=False), written, 2)
+        assert json.loads(arguments) == {"place": "", "n": 3}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_model_that_prefers_line_breaks_and_then_the_end(name: str, parallel: bool):
+    """At each place it writes the first of these that the grammar lets it write."""
+    form = AnswerForm(tool_format(name, ""), None, {})
+    parameters = {"type": "object", "properties": {"place": {"enum": ["Paris"]}}, "required": ["place"]}
+    use = ToolUse([tool("weather", parameters)], required=True, parallel=parallel)
+    written = preferring(form.grammar(use, None, thinking=False), ["\n", None, "s", "}", '"', ")", "]", "<", "P"])
+    assert written is not None
+    _, told, calls = read(form.readers(use, None, thinking=False), written, 3)
+    assert (told, [called for called, _ in calls]) == ("", ["weather"])
+    assert json.loads(calls[0][1]) == {"place": "Paris"}
+
+
 @in_tags
 def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model(form: ToolFormat):
     parameters = {
@@ -715,7 +759,7 @@ def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model(form: ToolForm
 @in_tags
 def test_a_tagged_call_that_is_cut_off_gives_what_there_is(form: ToolFormat):
     text = tagged_call(form, "search", ("text", "How long"))
-    behind = form.tags.end if form.tags else ""
+    behind = form.tags.end.rstrip("\n") if form.tags else ""
     cut = text[: text.index("How long") + len("How long" + behind[:-1])]
     told = read(AnswerForm(form, None, {}).readers(ToolUse([SEARCH]), None, thinking=False), cut, 3)
     assert told == ("", "", [("search", '{"text": "How long')])
