@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tools.real_models import MODELS, fetch
 
 _RUNS = Path(__file__).parents[2] / "runs"
+# Folders in it are named as `benchmarks.perplexity` expects those of its --work.
+DEQUANTIZED = _RUNS / "real_dequantized"
 
 
 def model_path(name: str) -> Path:
@@ -32,15 +34,17 @@ def model_path(name: str) -> Path:
 def dequantized(name: str) -> Path:
     """Returns a folder with the weights of a GGUF file in float32 and its tokenizer, as `transformers` reads them."""
     file = model_path(name)
-    folder = _RUNS / "real_dequantized" / file.stem
-    if not (folder / "complete").exists():
+    folder = DEQUANTIZED / f"{file.stem}-dense"
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        partial.mkdir(parents=True, exist_ok=True)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         del model.config.quantization_config
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-        (folder / "complete").touch()
+        model.config.save_pretrained(partial)
+        model.generation_config.save_pretrained(partial)
+        save_model(model, str(partial / "model.safetensors"), metadata={"format": "pt"})
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
+        partial.rename(folder)
     return folder
 
 

@@ -1,0 +1,55 @@
+"""What the server does to a model's numbers costs it little: perplexities on the documents, beside float32."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.real.models import DEQUANTIZED, dequantized, model_path
+
+ROOT = Path(__file__).parents[2]
+QUICK_TOKENS, ALL_TOKENS = 2048, 20_000
+QUICK_SECONDS, ALL_SECONDS = 1800, 4 * 3600
+# The rows of the table, with the row that each is compared with, and how much larger its perplexity may be.
+FLOAT32, FILE = "float32", "as it is, bfloat16"
+BOUNDS = {
+    "as it is, float32": (FLOAT32, 0.001),
+    FILE: (FLOAT32, 0.003),
+    f"{FILE}, KV cache fp8_e4m3fn": (FILE, 0.01),
+    f"{FILE}, KV cache fp8_e5m2": (FILE, 0.01),
+}
+# Those of rounded weights bound what is broken. The dequantized weights have lost much before, and are rounded again.
+MORE_BOUNDS = {
+    "bfloat16": (FLOAT32, 0.003),
+    "float16": (FLOAT32, 0.003),
+    "int8, bfloat16": (FLOAT32, 0.008),
+    "fp8, bfloat16": (FLOAT32, 0.02),
+    "int4, bfloat16": (FLOAT32, 0.1),
+    "bitsandbytes-nf4, bfloat16": (FLOAT32, 0.1),
+    "GPTQ, bfloat16": (FLOAT32, 0.1),
+}
+
+
+@pytest.mark.timeout(ALL_SECONDS)
+@pytest.mark.parametrize("name", ["qwen", "gemma"])
+def test_losses_are_bounded(
+    name: str, pytestconfig: pytest.Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    full = pytestconfig.getoption("full")
+    bounds = BOUNDS | (MORE_BOUNDS if full else {})
+    dequantized(name)
+    tokens, output = str(ALL_TOKENS if full else QUICK_TOKENS), tmp_path / "table.json"
+    options = ("--work", DEQUANTIZED, "--tokens", tokens, "--output", output, "--only", *bounds)
+    with capfd.disabled():
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.perplexity", model_path(name), "--table", *options],
+            cwd=ROOT,
+            timeout=ALL_SECONDS if full else QUICK_SECONDS,
+            check=True,
+        )
+    found = json.loads(output.read_text())
+    assert found.keys() >= bounds.keys()  # a row is left out if the server refuses to run it
+    losses = {row: found[row] / found[against] - 1 for row, (against, _) in bounds.items()}
+    assert {row: loss for row, loss in losses.items() if loss > bounds[row][1]} == {}
