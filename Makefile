@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 # Modules are compiled once, also where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo serve test real check proto reference format screenshots site dist clean
+.PHONY: help install demo serve test real agents check proto reference format screenshots site dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -50,6 +50,9 @@ test: $(READY)  ## Runs the test suite, three files at a time. More: make test A
 
 real: $(READY)  ## Tests trained models, which it fetches into runs/real_models (1.5 GB).
 	@$(BIN)/python -m pytest --real tests/real $(ARGS)
+
+agents: $(READY)  ## Runs sessions of agents, which it fetches into runs/agents. Needs Node.js.
+	@$(BIN)/python -m pytest --agents tests/agents $(ARGS)
 
 check: $(READY)  ## Lint, formatting, types, import rules, stubs, generated pages.
 	@$(BIN)/ruff check .

@@ -52,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run the tests that take long, too")
     parser.addoption("--real", action="store_true", help="run tests/real, which needs trained models")
     parser.addoption("--full", action="store_true", help="measure all perplexities of tests/real, on 20,000 tokens")
+    parser.addoption("--agents", action="store_true", help="run tests/agents, which fetches agents and runs them")
     parser.addoption("--soak-seconds", type=float, default=600.0, help="how long test_soak.py loads both services")
 
 

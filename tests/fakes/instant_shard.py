@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ _LOGPROB = -0.25
 
 
 class _Row:
-    """A request in the batch: how much of its prompt, and of its text, is done."""
+    """A request in the batch: how much of its prompt, and of its text, is done. tokens: those that it gets."""
 
-    __slots__ = ("computed", "generated", "length", "request", "template")
+    __slots__ = ("computed", "generated", "length", "request", "template", "tokens")
 
-    def __init__(self, request: pb.Request) -> None:
+    def __init__(self, request: pb.Request, tokens: Sequence[int] | None) -> None:
         self.request = request
+        self.tokens = tokens
         self.length = len(request.input_ids) + len(request.generated_ids)
         self.computed = request.cached_tokens
         self.generated = len(request.generated_ids)
@@ -54,6 +55,7 @@ class _Row:
 class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     """tokens: what is generated; None: the prompt, without its first token.
 
+    script: returns the tokens that a request gets in place of these.
     end: the token that ends a text; None: texts end by their length only.
     step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
     health: health checks get no answer while it is cleared.
@@ -78,6 +80,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         whole_images: bool = False,
     ) -> None:
         self.tokens = tokens
+        self.script: Callable[[pb.Request], Sequence[int]] | None = None
         self.step_seconds = step_seconds
         self.fail: str | None = None
         self.drafted: set[int] = set()  # tokens that are said to have been drafted
@@ -173,7 +176,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         generations = [self._next(row) for row in self._running()] if request.decode else []
         for joining in request.requests:
             self.received.append(joining)
-            self._rows[joining.id] = _Row(joining)
+            self._rows[joining.id] = _Row(joining, self.script(joining) if self.script else None)
         for chunk in request.chunks:
             row = self._rows[chunk.request_id]
             row.computed += chunk.tokens
@@ -200,7 +203,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     def _next(self, row: _Row) -> pb.Generation:
         request, generation = row.request, pb.Generation()
         generation.CopyFrom(row.template)
-        tokens = self.tokens or request.input_ids[1:]
+        tokens = row.tokens or self.tokens or request.input_ids[1:]
         token = tokens[row.generated % len(tokens)]
         row.generated += 1
         generation.token_ids[0] = token

@@ -1,0 +1,107 @@
+"""Each agent completes a session of three turns, in which it executes two calls.
+
+The model is a script: which tool a small model calls, and whether it does, would be left to chance. All else is real,
+the agent as its registry has it, HTTP, the router and its prefix cache.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from shared.stubs import generate_pb2 as pb
+from tests.agents.programs import AGENTS, MODEL, Agent
+from tests.agents.proxy import Recorded, RecordingProxy
+from tests.integration.router.conftest import EOS, Router, running_router
+
+TASK = "List the files, then read notes.txt and say its second word."
+NOTES = "kettle barley thimble"
+ANSWER = "The second word is barley."
+# Each call ends with a comment by which later prompts show that it has been made.
+COMMANDS = ("ls # first-look", "cat notes.txt # second-look")
+LONGEST_TOKENS = 131_072
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+async def test_an_agent_completes_a_session(agent: Agent, tmp_path: Path) -> None:
+    program = await asyncio.to_thread(agent.install)
+    (tmp_path / "router").mkdir()
+    shard = {"max_total_tokens": LONGEST_TOKENS, "num_blocks": 2 * LONGEST_TOKENS // 16}
+    async with running_router(tmp_path / "router", shard, served_model_name=[MODEL]) as router:
+        router.shard.script = lambda request: _next_turn(router, agent, request)
+        async with RecordingProxy(router.url).running() as proxy:
+            code, output = await _run(agent, program, proxy.url, tmp_path)
+        print(_report(proxy.recorded))
+        assert code == 0, output
+        assert "barley" in output
+        _check_requests(agent, proxy.recorded)
+        _check_cache(_turns(router, agent))
+
+
+def _next_turn(router: Router, agent: Agent, request: pb.Request) -> Sequence[int]:
+    """Returns the tokens of a call, or of the answer once both calls are part of the prompt."""
+    tokenizer = router.service.text.tokenizer
+    prompt = tokenizer.decode(list(request.input_ids))
+    made = sum(command.partition("# ")[2] in prompt for command in COMMANDS)
+    if agent.run("")[0] not in prompt:
+        text = "Notes"  # such as the title of a session, for which there are no tools
+    elif made == len(COMMANDS):
+        text = ANSWER
+    else:
+        name, arguments = agent.run(COMMANDS[made])
+        text = json.dumps({"name": name, "arguments": arguments})
+    return [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]
+
+
+async def _run(agent: Agent, program: Path, url: str, folder: Path) -> tuple[int, str]:
+    """Runs the agent in an empty folder but for the notes. Returns its exit code and what it printed."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    (work / "notes.txt").write_text(NOTES)
+    process = await asyncio.create_subprocess_exec(
+        program,
+        *agent.command(url, TASK),
+        cwd=work,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **agent.environment(url)},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode(errors="replace")
+
+
+def _check_requests(agent: Agent, recorded: Sequence[Recorded]) -> None:
+    """Fails where something was refused, ignored without a note in the table of agents, or not executed."""
+    assert [each for each in recorded if each.status >= 400] == []
+    ignored = {name.strip() for each in recorded for name in each.ignored.split(";") if name.strip()}
+    assert ignored <= agent.ignored
+    assert any(NOTES in each.body.decode() for each in recorded), "the second call was not executed"
+
+
+def _turns(router: Router, agent: Agent) -> list[pb.Request]:
+    """Returns the requests that the script answered with a call, or after one."""
+    decode = router.service.text.tokenizer.decode
+    return [each for each in router.shard.received if agent.run("")[0] in decode(list(each.input_ids))]
+
+
+def _check_cache(turns: Sequence[pb.Request]) -> None:
+    """Fails unless each turn repeats the one before it, and finds that in the prefix cache."""
+    assert len(turns) >= 3
+    for before, after in pairwise(turns):
+        pairs = zip(before.input_ids, after.input_ids, strict=False)
+        repeated = next((place for place, (old, new) in enumerate(pairs) if old != new), len(before.input_ids))
+        assert repeated >= 0.95 * len(before.input_ids), "the beginning of the prompt has changed"
+        assert after.cached_tokens >= 0.95 * repeated
+
+
+def _report(recorded: Sequence[Recorded]) -> str:
+    lines = (f"{each.method} {each.path} {each.status} {len(each.body)} bytes {each.ignored}" for each in recorded)
+    return "\n".join(lines)
