@@ -54,11 +54,12 @@ real: $(READY)  ## Tests trained models, which it fetches into runs/real_models 
 agents: $(READY)  ## Runs sessions of agents, which it fetches into runs/agents. Needs Node.js.
 	@$(BIN)/python -m pytest --agents tests/agents $(ARGS)
 
-check: $(READY)  ## Lint, formatting, types, import rules, stubs, generated pages.
+check: $(READY)  ## Lint, formatting, types, import rules, regular expressions, stubs, generated pages.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tools.expressions
 	@$(BIN)/python -m tools.stubs --check
 	@$(BIN)/python -m tools.reference --check
 

@@ -20,7 +20,8 @@ _ANCHOR = "a"
 # Behind it, llguidance has the name of a special token.
 _SPECIAL = b"\xff"
 # Strings, regular expressions and comments of a Lark grammar, in which angle brackets are text; and names in them.
-_LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|<[^<>\s]+>')
+# Where one has no end, the grammar is invalid: it is matched all the same, so that nothing is read twice.
+_LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*|<[^<>\s]+>')
 
 # Files from which `transformers` makes a fast tokenizer where there is no tokenizer.json.
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")

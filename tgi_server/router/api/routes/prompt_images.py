@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
 
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
-_BEGINS = "![]("
-_DATA_BEGINS = f"{_BEGINS}data:image/"
-_MARKDOWN = re.compile(r"!\[\]\(((?:data:|https?://)[^)\s]*)\)", re.IGNORECASE)
+_DATA_BEGINS = "![](data:image/"
+# An image that is never closed is matched as well, up to where it can no longer be one: the scan goes on from there.
+_MARKDOWN = re.compile(r"!\[\]\(((?:data:|https?://)[^)\s]*)(\)?)", re.IGNORECASE)
 
 
 def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
@@ -34,14 +35,37 @@ async def markdown_prompt(service: Service, prompt: str, field: str, hold: Calla
     For a model that reads none, Markdown with URLs is text; the data of an image is refused. field: the prompt's.
     """
     text = service.text
-    if text.images is None and _DATA_BEGINS in prompt:
-        raise InvalidRequest(f"images are not supported: {text.no_images}", param=field)
-    if text.images is None or _BEGINS not in prompt:
+    reader = text.images
+    if reader is None:
+        if await text.threads.handle_text(len(prompt), lambda: _DATA_BEGINS in prompt):
+            raise InvalidRequest(f"images are not supported: {text.no_images}", param=field)
         return RenderedPrompt(prompt)
-    parts = await text.threads.run(len(prompt), lambda: _MARKDOWN.split(prompt))
-    sources = [ImageSource(url, f"image {number} of {field}") for number, url in enumerate(parts[1::2], 1)]
-    images = await text.images.read(sources, hold)
-    for number, image in enumerate(images):
-        shown = text.template.image_text(image.placeholder)
-        parts[2 * number + 1] = shown.replace(image.placeholder, image.text)
-    return RenderedPrompt("".join(parts), images=images)
+    texts, sources = await text.threads.handle_text(
+        len(prompt), lambda: _split(prompt, field, service.limits.max_input_tokens)
+    )
+    if not sources:
+        return RenderedPrompt(prompt)
+    images = await reader.read(sources, hold)
+
+    def joined() -> str:
+        shown = (text.template.image_text(each.placeholder).replace(each.placeholder, each.text) for each in images)
+        return "".join(chain.from_iterable(zip_longest(texts, shown, fillvalue="")))
+
+    return RenderedPrompt(await text.threads.handle_text(len(prompt), joined), images=images)
+
+
+def _split(prompt: str, field: str, most: int) -> tuple[list[str], list[ImageSource]]:
+    """Returns the texts around the images of a prompt, and the images. Raises ContextOverflow for more than `most`."""
+    texts: list[str] = []
+    sources: list[ImageSource] = []
+    end = 0
+    for found in _MARKDOWN.finditer(prompt):
+        if not found[2]:
+            continue
+        texts.append(prompt[end : found.start()])
+        end = found.end()
+        sources.append(ImageSource(found[1], f"image {len(sources) + 1} of {field}"))
+        if len(sources) > most:
+            raise ContextOverflow.of_prompt(len(sources), most, at_least=True)
+    texts.append(prompt[end:])
+    return texts, sources
