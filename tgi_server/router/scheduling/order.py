@@ -5,51 +5,8 @@ from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 from itertools import takewhile
 
+from tgi_server.router.fairness import Shares
 from tgi_server.router.scheduling.sequence import Sequence
-
-
-class Shares:
-    """The tokens that each tenant has had, divided by its weight: fair queueing in tokens (arXiv:2401.00588).
-
-    Who comes back after a pause is put level with those who are there, so that nobody saves up.
-    """
-
-    def __init__(self) -> None:
-        self._had: defaultdict[str, float] = defaultdict(float)
-
-    def enter(self, tenant: str, present: Collection[str]) -> None:
-        """Notes that a request of the tenant comes. present: the tenants of all others that wait or run."""
-        if not present:
-            self._had.clear()
-        elif tenant not in present:
-            self._had[tenant] = max(self._had[tenant], min(self._had[each] for each in present))
-
-    def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Notes tokens that were computed for a request."""
-        request = sequence.request
-        self._had[request.tenant] += tokens / request.weight
-
-    def merge(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Returns sequences that are in order, so that those of a tenant that has had less come first.
-
-        Each is charged with its prompt for those behind it.
-        """
-        queues: defaultdict[tuple[int, str], list[Sequence]] = defaultdict(list)
-        for sequence in sequences:
-            queues[sequence.priority, sequence.request.tenant].append(sequence)
-        heads: list[tuple[int, float, tuple[int, float, int], int, str]] = []
-        for (priority, tenant), queue in queues.items():
-            heappush(heads, (priority, self._had[tenant], queue[0].place, 0, tenant))
-        merged = []
-        while heads:
-            priority, had, _, index, tenant = heappop(heads)
-            queue = queues[priority, tenant]
-            sequence = queue[index]
-            merged.append(sequence)
-            if index + 1 < len(queue):
-                had += sequence.remaining / sequence.request.weight
-                heappush(heads, (priority, had, queue[index + 1].place, index + 1, tenant))
-        return merged
 
 
 class Order:
@@ -67,12 +24,12 @@ class Order:
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """Notes tokens that were computed for a sequence."""
         if self._shares is not None:
-            self._shares.charge(sequence, tokens)
+            self._shares.charge(sequence.request.tenant, tokens, sequence.request.weight)
 
     def arrange(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Returns the sequences in the order in which they are served."""
         in_order = sorted(sequences, key=_place)
-        return in_order if self._shares is None else self._shares.merge(in_order)
+        return in_order if self._shares is None else _merged(in_order, self._shares)
 
     def ahead_of(self, sequence: Sequence, waiting: Iterable[Sequence]) -> list[Sequence]:
         """Returns those that wait and are served before a sequence that comes."""
@@ -141,6 +98,29 @@ class ShortPrompts:
     def computed(self, passing: int, own: int) -> None:
         """Notes the prompt tokens of a step: those of prompts that passed, and those of the first one."""
         self._owed = max(-_MOST_SAVED, self._owed + passing - own)
+
+
+def _merged(sequences: Iterable[Sequence], shares: Shares) -> list[Sequence]:
+    """Returns sequences that are in order, so that those of a tenant that has had fewer tokens come first.
+
+    Each is charged with its prompt for those behind it.
+    """
+    queues: defaultdict[tuple[int, str], list[Sequence]] = defaultdict(list)
+    for sequence in sequences:
+        queues[sequence.priority, sequence.request.tenant].append(sequence)
+    heads: list[tuple[int, float, tuple[int, float, int], int, str]] = []
+    for (priority, tenant), queue in queues.items():
+        heappush(heads, (priority, shares.had(tenant), queue[0].place, 0, tenant))
+    merged = []
+    while heads:
+        priority, had, _, index, tenant = heappop(heads)
+        queue = queues[priority, tenant]
+        sequence = queue[index]
+        merged.append(sequence)
+        if index + 1 < len(queue):
+            had += sequence.remaining / sequence.request.weight
+            heappush(heads, (priority, had, queue[index + 1].place, index + 1, tenant))
+    return merged
 
 
 def _places(sequences: list[Sequence]) -> float:
