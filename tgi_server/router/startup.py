@@ -163,7 +163,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
                 "/generate and /v1/completions need none"
             )
-        images, no_images = _image_reader(settings, info, limits, threads.tokenizer, metrics.images)
+        images, no_images = _image_reader(settings, info, limits, threads, metrics.images)
         form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
@@ -217,7 +217,7 @@ def _image_reader(
     settings: RouterSettings,
     info: pb.InfoResponse,
     limits: Limits,
-    tokenizer: TextTokenizer,
+    threads: TokenizerThreads,
     metrics: ImageMetrics,
 ) -> tuple[ImageReader | None, str]:
     """Returns what reads images for the model; None if it reads none, and the reason."""
@@ -227,7 +227,7 @@ def _image_reader(
         return None, info.no_images or "this model reads text only"
     config = json.loads((settings.tokenizer_name / "config.json").read_text(encoding="utf-8"))
     token_id = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
-    token = None if token_id is None else tokenizer.added_tokens.get(token_id)
+    token = None if token_id is None else threads.tokenizer.added_tokens.get(token_id)
     if token_id is None or token is None:
         return None, f"the model's tokenizer has no token for images (`image_token_id` is {token_id})"
     # Servers of texts alone do without these libraries.
@@ -236,7 +236,7 @@ def _image_reader(
 
     workers = Workers(settings.tokenizer_name, settings.validation_workers, settings.max_image_pixels)
     fetcher = Fetcher(settings.allowed_media_domains)
-    return ImageReader(fetcher, workers, token_id, token, limits.max_input_tokens, metrics), ""
+    return ImageReader(fetcher, workers, threads, token_id, token, limits.max_input_tokens, metrics), ""
 
 
 async def _connect(path: str) -> ShardedClient:

@@ -110,10 +110,6 @@ class Exchange:
         self.reserve(1)
         return body
 
-    def hold(self, size: int) -> None:
-        """Counts bytes that are held for the request beside its body. Raises Overloaded, or PayloadTooLarge."""
-        lease_of(self.request.scope).hold(size)
-
     def reserve(self, places: int) -> None:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""
         self.service.capacity.take(places, self._owner)
@@ -271,17 +267,13 @@ class Exchange:
             if not future.done():
                 future.set_exception(ClientGone("the client left"))
 
-        watcher = asyncio.ensure_future(self._disconnected())
+        watcher = asyncio.ensure_future(_disconnected(self.request))
         watcher.add_done_callback(give_up)
         try:
             return await future
         finally:
             watcher.remove_done_callback(give_up)
             watcher.cancel()
-
-    async def _disconnected(self) -> None:
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
 
     def respond(self, content: Any, *, characters: int, streams: Sequence[AnyStream]) -> Response:
         """Returns a response in one piece. content: an object, or JSON. characters: of the prompts. streams: the
@@ -307,15 +299,7 @@ class Exchange:
 
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns what `work` returns. Cancels it as soon as the client closes its connection. Raises ClientGone."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._disconnected())
-        try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientGone("the client left")
-            return task.result()
-        finally:
-            task.cancel()
-            gone.cancel()
+        return await unless_left(self.request, work)
 
     def respond_with_values(self, content: Any, *, tokens: int) -> Response:
         """Returns the response to a request that generates nothing. tokens: that were read."""
@@ -489,6 +473,27 @@ def request_id(request: Request) -> str:
         request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
     found: str = request.state.request_id
     return found
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns what `work` returns. Cancels it as soon as the client closes its connection, and waits for its end, so
+    that the request keeps its place until then. Raises ClientGone.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client left")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def owner_of(request: Request) -> str:

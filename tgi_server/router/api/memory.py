@@ -107,12 +107,13 @@ class Lease:
     size: bytes of the request. answer: returns those of the answer so far. sending: bytes of a response in one piece.
     """
 
-    __slots__ = ("_account", "_break_off", "answer", "network", "sending", "size")
+    __slots__ = ("_account", "_break_off", "_shared", "answer", "network", "sending", "size")
 
     def __init__(self, account: Account, network: str, break_off: Callable[[], None]) -> None:
         self._account = account
         self._break_off = break_off
         self.network = network
+        self._shared: set[bytes] = set()
         self.size = self.sending = 0
         self.answer: Callable[[], int] | None = None
 
@@ -137,6 +138,16 @@ class Lease:
         """Counts what is held for the request beside its body. Raises Overloaded, or PayloadTooLarge."""
         self._account.admit(self.network, size)
         self.size += size
+
+    def hold_once(self, name: bytes, size: int) -> None:
+        """Counts what a request may have in several places, such as an image, once. Raises as `hold`."""
+        if name not in self._shared:
+            self.hold(size)
+            self._shared.add(name)
+
+    def give_back(self, size: int) -> None:
+        """Counts bytes no more that `hold` has counted."""
+        self.size -= size
 
     def break_off(self) -> None:
         self._break_off()

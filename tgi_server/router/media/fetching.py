@@ -1,29 +1,27 @@
-"""The bytes of an image: from a data URL, or from a host that the operator has named."""
+"""The bytes of an image, from a host that the operator has named."""
 
 import asyncio
-import base64
-import binascii
 import ipaddress
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import unquote_to_bytes, urljoin
+from urllib.parse import urljoin
 
 import httpcore2
 import httpx2
 
+from tgi_server.router.fairness import FairQueue
+from tgi_server.router.media.data_urls import check_size
 from tgi_server.router.media.messages import UnusableImage
 
-# Bytes of one image, as it is sent.
-MOST_BYTES = 20 * 2**20
 # Seconds for one image, all redirects and look-ups of names included.
 _SECONDS = 10.0
+# Images that are fetched at a time, and those of one client.
+_PLACES, _MOST_OF_ONE = 32, 8
 _MOST_REDIRECTS = 3
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
-# Look-ups of names that do not answer occupy threads for as long as the system's resolver waits.
-_LOOK_UPS = 4
 # Addresses of IPv4 in these networks stand in the last four bytes (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _FLAG = "--allowed-media-domains"
@@ -38,21 +36,27 @@ class Fetcher:
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(each.lower() for each in allowed)
-        self._threads = ThreadPoolExecutor(_LOOK_UPS, "media look-up")
+        self._queue = FairQueue(_PLACES, _MOST_OF_ONE)
+        # Look-ups of names that do not answer occupy threads for as long as the system's resolver waits.
+        self._threads = ThreadPoolExecutor(_PLACES, "media look-up")
         self._connections = httpcore2.AsyncConnectionPool(
-            network_backend=_CheckedConnections(self), max_keepalive_connections=0, retries=0
+            network_backend=_CheckedConnections(self),
+            max_connections=_PLACES,
+            max_keepalive_connections=0,
+            retries=0,
         )
 
-    async def fetch(self, url: str) -> bytes:
-        """Returns the bytes at a URL with the scheme data, http or https. Raises UnusableImage."""
-        scheme = url[:8].partition(":")[0].lower()
-        if scheme == "data":
-            return await asyncio.to_thread(data_of, url)
-        if scheme not in _PORTS:
+    async def fetch(self, url: str, client: str, hold: Callable[[int], None]) -> bytes:
+        """Returns the bytes at a URL with the scheme http or https. Raises UnusableImage.
+
+        client: takes turns with others. hold: counts the bytes that have come; what it raises ends the fetch.
+        """
+        if url[:8].partition(":")[0].lower() not in _PORTS:
             raise UnusableImage("its URL must begin with data:, https:// or http://")
         try:
-            async with asyncio.timeout(_SECONDS):
-                return await self._get(url)
+            self._check(url)
+            async with self._queue.place(client), asyncio.timeout(_SECONDS):
+                return await self._get(url, hold)
         except TimeoutError:
             raise UnusableImage(f"it could not be fetched within {_SECONDS:.0f} s") from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
@@ -62,12 +66,12 @@ class Fetcher:
         await self._connections.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _get(self, url: str) -> bytes:
+    async def _get(self, url: str, hold: Callable[[int], None]) -> bytes:
         for _ in range(_MOST_REDIRECTS + 1):
             target = self._check(url)
             async with self._connections.stream("GET", str(target), headers=_headers(target)) as response:
                 if response.status not in _REDIRECTS:
-                    return await _body(response)
+                    return await _body(response, hold)
                 location = next((value for name, value in response.headers if name.lower() == b"location"), b"")
                 url = urljoin(url, location.decode("latin-1"))
         raise UnusableImage(f"its URL redirects more than {_MOST_REDIRECTS} times")
@@ -136,39 +140,21 @@ class _CheckedConnections(httpcore2.AsyncNetworkBackend):
         raise failed
 
 
-def data_of(url: str) -> bytes:
-    """Returns the content of a data URL (RFC 2397). Raises UnusableImage."""
-    head, comma, content = url.partition(",")
-    if not comma:
-        raise UnusableImage("its data URL has no comma, behind which the data stands")
-    if not head.rstrip().lower().endswith(";base64"):
-        data = unquote_to_bytes(content)
-    else:
-        try:
-            data = base64.b64decode("".join(content.split()), validate=True)
-        except (binascii.Error, ValueError):
-            raise UnusableImage("its data is not base64") from None
-    if len(data) > MOST_BYTES:
-        raise UnusableImage(_too_large(len(data)))
-    return data
+async def _body(response: Any, hold: Callable[[int], None]) -> bytes:
+    """Returns the body of a response. hold: counts its bytes.
 
-
-async def _body(response: Any) -> bytes:
-    """Returns the body of a response. Raises UnusableImage for another status than 200, or too many bytes."""
+    Raises UnusableImage for another status than 200, or too many bytes.
+    """
     if response.status != 200:
         raise UnusableImage(f"its host responded with the status {response.status}")
     chunks: list[bytes] = []
     size = 0
     async for chunk in response.aiter_stream():
         size += len(chunk)
-        if size > MOST_BYTES:
-            raise UnusableImage(_too_large(size))
+        check_size(size)
+        hold(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
-
-
-def _too_large(size: int) -> str:
-    return f"it has {size} bytes or more; an image may have {MOST_BYTES}"
 
 
 def _headers(target: httpx2.URL) -> list[tuple[bytes, bytes]]:

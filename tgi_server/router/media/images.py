@@ -2,15 +2,19 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from tgi_server.contract import Image, Tensor
 from tgi_server.router.errors import ContextOverflow, DecodingFailed, InvalidRequest, RouterError
+from tgi_server.router.media.data_urls import data_of
 from tgi_server.router.media.messages import UnusableImage
+from tgi_server.router.media.sizes import stated_work
 from tgi_server.router.metrics import ImageMetrics
 
 if TYPE_CHECKING:  # a server of texts alone needs neither
@@ -22,6 +26,7 @@ _MOST_REMEMBERED = 512 * 2**20
 # Of an image beside its tensors.
 _OVERHEAD = 1_000
 
+T = TypeVar("T")
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -39,7 +44,7 @@ class ProcessedImage:
     """An image after the model's image processor.
 
     placeholder: the text that stands for it in a prompt. text: the text of its tokens. tokens: how many of these get
-    what the model sees. digest: SHA-256 of the tensors.
+    what the model sees. digest: SHA-256 of the tensors and the namespace.
     """
 
     placeholder: str
@@ -54,6 +59,54 @@ class ProcessedImage:
         return _OVERHEAD + len(self.text) + sum(len(tensor.data) for tensor in self.tensors)
 
 
+class Threads(Protocol):
+    """Threads for work that takes time in proportion to a text."""
+
+    def run(self, characters: int, work: Callable[[], T]) -> Awaitable[T]:
+        """Returns what `work` returns, computed outside the event loop."""
+
+
+class Account(Protocol):
+    """Counts the bytes that are held for a request. Raises RouterError when there are too many."""
+
+    def hold(self, size: int) -> None: ...
+
+    def hold_once(self, name: bytes, size: int) -> None: ...
+
+    def give_back(self, size: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageClient:
+    """The sender of a request with images.
+
+    name: by which it takes turns with others. namespace: of those that may share what has been computed.
+    """
+
+    name: str
+    namespace: str
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The file of an image. key: digest of the file, the detail and the namespace. work: stated pixels, times scans."""
+
+    data: bytes
+    detail: str
+    namespace: str
+    key: bytes
+    work: int
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """An image that is being processed. waiting: requests that wait for it."""
+
+    task: asyncio.Task[ProcessedImage]
+    waiting: int = 0
+
+
 class ImageReader:
     """Processes images for a model.
 
@@ -64,6 +117,7 @@ class ImageReader:
         self,
         fetcher: "Fetcher",
         workers: "Workers",
+        threads: Threads,
         token_id: int,
         token: str,
         most_tokens: int,
@@ -72,90 +126,129 @@ class ImageReader:
         self._metrics = metrics
         self._fetcher = fetcher
         self._workers = workers
+        self._threads = threads
         self._token_id = token_id
         self._token = token
         self._most_tokens = most_tokens
         self._remembered: OrderedDict[bytes, ProcessedImage] = OrderedDict()
         self._bytes = 0
-        self._running: dict[bytes, asyncio.Task[ProcessedImage]] = {}
+        self._running: dict[bytes, _Decoding] = {}
 
-    async def read(self, sources: Sequence[ImageSource], hold: Callable[[int], None]) -> tuple[ProcessedImage, ...]:
-        """Returns the images, processed. hold: counts the bytes that are held for the request.
+    async def read(self, sources: Sequence[ImageSource], client: ImageClient) -> tuple[ProcessedImage, ...]:
+        """Returns the images, processed. An image that only cancelled requests wait for is not processed any further.
 
-        Raises InvalidRequest for an image that cannot be used, and what `hold` raises.
+        Raises InvalidRequest for an image that cannot be used, and what the client's account raises.
         """
         images: list[ProcessedImage] = []
+        tokens = len(sources)  # each has one at least
         for source in sources:
+            if tokens > self._most_tokens:
+                break
             self._metrics.received()
             try:
-                image = await self._read(source)
+                image = await self._read(source, client)
             except RouterError as error:
                 self._metrics.failed(error.error_type)
                 raise
-            hold(image.size)
+            client.account.hold_once(image.digest, image.size)
             images.append(image)
-            if (tokens := sum(each.tokens for each in images)) > self._most_tokens:
-                raise ContextOverflow.of_prompt(tokens, self._most_tokens, at_least=True)
+            tokens += image.tokens - 1
+        if tokens > self._most_tokens:
+            raise ContextOverflow.of_prompt(tokens, self._most_tokens, at_least=True)
         return tuple(images)
 
     def placed(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> tuple[Image, ...]:
         """Returns the images with their places among the tokens of a prompt. Raises InvalidRequest."""
         places = [place for place, token_id in enumerate(ids) if token_id == self._token_id] if images else []
-        if len(places) != sum(image.tokens for image in images):
+        ends = list(accumulate(image.tokens for image in images)) or [0]
+        if len(places) != ends[-1]:
             raise InvalidRequest(
-                f"the prompt has {len(places)} tokens of images ({self._token}), and its images have "
-                f"{sum(image.tokens for image in images)}: leave the text of such tokens out of the messages"
+                f"the prompt has {len(places)} tokens of images ({self._token}), and its images have {ends[-1]}: leave "
+                "the text of such tokens out of the messages"
             )
         placed: list[Image] = []
-        for image in images:
-            own, places = places[: image.tokens], places[image.tokens :]
-            placed.append(Image(image.digest, own[0], own[-1] - own[0] + 1, image.tensors))
+        for image, end in zip(images, ends, strict=False):
+            first, last = places[end - image.tokens], places[end - 1]
+            placed.append(Image(image.digest, first, last - first + 1, image.tensors))
         return tuple(placed)
 
     async def close(self) -> None:
         self._workers.close()
         await self._fetcher.close()
 
-    async def _read(self, source: ImageSource) -> ProcessedImage:
+    async def _read(self, source: ImageSource, client: ImageClient) -> ProcessedImage:
         """Raises InvalidRequest or DecodingFailed."""
         try:
-            data = await self._fetcher.fetch(source.url)
-            return await self._processed(data, "low" if source.detail == "low" else "auto")
+            with _held(client.account) as hold:
+                file = await self._file(source, client, hold)
+                return await self._processed(file, client.name)
         except UnusableImage as error:
             raise InvalidRequest(f"`{source.place}`: the image cannot be used: {error}", param=source.place) from None
         except DecodingFailed as error:
             raise DecodingFailed(f"`{source.place}`: {error}") from None
 
-    async def _processed(self, data: bytes, detail: str) -> ProcessedImage:
-        key = await asyncio.to_thread(lambda: sha256(detail.encode() + b"\0" + data).digest())
-        if (image := self._remembered.get(key)) is not None:
-            self._remembered.move_to_end(key)
+    async def _file(self, source: ImageSource, client: ImageClient, hold: Callable[[int], None]) -> _File:
+        """Returns the file of an image. hold: counts its bytes before they are there. Raises UnusableImage."""
+        detail = "low" if source.detail == "low" else "auto"
+
+        def described(data: bytes) -> _File:
+            digest = sha256(f"{client.namespace}\0{detail}\0".encode())
+            digest.update(data)
+            return _File(data, detail, client.namespace, digest.digest(), stated_work(data))
+
+        if source.url[:5].lower() == "data:":
+            hold(len(source.url))
+            return await self._threads.run(len(source.url), lambda: described(data_of(source.url)))
+        data = await self._fetcher.fetch(source.url, client.name, hold)
+        return await self._threads.run(len(data), lambda: described(data))
+
+    async def _processed(self, file: _File, client: str) -> ProcessedImage:
+        if (image := self._remembered.get(file.key)) is not None:
+            self._remembered.move_to_end(file.key)
             self._metrics.processed(image.tokens, known=True)
             return image
-        known = key in self._running
-        task = self._running.get(key)
-        if task is None:
-            # A request that is cancelled does not cancel it: others may wait for the same image.
-            task = self._running[key] = asyncio.create_task(self._process(key, data, detail))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        image = await asyncio.shield(task)
+        decoding = self._running.get(file.key)
+        known = decoding is not None
+        if decoding is None:
+            decoding = self._running[file.key] = _Decoding(asyncio.create_task(self._process(file, client)))
+            decoding.task.add_done_callback(lambda _: self._ended(file.key, decoding))
+        image = await self._wait(file.key, decoding)
         self._metrics.processed(image.tokens, known=known)
         return image
 
-    async def _process(self, key: bytes, data: bytes, detail: str) -> ProcessedImage:
-        began = perf_counter()
+    async def _wait(self, key: bytes, decoding: _Decoding) -> ProcessedImage:
+        """Returns the image. If nobody waits for it any more, its processing ends before this does."""
+        decoding.waiting += 1
         try:
-            result, tensors = await self._workers.process(data, detail)
-            self._metrics.decoded(perf_counter() - began)
-            tokens = result.text.count(self._token)
-            if not tokens:
-                raise UnusableImage(f"the model's processor makes no token {self._token} of it")
-            digest = await asyncio.to_thread(_digest, tensors)
-            image = ProcessedImage(result.placeholder, result.text, tokens, digest, tensors)
-            self._remember(key, image)
-            return image
+            return await asyncio.shield(decoding.task)
         finally:
+            decoding.waiting -= 1
+            if not decoding.waiting and not decoding.task.done():
+                self._forget(key, decoding)
+                decoding.task.cancel()
+                await asyncio.wait((decoding.task,))
+
+    def _ended(self, key: bytes, decoding: _Decoding) -> None:
+        self._forget(key, decoding)
+        if not decoding.task.cancelled():
+            decoding.task.exception()  # those that waited for it may have left
+
+    def _forget(self, key: bytes, decoding: _Decoding) -> None:
+        """Has later requests begin anew."""
+        if self._running.get(key) is decoding:
             del self._running[key]
+
+    async def _process(self, file: _File, client: str) -> ProcessedImage:
+        began = perf_counter()
+        result, tensors = await self._workers.process(file.data, file.detail, client, file.work)
+        self._metrics.decoded(perf_counter() - began)
+        tokens = result.text.count(self._token)
+        if not tokens:
+            raise UnusableImage(f"the model's processor makes no token {self._token} of it")
+        digest = await asyncio.to_thread(_digest, file.namespace, tensors)
+        image = ProcessedImage(result.placeholder, result.text, tokens, digest, tensors)
+        self._remember(file.key, image)
+        return image
 
     def _remember(self, key: bytes, image: ProcessedImage) -> None:
         """Remembers an image, and forgets those that were not used for the longest time."""
@@ -165,8 +258,25 @@ class ImageReader:
             self._bytes -= self._remembered.popitem(last=False)[1].size
 
 
-def _digest(tensors: Sequence[Tensor]) -> bytes:
-    digest = sha256()
+@contextmanager
+def _held(account: Account) -> Iterator[Callable[[int], None]]:
+    """Yields a function that counts bytes until the context ends."""
+    held = 0
+
+    def hold(size: int) -> None:
+        nonlocal held
+        account.hold(size)
+        held += size
+
+    try:
+        yield hold
+    finally:
+        account.give_back(held)
+
+
+def _digest(namespace: str, tensors: Sequence[Tensor]) -> bytes:
+    """Returns the digest by which an image is known from here on, to those who may know of each other's images."""
+    digest = sha256(f"{namespace}\0".encode())
     for tensor in tensors:
         digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
         digest.update(tensor.data)

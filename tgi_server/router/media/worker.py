@@ -22,10 +22,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tgi_server.router.media import torchvision_part
 from tgi_server.router.media.messages import SIZE, ImageArray, ImageResult, ImageTask, UnusableImage, read, write
+from tgi_server.router.media.sizes import scans
 
 # The formats that are decoded. Pillow knows more, with decoders that few use.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"JPEG", "MPO", "BMP"})
+# Times that a JPEG may go over its pixels; encoders use some ten.
+_MOST_SCANS = 100
 # The longest edge of an image with the detail `low`, as OpenAI has it.
 _LOW_DETAIL = 512
 # Image processors that `transformers` has for torchvision only, by model_type.
@@ -44,6 +47,8 @@ def decoded(data: bytes, most_pixels: int) -> Image.Image:
             raise UnusableImage(
                 f"it has {width}x{height} pixels; at most {most_pixels} are decoded (--max-image-pixels)"
             )
+        if (found := scans(data)) > _MOST_SCANS:
+            raise UnusableImage(f"it has {found} scans or more; at most {_MOST_SCANS} are decoded")
         if image.format not in _STILL and getattr(image, "is_animated", False):
             raise UnusableImage("it is animated; send one frame")
         image.load()

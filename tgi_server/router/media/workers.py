@@ -13,6 +13,7 @@ import msgspec
 
 from tgi_server.contract import Tensor
 from tgi_server.router.errors import DecodingFailed
+from tgi_server.router.fairness import FairQueue
 from tgi_server.router.media.messages import SIZE, ImageResult, ImageTask, UnusableImage, read, write
 
 logger = logging.getLogger(__name__)
@@ -22,29 +23,35 @@ T = TypeVar("T")
 # Seconds for the libraries that a worker imports at its start, and for one image.
 _START_SECONDS = 120.0
 _IMAGE_SECONDS = 30.0
+# Seconds for which a worker goes on with an image that nobody waits for any more: another takes longer to start.
+_LEFT_SECONDS = 1.0
 _LONGEST_REASON = 300
 
 
 class Workers:
-    """Runs each image in one of at most `most` processes."""
+    """Runs each image in one of at most `most` processes. Clients take turns."""
 
     def __init__(self, folder: Path, most: int, most_pixels: int, image_seconds: float = _IMAGE_SECONDS) -> None:
         self._command = [sys.executable, "-m", "tgi_server.router.media.worker", str(folder), str(most_pixels)]
         self._image_seconds = image_seconds
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
-        self._places = asyncio.Semaphore(most)
+        self._queue = FairQueue(most)
         self._threads = ThreadPoolExecutor(most, "images")
 
-    async def process(self, data: bytes, detail: str) -> tuple[ImageResult, tuple[Tensor, ...]]:
+    async def process(self, data: bytes, detail: str, client: str, work: int) -> tuple[ImageResult, tuple[Tensor, ...]]:
         """Returns what the model's image processor makes of an image, and its tensors.
 
-        Raises UnusableImage or DecodingFailed. Whoever cancels it loses a worker.
+        client: whose turn it is. work: of those that a client has waiting, the image with the least goes first.
+
+        Raises UnusableImage or DecodingFailed. When it is cancelled, it ends within about a second.
         """
-        async with self._places:
+        async with self._queue.place(client, work):
             worker = await self._free_worker()
             try:
-                result, tensors = await self._run(worker, self._image_seconds, lambda: worker.process(data, detail))
+                result, tensors = await self._run(
+                    worker, lambda: worker.process(data, detail), self._image_seconds, _LEFT_SECONDS
+                )
             except TimeoutError:
                 raise UnusableImage(f"it takes more than {self._image_seconds:.0f} s to decode") from None
             self._idle.append(worker)
@@ -54,7 +61,8 @@ class Workers:
 
     def close(self) -> None:
         for worker in list(self._all):
-            self._end(worker)
+            worker.kill()
+            worker.wait()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _free_worker(self) -> "_Worker":
@@ -66,7 +74,7 @@ class Workers:
         worker = await asyncio.get_running_loop().run_in_executor(self._threads, _Worker, self._command)
         self._all.add(worker)
         try:
-            error = await self._run(worker, _START_SECONDS, worker.started)
+            error = await self._run(worker, worker.started, _START_SECONDS, _START_SECONDS)
         except TimeoutError:
             error = f"it did not start within {_START_SECONDS:.0f} s"
         if error:
@@ -75,14 +83,27 @@ class Workers:
             raise DecodingFailed(f"images cannot be decoded: {error[:_LONGEST_REASON]}")
         return worker
 
-    async def _run(self, worker: "_Worker", seconds: float, work: Callable[[], T]) -> T:
+    async def _run(self, worker: "_Worker", work: Callable[[], T], seconds: float, left_seconds: float) -> T:
         """Runs what waits for a worker in a thread. A worker that is late, or has died, is lost.
+
+        left_seconds: within which a worker must be done after a cancellation, or it is lost, too.
 
         Raises TimeoutError or DecodingFailed.
         """
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            try:
+                await asyncio.wait((running,), timeout=left_seconds)
+            finally:
+                if running.done() and not running.cancelled() and running.exception() is None:
+                    self._idle.append(worker)
+                else:
+                    self._end(worker)
+            raise
         except (EOFError, OSError) as error:
             status = worker.status
             self._end(worker)
@@ -96,7 +117,8 @@ class Workers:
 
     def _end(self, worker: "_Worker") -> None:
         self._all.discard(worker)
-        worker.end()
+        worker.kill()
+        self._threads.submit(worker.wait)  # the system takes a while to free its memory
 
 
 class _Worker:
@@ -132,8 +154,10 @@ class _Worker:
         tensors = [Tensor(each.name, each.dtype, each.shape, read(self._results, each.size)) for each in result.arrays]
         return result, tuple(tensors)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def wait(self) -> None:
         self._process.wait()
 
     def _result(self) -> ImageResult:

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,39 @@ from tests.image_processors import FAMILIES, as_data_url, as_file, photograph, s
 from tests.timing import eventually
 from tgi_server.router.errors import ContextOverflow, DecodingFailed, InvalidRequest
 from tgi_server.router.media.fetching import Fetcher
-from tgi_server.router.media.images import ImageReader, ImageSource, ProcessedImage
+from tgi_server.router.media.images import ImageClient, ImageReader, ImageSource, ProcessedImage
 from tgi_server.router.media.workers import Workers
 from tgi_server.router.metrics import Metrics
 
 FAMILY = "qwen2_5_vl"
+
+
+class Threads:
+    async def run(self, characters: int, work: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(work)
+
+
+THREADS = Threads()
+
+
+class Held:
+    """The account of a request. most: bytes that it ever had. now: those that it has."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.names: set[bytes] = set()
+
+    def hold(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def hold_once(self, name: bytes, size: int) -> None:
+        if name not in self.names:
+            self.names.add(name)
+            self.hold(size)
+
+    def give_back(self, size: int) -> None:
+        self.now -= size
 
 
 @pytest.fixture
@@ -27,7 +56,7 @@ async def readers() -> AsyncIterator[Callable[..., tuple[ImageReader, Workers]]]
         token = FAMILIES[model_type].token
         workers = Workers(save_processor(model_type, folder), 1, 1_000_000, **settings)
         token_id = tokenizer_of(model_type).token_to_id(token)
-        made.append(ImageReader(Fetcher([]), workers, token_id, token, most_tokens, Metrics().images))
+        made.append(ImageReader(Fetcher([]), workers, THREADS, token_id, token, most_tokens, Metrics().images))
         return made[-1], workers
 
     yield make
@@ -39,8 +68,10 @@ def source(data: bytes, **settings) -> ImageSource:
     return ImageSource(as_data_url(data), "messages[0].content[1]", **settings)
 
 
-async def read(reader: ImageReader, *sources: ImageSource) -> tuple[ProcessedImage, ...]:
-    return await reader.read(sources, lambda size: None)
+async def read(
+    reader: ImageReader, *sources: ImageSource, name: str = "a", namespace: str = "", account: Held | None = None
+) -> tuple[ProcessedImage, ...]:
+    return await reader.read(sources, ImageClient(name, namespace, account or Held()))
 
 
 async def test_the_same_image_is_processed_once(readers, tmp_path):
@@ -48,21 +79,25 @@ async def test_the_same_image_is_processed_once(readers, tmp_path):
     calls: list[bytes] = []
     process = workers.process
 
-    async def counted(data: bytes, detail: str):
+    async def counted(data: bytes, *rest: Any):
         calls.append(data)
-        return await process(data, detail)
+        return await process(data, *rest)
 
     workers.process = counted
     one, other = as_file(photograph(100, 60)), as_file(photograph(100, 60, 1))
-    held: list[int] = []
-    images = await reader.read([source(one), source(other), source(one)], held.append)
+    held = Held()
+    images = await read(reader, source(one), source(other), source(one), account=held)
     assert images[0] is images[2]
     assert images[0].digest != images[1].digest
-    assert held == [image.size for image in images]
+    assert held.now == images[0].size + images[1].size
+    assert held.most >= held.now + len(one)
     third = as_file(photograph(100, 60, 2))
     same = await asyncio.gather(read(reader, source(third)), read(reader, source(third)))
     assert same[0] == same[1]
     assert len(calls) == 3
+    # Who may not know of it has it processed again, and another digest of it.
+    own = await read(reader, source(one), namespace="key")
+    assert (len(calls), own[0].digest != images[0].digest) == (4, True)
     # Another file of the same pixels has the same digest.
     assert (await read(reader, source(as_file(photograph(100, 60), compress_level=1))))[0].digest == images[0].digest
 
@@ -121,3 +156,43 @@ async def test_a_model_without_a_processor_says_so(readers, tmp_path):
     (tmp_path / "processor_config.json").unlink()
     with pytest.raises(DecodingFailed, match="images cannot be decoded"):
         await read(reader, source(as_file(photograph(30, 30))))
+
+
+@pytest.mark.slow
+async def test_an_image_is_processed_no_further_once_its_clients_have_left(readers, tmp_path):
+    reader, workers = readers(tmp_path)
+    await read(reader, source(as_file(photograph(30, 30))))
+    (worker,) = workers._all
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    held = [Held() for _ in range(8)]
+    first, *others = [
+        asyncio.create_task(read(reader, source(as_file(photograph(40 + each // 2, 30))), account=held[each]))
+        for each in range(8)
+    ]
+    await eventually(lambda: len(reader._running) == 4)
+    assert all(each.now for each in held), "raw images are counted while they wait"
+    first.cancel()
+    await asyncio.sleep(0.1)
+    assert len(reader._running) == 4, "another request waits for the same image"
+    for task in others:
+        task.cancel()
+    await asyncio.wait([first, *others])
+    assert (reader._running, [each.now for each in held]) == ({}, [0] * 8)
+    assert worker not in workers._all
+    assert await read(reader, source(as_file(photograph(40, 30))))
+
+
+@pytest.mark.slow
+async def test_a_small_image_of_another_client_waits_for_one_large_one(readers, tmp_path):
+    reader, _ = readers(tmp_path)
+    ended: list[str] = []
+
+    async def timed(name: str, client: str, size: tuple[int, int, int]) -> None:
+        await read(reader, source(as_file(photograph(*size))), name=client)
+        ended.append(name)
+
+    large = [asyncio.create_task(timed("large", "a", (1000, 1000, each))) for each in range(6)]
+    await eventually(lambda: len(reader._running) == 6)
+    await timed("small", "b", (30, 30, 0))
+    assert len(ended) <= 3
+    await asyncio.gather(*large)

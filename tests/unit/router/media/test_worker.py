@@ -6,6 +6,7 @@ import zlib
 import pytest
 from PIL import Image
 
+from tests.image_files import gif, progressive
 from tests.image_processors import as_file, photograph
 from tgi_server.router.media.messages import UnusableImage
 from tgi_server.router.media.worker import decoded
@@ -26,6 +27,11 @@ def test_other_modes_become_rgb(mode):
     assert (
         decoded(as_file(source), PIXELS).tobytes() == Image.open(io.BytesIO(as_file(source))).convert("RGB").tobytes()
     )
+
+
+def test_a_small_file_with_many_pixels_is_decoded_if_they_are_allowed():
+    assert decoded(gif(100, 100), PIXELS).size == (100, 100)
+    assert decoded(progressive(40, 30, 90), PIXELS).size == (40, 30)
 
 
 def test_cmyk_becomes_rgb():
@@ -71,6 +77,8 @@ def bomb() -> bytes:
         (as_file(photograph(40, 30), "TIFF"), "no JPEG"),
         (as_file(photograph(101, 100)), "--max-image-pixels"),
         (bomb(), "--max-image-pixels"),
+        (gif(8000, 8000), "--max-image-pixels"),
+        (progressive(40, 30, 700), "700 scans or more; at most 100"),
     ],
 )
 def test_what_cannot_be_used(data, reason):

@@ -97,7 +97,7 @@ async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> C
         return made, prompt, replace(made.options, grammar=grammar), readers, thinking
 
     made, prompt, options, readers, thinking = await service.text.threads.run(size, prepare)
-    prompt = await with_images(service, prompt, made.conversation.images, exchange.hold)
+    prompt = await with_images(service, exchange.request, prompt, made.conversation.images, options.cache_salt)
     checked = await service.preparer.prepare(
         prompt,
         options,

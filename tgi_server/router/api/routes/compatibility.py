@@ -127,5 +127,5 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
         prompt = await prompt_for_chat(exchange, plan)
         return prompt.text, prompt.checked
     options = tgi_options(service, instance.parameters or GenerateParameters())
-    rendered = await markdown_prompt(service, instance.inputs, "inputs", exchange.hold)
+    rendered = await markdown_prompt(service, exchange.request, instance.inputs, "inputs", options.cache_salt)
     return instance.inputs, await service.preparer.prepare(rendered, options, Dialect.TGI, size=exchange.size)

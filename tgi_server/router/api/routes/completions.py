@@ -147,7 +147,9 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
 
     options, rendered = await service.text.threads.handle_text(size, prepare)
     rendered = [
-        await markdown_prompt(service, each.text, "prompt", exchange.hold) if each.token_ids is None else each
+        await markdown_prompt(service, exchange.request, each.text, "prompt", options.cache_salt)
+        if each.token_ids is None
+        else each
         for each in rendered
     ]
     if request.echo and any(each.images for each in rendered):

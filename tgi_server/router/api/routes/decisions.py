@@ -210,7 +210,7 @@ async def _ask(
         return labels, render(service, conversation), conversation
 
     labels, prompt, conversation = await service.text.threads.run(exchange.size, prepare)
-    prompt = await with_images(service, prompt, conversation.images, exchange.hold)
+    prompt = await with_images(service, exchange.request, prompt, conversation.images, settings.options.cache_salt)
     deepest = max(map(len, labels.tokens))
     stopping = replace(settings.options.stopping, max_new_tokens=deepest)
     options = replace(settings.options, stopping=stopping)

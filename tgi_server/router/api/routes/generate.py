@@ -72,7 +72,7 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
     details = request.parameters.details or options.report.prefill_logprobs
     best_of = options.best_of or 1
     options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
-    prompt = await markdown_prompt(exchange.service, request.inputs, "inputs", exchange.hold)
+    prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
     checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
     if best_of > 1:
         exchange.reserve(best_of - 1)
@@ -165,7 +165,7 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Res
     options = tgi_options(exchange.service, parameters, request.cache_salt)
     check_streaming(options)
     options = replace(options, report=replace(options.report, logprobs=True))
-    prompt = await markdown_prompt(exchange.service, request.inputs, "inputs", exchange.hold)
+    prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
     checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
     outbox = Outbox()
     repeated = request.inputs if parameters.return_full_text else ""

@@ -16,7 +16,6 @@ from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response, named_event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
 from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render
@@ -85,7 +84,7 @@ def message_routes(service: Service) -> APIRouter:
                 return conversation, render(service, conversation)
 
             conversation, prompt = await service.text.threads.run(size, prepare)
-            prompt = await with_images(service, prompt, conversation.images, lease_of(request.scope).hold)
+            prompt = await with_images(service, request, prompt, conversation.images)
             _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             counted = CountedTokens(input_tokens=len(tokens))
             if edits.report is not None:

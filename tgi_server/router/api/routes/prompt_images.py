@@ -1,11 +1,16 @@
 """Images in prompts: of conversations, and in TGI's Markdown."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 
+from starlette.requests import Request
+
+from tgi_server.router.api.access import cache_namespace, tenant_of
+from tgi_server.router.api.exchange import owner_of, unless_left
+from tgi_server.router.api.memory import lease_of
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
-from tgi_server.router.media.images import ImageSource
+from tgi_server.router.media.images import ImageClient, ImageReader, ImageSource, ProcessedImage
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
@@ -21,18 +26,35 @@ def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
 
 
 async def with_images(
-    service: Service, prompt: RenderedPrompt, sources: Sequence[ImageSource], hold: Callable[[int], None]
+    service: Service, request: Request, prompt: RenderedPrompt, sources: Sequence[ImageSource], salt: str | None = None
 ) -> RenderedPrompt:
-    """Returns the prompt with the tokens of its images. hold: counts the bytes of these. Raises InvalidRequest."""
-    if service.text.images is None or not sources:
+    """Returns the prompt with the tokens of its images. salt: the request's `cache_salt`.
+
+    Raises InvalidRequest, and ClientGone.
+    """
+    reader = service.text.images
+    if reader is None or not sources:
         return prompt
-    return prompt.with_images(await service.text.images.read(sources, hold))
+    images = await _read(reader, request, sources, salt)
+    return await service.text.threads.handle_text(len(prompt.text), lambda: prompt.with_images(images))
 
 
-async def markdown_prompt(service: Service, prompt: str, field: str, hold: Callable[[int], None]) -> RenderedPrompt:
+async def _read(
+    reader: ImageReader, request: Request, sources: Sequence[ImageSource], salt: str | None
+) -> tuple[ProcessedImage, ...]:
+    namespace = cache_namespace(tenant_of(request), salt)
+    client = ImageClient(owner_of(request), namespace, lease_of(request.scope))
+    return await unless_left(request, reader.read(sources, client))
+
+
+async def markdown_prompt(
+    service: Service, request: Request, prompt: str, field: str, salt: str | None = None
+) -> RenderedPrompt:
     """Returns a prompt in which Markdown images, as TGI has them, are the tokens of images. Raises InvalidRequest.
 
-    For a model that reads none, Markdown with URLs is text; the data of an image is refused. field: the prompt's.
+    For a model that reads none, Markdown with URLs is text; the data of an image is refused.
+
+    field: the prompt's. salt: the request's `cache_salt`.
     """
     text = service.text
     reader = text.images
@@ -45,7 +67,7 @@ async def markdown_prompt(service: Service, prompt: str, field: str, hold: Calla
     )
     if not sources:
         return RenderedPrompt(prompt)
-    images = await reader.read(sources, hold)
+    images = await _read(reader, request, sources, salt)
 
     def joined() -> str:
         shown = (text.template.image_text(each.placeholder).replace(each.placeholder, each.text) for each in images)

@@ -15,7 +15,6 @@ from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response
 from tgi_server.router.api.exchange import DirectRoute, owner_of
-from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
 from tgi_server.router.api.routes.prompt_images import markdown_prompt, with_images
 from tgi_server.router.errors import InvalidRequest
@@ -42,7 +41,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         async with reading(service, request, TokenizeRequest) as (asked, _):
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
-            prompt = await markdown_prompt(service, asked.inputs, "inputs", lease_of(request.scope).hold)
+            prompt = await markdown_prompt(service, request, asked.inputs, "inputs")
             _, tokens = await tokens_of(service, prompt, add_special_tokens=True)
             return json_response(tokens)
 
@@ -55,7 +54,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         async with reading(service, request, ChatRequest) as (asked, size):
             conversation = conversation_of(asked, tools_of(asked))
             prompt = await service.text.threads.run(size, lambda: render(service, conversation))
-            prompt = await with_images(service, prompt, conversation.images, lease_of(request.scope).hold)
+            prompt = await with_images(service, request, prompt, conversation.images)
             text, tokens = await tokens_of(service, prompt, add_special_tokens=False)
             return json_response(ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
 

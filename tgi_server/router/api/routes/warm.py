@@ -75,7 +75,7 @@ async def _completion(exchange: Exchange, request: WarmCompletionRequest) -> tup
         raise InvalidRequest("`prompt` must be one text", param="prompt")
     options = _cheapest(openai_options(service, request, Dialect.COMPLETIONS))
     return len(text), await service.preparer.prepare(
-        await markdown_prompt(service, text, "prompt", exchange.hold),
+        await markdown_prompt(service, exchange.request, text, "prompt", options.cache_salt),
         options,
         Dialect.COMPLETIONS,
         add_special_tokens=request.add_special_tokens,
