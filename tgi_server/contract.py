@@ -6,7 +6,8 @@ request is a field here, a field of the same name there, and the code that appli
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from mmap import mmap
+from typing import Any, Literal, Protocol
 
 # Tokens that may be drafted for a sequence in one step: the router grants blocks for this many ahead, and
 # more are hardly ever all right.
@@ -273,6 +274,18 @@ class StateSave:
     snapshot: int
 
 
+class MappedBytes(Protocol):
+    """Bytes in memory that another process has made."""
+
+    def __len__(self) -> int: ...
+
+    def map(self) -> mmap:
+        """Returns the bytes without a copy. What is written to them is seen by nobody else.
+
+        Raises OSError or ValueError if they are gone.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An array in row-major order, as the image processor of a model returns it.
@@ -284,7 +297,7 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | MappedBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tgi_server.contract import (
     Tensor,
     ThoughtBudget,
 )
+from tgi_server.shared_bytes import Place, SharedBytes
 
 _GRAMMAR_TYPES = {
     GrammarKind.REGEX: pb.Grammar.REGEX,
@@ -118,13 +119,47 @@ def block_copy_from_message(message: pb.BlockCopy) -> BlockCopy:
 
 
 def image_to_message(image: Image) -> pb.Image:
-    tensors = [
-        pb.Tensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, data=tensor.data)
-        for tensor in image.tensors
-    ]
+    """Of bytes in shared memory, the message says where they are."""
+    tensors = []
+    for each in image.tensors:
+        tensor = pb.Tensor(name=each.name, dtype=each.dtype, shape=each.shape)
+        if isinstance(each.data, SharedBytes):
+            tensor.shared.CopyFrom(shared_to_message(each.data))
+        else:
+            assert isinstance(each.data, bytes)
+            tensor.data = each.data
+        tensors.append(tensor)
     return pb.Image(digest=image.digest, start=image.start, length=image.length, tensors=tensors)
 
 
 def image_from_message(message: pb.Image) -> Image:
-    tensors = tuple(Tensor(each.name, each.dtype, tuple(each.shape), each.data) for each in message.tensors)
+    tensors = tuple(
+        Tensor(
+            each.name,
+            each.dtype,
+            tuple(each.shape),
+            shared_from_message(each.shared) if each.HasField("shared") else each.data,
+        )
+        for each in message.tensors
+    )
     return Image(message.digest, message.start, message.length, tensors)
+
+
+def shared_to_message(data: SharedBytes) -> pb.SharedBytes:
+    place = data.place
+    return pb.SharedBytes(
+        process=place.process, descriptor=place.descriptor, inode=place.inode, start=data.start, size=data.size
+    )
+
+
+def shared_from_message(message: pb.SharedBytes) -> SharedBytes:
+    place = Place(message.process, message.descriptor, message.inode)
+    return SharedBytes(place, message.start, message.size)
+
+
+def shares_memory(probe: pb.SharedBytes) -> bool:
+    """Returns True if this process can read the memory of the one that has sent the message."""
+    try:
+        return bool(probe.size) and len(shared_from_message(probe).map()) == probe.size
+    except (OSError, ValueError):
+        return False

@@ -75,11 +75,13 @@ class Failure(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class InfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("probe",)
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    probe: SharedBytes
+    def __init__(self, probe: _Optional[_Union[SharedBytes, _Mapping]] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity", "kv_cache_dtype", "run_is_open", "running_sequences", "states", "images", "no_images", "whole_images", "encoders", "encoders_only")
+    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity", "kv_cache_dtype", "run_is_open", "running_sequences", "states", "images", "no_images", "whole_images", "shares_memory", "encoders", "encoders_only")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +109,7 @@ class InfoResponse(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     NO_IMAGES_FIELD_NUMBER: _ClassVar[int]
     WHOLE_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SHARES_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_ONLY_FIELD_NUMBER: _ClassVar[int]
     model_id: str
@@ -136,9 +139,10 @@ class InfoResponse(_message.Message):
     images: bool
     no_images: str
     whole_images: bool
+    shares_memory: bool
     encoders: _containers.RepeatedCompositeFieldContainer[Encoder]
     encoders_only: bool
-    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ..., kv_cache_dtype: _Optional[str] = ..., run_is_open: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., states: _Optional[bool] = ..., images: _Optional[bool] = ..., no_images: _Optional[str] = ..., whole_images: _Optional[bool] = ..., encoders: _Optional[_Iterable[_Union[Encoder, _Mapping]]] = ..., encoders_only: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ..., kv_cache_dtype: _Optional[str] = ..., run_is_open: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., states: _Optional[bool] = ..., images: _Optional[bool] = ..., no_images: _Optional[str] = ..., whole_images: _Optional[bool] = ..., shares_memory: _Optional[bool] = ..., encoders: _Optional[_Iterable[_Union[Encoder, _Mapping]]] = ..., encoders_only: _Optional[bool] = ...) -> None: ...
 
 class Encoder(_message.Message):
     __slots__ = ("task", "model_id", "folder", "model_type", "dtype", "vocab_size", "max_tokens", "columns", "labels", "answers", "pooling")
@@ -457,16 +461,32 @@ class Image(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., start: _Optional[int] = ..., length: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "data")
+    __slots__ = ("name", "dtype", "shape", "data", "shared")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    shared: SharedBytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., shared: _Optional[_Union[SharedBytes, _Mapping]] = ...) -> None: ...
+
+class SharedBytes(_message.Message):
+    __slots__ = ("process", "descriptor", "inode", "start", "size")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    process: int
+    descriptor: int
+    inode: int
+    start: int
+    size: int
+    def __init__(self, process: _Optional[int] = ..., descriptor: _Optional[int] = ..., inode: _Optional[int] = ..., start: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")

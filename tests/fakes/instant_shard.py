@@ -23,6 +23,7 @@ from shared.stubs.generate_pb2_grpc import (
     add_GrammarServiceServicer_to_server,
     add_TextGenerationServiceServicer_to_server,
 )
+from tgi_server.wire import shared_from_message, shares_memory
 
 # As a shard has them. Without the last two, gRPC closes the connection of a router that has pinged three times.
 _SERVER_OPTIONS = [
@@ -115,6 +116,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             block_size=_BLOCK_SIZE,
             grammars=self._grammars,
             images=self._images,
+            shares_memory=self._images and shares_memory(request.probe),
             whole_images=self._whole_images,
         )
 
@@ -141,6 +143,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         return pb.LoadAdapterResponse(rank=8, bytes=100)
 
     async def EncodeImages(self, request: pb.EncodeImagesRequest, context: Any) -> pb.EncodeImagesResponse:
+        for tensor in (each for image in request.images for each in image.tensors if each.HasField("shared")):
+            assert len(shared_from_message(tensor.shared).map()) == tensor.shared.size
         if self.image_error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.image_error)
         self.encoded += request.images

@@ -299,4 +299,8 @@ def _as_tensor(tensor: contract.Tensor) -> Tensor:
     count = math.prod(tensor.shape)
     if min(tensor.shape, default=0) < 0 or not count or count * dtype.itemsize != len(tensor.data):
         raise InvalidImage(f"{tensor.name} of the shape {list(tensor.shape)} has {len(tensor.data)} bytes")
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
+    try:
+        data = bytearray(tensor.data) if isinstance(tensor.data, bytes) else tensor.data.map()
+    except (OSError, ValueError) as error:
+        raise InvalidImage(f"{tensor.name} cannot be read from shared memory: {error}") from error
+    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)

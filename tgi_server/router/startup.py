@@ -22,7 +22,7 @@ from tgi_server.router.api.app import ReplaceableApp, create_app, loading_app, m
 from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
-from tgi_server.router.media.images import ImageReader
+from tgi_server.router.media.images import MOST_SENT, ImageReader
 from tgi_server.router.metrics import ImageMetrics, Metrics
 from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling import calls
@@ -234,9 +234,18 @@ def _image_reader(
     from tgi_server.router.media.fetching import Fetcher
     from tgi_server.router.media.workers import Workers
 
-    workers = Workers(settings.tokenizer_name, settings.validation_workers, settings.max_image_pixels)
+    if not info.shares_memory:
+        logger.info("the shards cannot read the router's memory, so that tensors of images are copied to them")
+    workers = Workers(
+        settings.tokenizer_name,
+        settings.validation_workers,
+        settings.max_image_pixels,
+        least_shared=MOST_SENT if info.shares_memory else None,
+    )
     fetcher = Fetcher(settings.allowed_media_domains)
-    return ImageReader(fetcher, workers, threads, token_id, token, limits.max_input_tokens, metrics), ""
+    return ImageReader(
+        fetcher, workers, threads, token_id, token, limits.max_input_tokens, metrics, shares_memory=info.shares_memory
+    ), ""
 
 
 async def _connect(path: str) -> ShardedClient:

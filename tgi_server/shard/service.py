@@ -25,7 +25,7 @@ from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.encoder_service import encode
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.tracing import RequestSpans
-from tgi_server.wire import image_from_message
+from tgi_server.wire import image_from_message, shares_memory
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class TextGenerationService(TextGenerationServiceServicer):
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
         self._info.run_is_open = self._running is not None
         self._info.running_sequences = len(self._engine.batch or ())
+        self._info.shares_memory = shares_memory(request.probe)
         return self._info
 
     async def ServiceDiscovery(

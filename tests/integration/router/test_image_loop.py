@@ -1,5 +1,6 @@
 """Whatever images a request has, the event loop goes on to serve others."""
 
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.image_processors import save_processor
+from tests.image_files import gif
+from tests.image_processors import as_data_url, as_file, photograph, save_processor
 from tests.integration.router.conftest import shard_process
 from tests.integration.router.process import Process, longest_turn
 from tests.logs import assert_no_traceback
@@ -48,12 +50,15 @@ class ImageRouter:
 def running(image_shard_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The URL of a router, and the socket that says for how long its loop stood still."""
     folder = tmp_path_factory.mktemp("router")
+    model = save_processor("qwen2_5_vl", folder / "model")
+    settings = json.loads((model / "preprocessor_config.json").read_text())
+    (model / "preprocessor_config.json").write_text(json.dumps(settings | {"max_pixels": 28 * 28 * 16_384}))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = Process(
         folder / "log",
-        f"--tokenizer-name={save_processor('qwen2_5_vl', folder / 'model')}",
+        f"--tokenizer-name={model}",
         f"--master-shard-uds-path={image_shard_path}",
         "--hostname=127.0.0.1",
         f"--port={port}",
@@ -73,7 +78,7 @@ def running(image_shard_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 async def router(running: tuple[str, Path]) -> AsyncIterator[ImageRouter]:
     url, watch = running
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         yield ImageRouter(http, watch)
 
 
@@ -89,3 +94,21 @@ async def test_images_in_markdown_that_never_end(router: ImageRouter, unit: str)
 async def test_more_images_than_the_prompt_may_have_tokens(router: ImageRouter) -> None:
     response = await router.post("/generate", inputs="![](data:,)" * 200_000)
     assert "must have less than" in response.json()["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["a photograph", "a GIF of 56 bytes", "many small images"])
+async def test_tensors_of_images_do_not_pass_through_the_loop(router: ImageRouter, kind: str) -> None:
+    """A photograph of 12 megapixels has 294 MiB of them."""
+    files = {
+        "a photograph": [as_file(photograph(4000, 3000), "JPEG")],
+        "a GIF of 56 bytes": [gif(8000, 8000)],
+        "many small images": [as_file(photograph(448, 448, each), "JPEG") for each in range(30)],
+    }[kind]
+    parts = [{"type": "image_url", "image_url": {"url": as_data_url(each)}} for each in files]
+    response = await router.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
+    )
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["prompt_tokens"] > 7_000

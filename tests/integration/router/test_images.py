@@ -1,6 +1,9 @@
 """Images in requests: each way in which they come becomes the tokens of the family's own processor."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -326,6 +329,30 @@ async def test_images_of_a_client_count_as_its_memory(routers: RouterFactory, tm
     response = await chat(router, part(20, 30), part(300, 200), part(300, 200, 1))
     assert response.status_code == 413
     assert "--max-client-memory" in response.json()["error"]["message"]
+
+
+@pytest.mark.slow
+async def test_a_client_that_leaves_ends_the_decoding_of_its_images(routers: RouterFactory, tmp_path: Path) -> None:
+    router = await routers(
+        shard={"images": True}, tokenizer_name=save_processor(FAMILY, tmp_path), validation_workers=1
+    )
+    router.http.timeout = httpx.Timeout(SECONDS * 4)
+    assert (await chat(router, part(30, 30))).status_code == 200
+    reader = router.service.text.images
+    (worker,) = reader._workers._all
+    os.kill(worker._process.pid, signal.SIGSTOP)  # so that it decodes for ever
+    url = as_data_url(photograph(40, 30))
+    asking = [
+        asyncio.create_task(chat(router, part(50, 30))),
+        asyncio.create_task(chat(router, part(60, 30))),
+        asyncio.create_task(router.post("/generate", inputs=f"![]({url})")),
+    ]
+    await router.until(lambda: len(reader._running) >= 2)
+    assert router.service.capacity.in_flight >= 2, "they keep their places"
+    for task in asking:
+        task.cancel()
+    await router.until(lambda: not reader._running and not router.service.capacity.in_flight)
+    assert (await chat(router, part(50, 30))).status_code == 200
 
 
 async def test_a_model_that_reads_text_only_says_so(routers: RouterFactory) -> None:

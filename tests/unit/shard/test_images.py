@@ -1,6 +1,8 @@
 """Images over gRPC: encoded before their request joins, and its answer is that of `transformers`."""
 
+import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,18 @@ import pytest
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
 from tests.image_prompts import ImagePrompt, expected, image_prompt, load_image_reference, make_image_model
+from tgi_server.contract import Image
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.vision_tower import VisionTower
 from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.server import SERVER_OPTIONS
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.turns import Turns
+from tgi_server.shared_bytes import SharedMemory
 from tgi_server.wire import image_to_message
 
 NEW = 5
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory without a name")
 
 
 @pytest.fixture
@@ -47,11 +52,23 @@ async def stub(folder: Path, tmp_path: Path) -> AsyncIterator[TextGenerationServ
     queue.close()
 
 
+def in_shared_memory(image: Image) -> Image:
+    """Returns the image with its tensors where another process has put them."""
+    copies = SharedMemory.of([tensor.data for tensor in image.tensors if isinstance(tensor.data, bytes)])
+    tensors = (replace(tensor, data=copy) for tensor, copy in zip(image.tensors, copies, strict=True))
+    return replace(image, tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=needs_memfd)])
 async def test_images_are_encoded_before_their_request_joins(
-    stub: Any, prompt: ImagePrompt, folder: Path, monkeypatch: pytest.MonkeyPatch
+    stub: Any, prompt: ImagePrompt, folder: Path, monkeypatch: pytest.MonkeyPatch, *, shared: bool
 ) -> None:
     info = await stub.Info(pb.InfoRequest())
-    assert (info.images, info.no_images, info.whole_images) == (True, "", False)
+    assert (info.images, info.no_images, info.whole_images, info.shares_memory) == (True, "", False, False)
+    if shared:
+        prompt = replace(prompt, images=list(map(in_shared_memory, prompt.images)))
+        probe = image_to_message(prompt.images[0]).tensors[0].shared
+        assert (await stub.Info(pb.InfoRequest(probe=probe))).shares_memory
     await stub.Warmup(pb.WarmupRequest(max_batch_size=2, max_prefill_tokens=64, max_total_tokens=96))
     images = [image_to_message(image) for image in prompt.images]
     await stub.EncodeImages(pb.EncodeImagesRequest(images=images))
@@ -65,6 +82,15 @@ async def test_images_are_encoded_before_their_request_joins(
     answers = [answer async for answer in stub.Run(iter(calls))]
     tokens = [token for answer in answers for each in answer.step.generations for token in each.token_ids]
     assert tokens == expected(load_image_reference(folder), prompt, NEW)
+
+
+@needs_memfd
+async def test_memory_that_is_gone(stub: Any, prompt: ImagePrompt) -> None:
+    image = image_to_message(in_shared_memory(prompt.images[0]))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.EncodeImages(pb.EncodeImagesRequest(images=[image]))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be read from shared memory" in (error.value.details() or "")
 
 
 async def test_tensors_that_are_no_image(stub: Any, prompt: ImagePrompt) -> None:

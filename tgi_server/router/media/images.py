@@ -1,10 +1,11 @@
 """The images of a request: fetched, processed once for as long as they are remembered, and put into its prompt."""
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate
 from time import perf_counter
@@ -16,6 +17,9 @@ from tgi_server.router.media.data_urls import data_of
 from tgi_server.router.media.messages import UnusableImage
 from tgi_server.router.media.sizes import stated_work
 from tgi_server.router.metrics import ImageMetrics
+from tgi_server.shared_bytes import SharedMemory
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # a server of texts alone needs neither
     from tgi_server.router.media.fetching import Fetcher
@@ -23,6 +27,9 @@ if TYPE_CHECKING:  # a server of texts alone needs neither
 
 # Bytes of the processed images that are remembered.
 _MOST_REMEMBERED = 512 * 2**20
+# Bytes of tensors that a request may have in its calls to the shards, if these can read them from shared memory.
+MOST_SENT = 4 * 2**20
+_LEAST_PART = 4_096
 # Of an image beside its tensors.
 _OVERHEAD = 1_000
 
@@ -122,8 +129,12 @@ class ImageReader:
         token: str,
         most_tokens: int,
         metrics: ImageMetrics,
+        *,
+        shares_memory: bool = False,
     ) -> None:
+        """shares_memory: the shards can read this process's memory."""
         self._metrics = metrics
+        self._shares_memory = shares_memory
         self._fetcher = fetcher
         self._workers = workers
         self._threads = threads
@@ -155,6 +166,9 @@ class ImageReader:
             tokens += image.tokens - 1
         if tokens > self._most_tokens:
             raise ContextOverflow.of_prompt(tokens, self._most_tokens, at_least=True)
+        if self._shares_memory and (sent := sum(map(_sent, images))) > MOST_SENT:
+            client.account.hold(sent)
+            return tuple(await asyncio.to_thread(_shared, images))
         return tuple(images)
 
     def placed(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> tuple[Image, ...]:
@@ -274,10 +288,42 @@ def _held(account: Account) -> Iterator[Callable[[int], None]]:
         account.give_back(held)
 
 
+def _sent(image: ProcessedImage) -> int:
+    """Returns the bytes of an image's tensors that are in no shared memory, so that calls to the shards have them."""
+    return sum(len(tensor.data) for tensor in image.tensors if isinstance(tensor.data, bytes))
+
+
 def _digest(namespace: str, tensors: Sequence[Tensor]) -> bytes:
     """Returns the digest by which an image is known from here on, to those who may know of each other's images."""
     digest = sha256(f"{namespace}\0".encode())
     for tensor in tensors:
         digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-        digest.update(tensor.data)
+        digest.update(tensor.data if isinstance(tensor.data, bytes) else tensor.data.map())
     return digest.digest()
+
+
+def _shared(images: Sequence[ProcessedImage]) -> Sequence[ProcessedImage]:
+    """Returns images whose tensors are in one shared memory, as far as they were in none."""
+    parts = [
+        tensor.data
+        for image in images
+        for tensor in image.tensors
+        if isinstance(tensor.data, bytes) and len(tensor.data) >= _LEAST_PART
+    ]
+    try:
+        copies = iter(SharedMemory.of(parts))
+    except OSError as error:
+        logger.warning("tensors of images are copied to the shards: no memory can be shared: %s", error)
+        return images
+    return [
+        replace(
+            image,
+            tensors=tuple(
+                replace(tensor, data=next(copies))
+                if isinstance(tensor.data, bytes) and len(tensor.data) >= _LEAST_PART
+                else tensor
+                for tensor in image.tensors
+            ),
+        )
+        for image in images
+    ]

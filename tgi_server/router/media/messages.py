@@ -19,25 +19,32 @@ class ImageTask(msgspec.Struct):
 
 
 class ImageArray(msgspec.Struct):
-    """An array that follows a result, in row-major order."""
+    """An array of a result, in row-major order.
+
+    start: its place in shared memory; None: it follows the result.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
+    start: int | None = None
 
 
 class ImageResult(msgspec.Struct):
     """The answer of a process: an image for the model, or why there is none.
 
     error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: what takes its
-    place. arrays: the tensors of the image, which follow in this order.
+    place. arrays: the tensors of the image, which follow in this order. descriptor, inode: of the shared memory that
+    has some of them; the process keeps it open until it receives a byte.
     """
 
     error: str = ""
     placeholder: str = ""
     text: str = ""
-    arrays: list[ImageArray] = []
+    arrays: list[ImageArray] = msgspec.field(default_factory=list)
+    descriptor: int = -1
+    inode: int = 0
 
 
 class UnusableImage(Exception):

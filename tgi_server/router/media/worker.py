@@ -1,8 +1,9 @@
 """A process that decodes images and runs the image processor of a model's family on them.
 
-    python -m tgi_server.router.media.worker FOLDER MOST_PIXELS
+    python -m tgi_server.router.media.worker FOLDER MOST_PIXELS LEAST_SHARED
 
-It reads tasks from its standard input and writes a result for each to its standard output. Broken and hostile files can
+It reads tasks from its standard input and writes a result for each to its standard output. Tensors that have at least
+LEAST_SHARED bytes together are left in shared memory; -1: none are. Broken and hostile files can
 end it; the router starts another.
 """
 
@@ -23,6 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tgi_server.router.media import torchvision_part
 from tgi_server.router.media.messages import SIZE, ImageArray, ImageResult, ImageTask, UnusableImage, read, write
 from tgi_server.router.media.sizes import scans
+from tgi_server.shared_bytes import SharedMemory
 
 # The formats that are decoded. Pillow knows more, with decoders that few use.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -33,6 +35,8 @@ _MOST_SCANS = 100
 _LOW_DETAIL = 512
 # Image processors that `transformers` has for torchvision only, by model_type.
 _WITH_TORCH = {"lfm2_vl": "Lfm2VlImageProcessor", "llama4": "Llama4ImageProcessor"}
+# Bytes of an array that is worth a page of shared memory.
+_LEAST_PART = 4_096
 # How far the image gives way to the text streams that are computed beside it.
 _NICENESS = 10
 
@@ -126,8 +130,11 @@ def _plain(found: Any, *, mask: bool) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(array, dtype="bool")
 
 
-def serve(folder: Path, most_pixels: int, tasks: BinaryIO, results: BinaryIO) -> None:
-    """Processes images until there are no more tasks. The first result says that it has begun."""
+def serve(folder: Path, most_pixels: int, least_shared: int, tasks: BinaryIO, results: BinaryIO) -> None:
+    """Processes images until there are no more tasks. The first result says that it has begun.
+
+    least_shared: bytes of the tensors of an image that are left in shared memory; -1: they are sent, however many.
+    """
     try:
         processor = load_processor(folder)
     except Exception as error:
@@ -141,9 +148,34 @@ def serve(folder: Path, most_pixels: int, tasks: BinaryIO, results: BinaryIO) ->
         except UnusableImage as error:
             write(results, ImageResult(error=str(error)))
             continue
-        listed = [ImageArray(name, str(each.dtype), each.shape, each.nbytes) for name, each in arrays.items()]
-        result = ImageResult(placeholder=processor.image_token, text=text, arrays=listed)
-        write(results, result, *(each.data.cast("B") if each.nbytes else b"" for each in arrays.values()))
+        result = ImageResult(placeholder=processor.image_token, text=text)
+        shares = 0 <= least_shared <= sum(each.nbytes for each in arrays.values())
+        _write_arrays(result, arrays, _LEAST_PART if shares else None, tasks, results)
+        del arrays  # while it waits for the next task
+
+
+def _write_arrays(
+    result: ImageResult,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    least: int | None,
+    tasks: BinaryIO,
+    results: BinaryIO,
+) -> None:
+    """Writes a result and its arrays, and returns when the router has them.
+
+    least: bytes of an array that is left in shared memory; None: all arrays are sent.
+    """
+    large = [name for name, each in arrays.items() if least is not None and each.nbytes >= least]
+    shared = dict(zip(large, SharedMemory.of([arrays[name].data for name in large]), strict=True)) if large else {}
+    for name, each in arrays.items():
+        start = shared[name].start if name in shared else None
+        result.arrays.append(ImageArray(name, str(each.dtype), each.shape, each.nbytes, start))
+    for each_shared in shared.values():
+        result.descriptor, result.inode = each_shared.place.descriptor, each_shared.place.inode
+    sent = [each.data.cast("B") if each.nbytes else b"" for name, each in arrays.items() if name not in shared]
+    write(results, result, *sent)
+    if shared:
+        read(tasks, 1)
 
 
 def main() -> None:
@@ -151,7 +183,7 @@ def main() -> None:
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.nice(_NICENESS)
-    serve(Path(sys.argv[1]), int(sys.argv[2]), sys.stdin.buffer, results)
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.stdin.buffer, results)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tgi_server.contract import Tensor
 from tgi_server.router.errors import DecodingFailed
 from tgi_server.router.fairness import FairQueue
 from tgi_server.router.media.messages import SIZE, ImageResult, ImageTask, UnusableImage, read, write
+from tgi_server.shared_bytes import Place, SharedBytes, SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,18 @@ _LONGEST_REASON = 300
 class Workers:
     """Runs each image in one of at most `most` processes. Clients take turns."""
 
-    def __init__(self, folder: Path, most: int, most_pixels: int, image_seconds: float = _IMAGE_SECONDS) -> None:
-        self._command = [sys.executable, "-m", "tgi_server.router.media.worker", str(folder), str(most_pixels)]
+    def __init__(
+        self,
+        folder: Path,
+        most: int,
+        most_pixels: int,
+        image_seconds: float = _IMAGE_SECONDS,
+        *,
+        least_shared: int | None = None,
+    ) -> None:
+        """least_shared: bytes of tensors that are left in shared memory; None: none are."""
+        program = [sys.executable, "-m", "tgi_server.router.media.worker"]
+        self._command = [*program, str(folder), str(most_pixels), str(-1 if least_shared is None else least_shared)]
         self._image_seconds = image_seconds
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
@@ -151,8 +162,24 @@ class _Worker:
     def process(self, data: bytes, detail: str) -> tuple[ImageResult, tuple[Tensor, ...]]:
         write(self._tasks, ImageTask(len(data), detail), data)
         result = self._result()
-        tensors = [Tensor(each.name, each.dtype, each.shape, read(self._results, each.size)) for each in result.arrays]
+        memory = self._memory(result)
+        tensors: list[Tensor] = []
+        for each in result.arrays:
+            if memory is None or each.start is None:
+                content: bytes | SharedBytes = read(self._results, each.size)
+            else:
+                content = SharedBytes(memory.place, each.start, each.size, memory)
+            tensors.append(Tensor(each.name, each.dtype, each.shape, content))
         return result, tuple(tensors)
+
+    def _memory(self, result: ImageResult) -> SharedMemory | None:
+        """Opens the memory that the tensors of an image are in, which the worker then closes. Raises OSError."""
+        if result.descriptor < 0:
+            return None
+        memory = SharedMemory.open(Place(self._process.pid, result.descriptor, result.inode))
+        self._tasks.write(b"\0")
+        self._tasks.flush()
+        return memory
 
     def kill(self) -> None:
         self._process.kill()

@@ -12,7 +12,8 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
 from tgi_server.contract import Image
 from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unhealthy
-from tgi_server.wire import image_to_message
+from tgi_server.shared_bytes import SharedBytes, SharedMemory
+from tgi_server.wire import image_to_message, shared_to_message
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -233,8 +234,14 @@ class ShardedClient:
         await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
 
     async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
-        """Returns what the first shard loaded; once all are warmed up, what fits on each, too. Raises Unhealthy."""
-        responses: list[pb.InfoResponse] = await self._ask("Info", pb.InfoRequest(), timeout_s)
+        """Returns what the first shard loaded; once all are warmed up, what fits on each, too. Raises Unhealthy.
+
+        `shares_memory` is true if each can read this process's memory.
+        """
+        probe = _probe()
+        request = pb.InfoRequest(probe=None if probe is None else shared_to_message(probe))
+        responses: list[pb.InfoResponse] = await self._ask("Info", request, timeout_s)
+        responses[0].shares_memory = all(response.shares_memory for response in responses)
         if all(response.HasField("capacity") for response in responses):
             responses[0].capacity.CopyFrom(_smallest(response.capacity for response in responses))
         else:
@@ -359,6 +366,14 @@ class ShardedClient:
                 raise shard.explain(error) from error
 
         return await _all(map(ask, self._shards if shards is None else shards))
+
+
+def _probe() -> SharedBytes | None:
+    """Returns some bytes that the shards try to read; None if this system shares no memory."""
+    try:
+        return SharedMemory.of([b"oatmill"])[0]
+    except OSError:
+        return None
 
 
 async def _fault_of(silent: Sequence[ShardClient]) -> str:

@@ -1,6 +1,7 @@
 """Images are processed in other processes, once each, into what the family's own processor makes of them."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from tgi_server.router.media.fetching import Fetcher
 from tgi_server.router.media.images import ImageClient, ImageReader, ImageSource, ProcessedImage
 from tgi_server.router.media.workers import Workers
 from tgi_server.router.metrics import Metrics
+from tgi_server.shared_bytes import SharedBytes
 
 FAMILY = "qwen2_5_vl"
 
@@ -64,6 +66,12 @@ async def readers() -> AsyncIterator[Callable[..., tuple[ImageReader, Workers]]]
         await reader.close()
 
 
+def memories(process: str) -> list[str]:
+    """Returns the shared memories that a process has open."""
+    names = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
+    return [name for name in names if "oatmill" in name]
+
+
 def source(data: bytes, **settings) -> ImageSource:
     return ImageSource(as_data_url(data), "messages[0].content[1]", **settings)
 
@@ -100,6 +108,40 @@ async def test_the_same_image_is_processed_once(readers, tmp_path):
     assert (len(calls), own[0].digest != images[0].digest) == (4, True)
     # Another file of the same pixels has the same digest.
     assert (await read(reader, source(as_file(photograph(100, 60), compress_level=1))))[0].digest == images[0].digest
+
+
+@pytest.mark.slow
+async def test_tensors_come_in_shared_memory_that_goes_with_the_image(readers, tmp_path):
+    reader, workers = readers(tmp_path, least_shared=50_000)
+    small, large = await read(reader, source(as_file(photograph(30, 30))), source(as_file(photograph(100, 60))))
+    assert len(memories("self")) == 1
+    names = [{each.name: type(each.data) for each in image.tensors} for image in (small, large)]
+    assert names == [
+        {"pixel_values": bytes, "image_grid_thw": bytes},
+        {"pixel_values": SharedBytes, "image_grid_thw": bytes},
+    ]
+    as_sent = readers(tmp_path / "sent")[0]
+    (same,) = await read(as_sent, source(as_file(photograph(100, 60))))
+    pixels, shared = (next(each.data for each in image.tensors if len(each.data) > 100) for image in (same, large))
+    assert (same.digest, pixels) == (large.digest, shared.map()[:])
+    del shared, large
+    reader._remembered.clear()
+    gc.collect()
+    for process in ("self", *(str(worker._process.pid) for worker in workers._all)):
+        assert not memories(process)
+
+
+@pytest.mark.slow
+async def test_many_small_images_share_one_memory(readers, tmp_path, monkeypatch):
+    monkeypatch.setattr("tgi_server.router.media.images.MOST_SENT", 50_000)
+    reader, _ = readers(tmp_path)
+    reader._shares_memory = True
+    files = [source(as_file(photograph(100, 60, each))) for each in range(3)]
+    (one,), three = await read(reader, files[0]), await read(reader, *files)
+    pixels = [next(each.data for each in image.tensors if each.name == "pixel_values") for image in (one, *three)]
+    assert len({each.place for each in pixels[1:]}) == 1
+    assert pixels[0].map()[:] == pixels[1].map()[:] != pixels[2].map()[:]
+    assert three[0].digest == one.digest
 
 
 @pytest.mark.slow
