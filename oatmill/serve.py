@@ -5,9 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from oatmill.clients import variables
 from oatmill.services import first_to_end, interrupt_on_signals, llm_functionalities, text_generation_server
 from shared.settings import fail
 from tgi_server.launcher.cli import main as launch
+from tgi_server.launcher.settings import LauncherSettings
 
 HTTP_PORT: Final = "8080"
 _GRPC_FLAG: Final = "--grpc-port"
@@ -18,8 +20,14 @@ def main(arguments: Sequence[str]) -> int:
     flags, grpc_port = _launcher_flags(arguments)
     if grpc_port is not None:
         return _serve_both(flags, grpc_port)
-    launch("oatmill serve", flags)
+    launch("oatmill serve", flags, _show_clients)
     return 0
+
+
+def _show_clients(settings: LauncherSettings) -> None:
+    """Prints how to point clients at the server, unless the output is for programs."""
+    if not settings.json_output and (lines := variables(settings)):
+        print(lines, flush=True)
 
 
 def _launcher_flags(arguments: Sequence[str]) -> tuple[list[str], int | None]:

@@ -18,11 +18,13 @@ import pytest
 
 from oatmill import doctor
 from oatmill.cli import main
+from oatmill.clients import variables
 from shared.settings import package_version
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.conftest import FreePort
 from tests.servers import TextGenerationServer
 from tgi_server.engine.kernels import build
+from tgi_server.launcher.settings import LauncherSettings
 
 
 @pytest.fixture
@@ -57,6 +59,19 @@ def test_serve_passes_model_and_flags_on(tmp_path: Path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith("oatmill serve: unrecognized arguments: --max-total-token=3")
+
+
+def test_serve_shows_how_to_point_clients_at_it():
+    settings = LauncherSettings(model_id="maker/model", hostname="0.0.0.0", port=8081, api_key="secret")
+    shown = variables(settings)
+    assert "OPENAI_BASE_URL=http://127.0.0.1:8081/v1 OPENAI_API_KEY=YOUR_KEY\n" in shown
+    assert "ANTHROPIC_BASE_URL=http://127.0.0.1:8081 ANTHROPIC_AUTH_TOKEN=YOUR_KEY ANTHROPIC_MODEL=maker/model" in shown
+    assert "codex -m maker/model -c model_provider=oatmill" in shown
+    assert "secret" not in shown
+    named = LauncherSettings(model_id="maker/model", served_model_name=["a b"], hostname="::1")
+    assert "ANTHROPIC_BASE_URL=http://[::1]:" in variables(named)
+    assert "OPENAI_API_KEY=unused" in variables(named)
+    assert "codex -m 'a b'" in variables(named)
 
 
 def test_doctor_says_what_works_and_what_to_do(oatmill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

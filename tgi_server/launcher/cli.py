@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,10 +33,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def main(program: str = PROGRAM, arguments: Sequence[str] | None = None) -> None:
+def main(
+    program: str = PROGRAM,
+    arguments: Sequence[str] | None = None,
+    on_ready: Callable[[LauncherSettings], None] | None = None,
+) -> None:
     """Runs the launcher.
 
-    program: the command that was typed, which begins messages. arguments: None: those of the process.
+    program: the command that was typed, which begins messages. arguments: None: those of the process. on_ready: called
+    once, when HTTP is served on this machine.
 
     Exit codes: 0 stopped by a signal, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
@@ -56,7 +62,7 @@ def main(program: str = PROGRAM, arguments: Sequence[str] | None = None) -> None
     if "model_id" not in settings.model_fields_set and settings.first_encoder is None:
         logger.warning("no --model-id: serving the bundled demo model, a few million parameters for trying things")
     try:
-        asyncio.run(_launch(settings))
+        asyncio.run(_launch(settings, partial(on_ready, settings) if on_ready else None))
     except ModelMissingError as error:
         sys.exit(error.status)
     except CannotStartError as error:
@@ -67,7 +73,7 @@ def main(program: str = PROGRAM, arguments: Sequence[str] | None = None) -> None
     logger.info("stopped")
 
 
-async def _launch(settings: LauncherSettings) -> None:
+async def _launch(settings: LauncherSettings, on_ready: Callable[[], None] | None) -> None:
     """Runs the server until a signal has stopped it. Raises LauncherError."""
     stop = asyncio.Event()
     on_stop_signal(stop.set)
@@ -105,6 +111,7 @@ async def _launch(settings: LauncherSettings) -> None:
             (settings.hostname, settings.port),
             settings.graceful_termination_timeout,
             peers,
+            on_ready,
         )
         on_stop_signal(supervisor.stop)
         await supervisor.run()

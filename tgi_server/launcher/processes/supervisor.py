@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -46,13 +46,16 @@ class Supervisor:
         address: tuple[str, int],
         graceful_termination_timeout: float,
         peers: "Peers | None" = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         """sockets: where each of the shards listens once its model is loaded.
 
         router: None where another machine has it. address: host and port that it listens on.
         graceful_termination_timeout: seconds that it has for draining, that is, for finishing running requests. peers:
         the launchers of the other machines that run the model with this one; they are closed in the end.
+        on_ready: called once, when the router serves HTTP.
         """
+        self._on_ready = on_ready
         self._shards = shards
         self._sockets = sockets
         self._router = router
@@ -178,6 +181,8 @@ class Supervisor:
             logger.info("ready after %.1f s: %s; node 0 serves HTTP", seconds, names)
         else:
             logger.info("ready on http://%s after %.1f s", authority(*self._address), seconds)
+            if self._on_ready is not None:
+                self._on_ready()
 
     async def _until_stopped(self) -> None:
         await self._stopping.wait()
