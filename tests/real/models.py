@@ -1,7 +1,9 @@
 """The trained models that the tests of this folder run, and what `transformers` makes of their files.
 
 They lie in the folder that OATMILL_REAL_MODELS names, or else `tools.real_models` fetches them into `runs/real_models`.
-What `transformers` reads from a GGUF file is stored once in `runs/real_dequantized`, since reading takes minutes.
+Configurations and tokenizers are those that `transformers` reads from a GGUF file, which takes it a minute or two, and
+which are stored once in `runs/real_references`. The weights in float32 are those of `benchmarks.perplexity`, since
+`transformers` needs twice the memory of a model to dequantize it.
 """
 
 import os
@@ -11,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.perplexity import dense_copy, model_folder
 from tools.real_models import MODELS, fetch
 
 _RUNS = Path(__file__).parents[2] / "runs"
-# Folders in it are named as `benchmarks.perplexity` expects those of its --work.
-DEQUANTIZED = _RUNS / "real_dequantized"
+# Folders of copies, named as `benchmarks.perplexity` names those of its --work.
+COPIES = _RUNS / "real_copies"
 
 
 def model_path(name: str) -> Path:
@@ -31,18 +33,15 @@ def model_path(name: str) -> Path:
     return path
 
 
-def dequantized(name: str) -> Path:
-    """Returns a folder with the weights of a GGUF file in float32 and its tokenizer, as `transformers` reads them."""
+@cache
+def reference_folder(name: str) -> Path:
+    """Returns a folder with the configuration and the tokenizer that `transformers` reads from a GGUF file."""
     file = model_path(name)
-    folder = DEQUANTIZED / f"{file.stem}-dense"
+    folder = _RUNS / "real_references" / file.stem
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.partial")
         partial.mkdir(parents=True, exist_ok=True)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        del model.config.quantization_config
-        model.config.save_pretrained(partial)
-        model.generation_config.save_pretrained(partial)
-        save_model(model, str(partial / "model.safetensors"), metadata={"format": "pt"})
+        AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
         partial.rename(folder)
     return folder
@@ -50,10 +49,13 @@ def dequantized(name: str) -> Path:
 
 @cache
 def reference_tokenizer(name: str) -> Any:
-    return AutoTokenizer.from_pretrained(dequantized(name))
+    return AutoTokenizer.from_pretrained(reference_folder(name))
 
 
 def reference_model(name: str) -> PreTrainedModel:
-    """Returns the model of `transformers`, in float32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(dequantized(name), dtype=torch.float32)
+    """Returns the model of `transformers` with the dequantized weights, in float32."""
+    file = model_path(name)
+    weights = dense_copy(model_folder(file), COPIES / f"{file.stem}-dense")
+    config = AutoConfig.from_pretrained(reference_folder(name))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(weights, config=config, dtype=torch.float32)
     return model.eval()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.models import DEQUANTIZED, dequantized, model_path
+from tests.real.models import COPIES, model_path
 
 ROOT = Path(__file__).parents[2]
 QUICK_TOKENS, ALL_TOKENS = 2048, 20_000
@@ -39,9 +39,8 @@ def test_losses_are_bounded(
 ) -> None:
     full = pytestconfig.getoption("full")
     bounds = BOUNDS | (MORE_BOUNDS if full else {})
-    dequantized(name)
     tokens, output = str(ALL_TOKENS if full else QUICK_TOKENS), tmp_path / "table.json"
-    options = ("--work", DEQUANTIZED, "--tokens", tokens, "--output", output, "--only", *bounds)
+    options = ("--work", COPIES, "--tokens", tokens, "--output", output, "--only", *bounds)
     with capfd.disabled():
         subprocess.run(
             [sys.executable, "-m", "benchmarks.perplexity", model_path(name), "--table", *options],
