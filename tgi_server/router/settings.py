@@ -120,6 +120,11 @@ class ServingSettings(ServiceSettings):
     reasoning_parser: ReasoningParser = Field(
         default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )
+    disable_text_tool_calls: bool = Field(
+        default=False,
+        description="Do not take an answer for a call of a tool that is nothing but the JSON of one, alone or in a "
+        "fence, where the model calls tools in another format.",
+    )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
     prometheus_port: Port = Field(default=9000, description="Additional port for /metrics; 0: none.")

@@ -367,10 +367,12 @@ def _answer_form(
         thoughts = thoughts or regions.thoughts
         logger.info("answers are taken apart by the model's response_template, and its calls are not bound to schemas")
         return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens, regions), thoughts
+    as_text = not settings.disable_text_tool_calls
     if template.source:
         apart = "reasoning is returned separately" if thoughts else "reasoning is part of the text"
         logger.info("tools are called in the form %r; %s", calls.name, apart)
-    return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens), thoughts
+    form = AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens, calls_as_text=as_text)
+    return form, thoughts
 
 
 def _response_template(spec: Any) -> ResponseTemplate | None:

@@ -263,6 +263,45 @@ async def test_tools_together_with_a_form_of_the_answer(router: Router):
     assert json.loads(router.shard.received[0].grammar.value)["definitions"] == {"answer": {"type": "boolean"}}
 
 
+async def test_a_call_that_repeats_an_earlier_one_ends_the_answer(router: Router):
+    rome = CALL.replace("Paris", "Rome")
+    for said, places in ((CALL * 40, ["Paris"]), (CALL + rome + CALL + rome, ["Paris", "Rome"])):
+        whole = router.say(said)
+        answer = await chat(router, tools=[WEATHER], max_tokens=whole)
+        (choice,) = answer["choices"]
+        made = [json.loads(call["function"]["arguments"])["place"] for call in choice["message"]["tool_calls"]]
+        assert (made, choice["finish_reason"], choice["message"]["content"]) == (places, "tool_calls", None)
+        assert answer["usage"]["completion_tokens"] < whole
+        await router.idle()
+        chunks = await chat_stream(router, tools=[WEATHER], max_tokens=whole)
+        deltas = [each for chunk in chunks for each in chunk["choices"][0]["delta"].get("tool_calls", ())]
+        assert {each["index"] for each in deltas} == set(range(len(places)))
+        arguments = "".join(each["function"].get("arguments", "") for each in deltas)
+        assert arguments == "".join(json.dumps({"place": place}) for place in places)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_that_is_nothing_but_a_call_is_one_on_all_routes(routers: RouterFactory):
+    router = await routers(tool_call_parser="hermes")
+    router.say(f"```json\n{CALL}\n```")
+    (choice,) = (await chat(router, tools=[WEATHER]))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"place": "Paris"}
+    chunks = await chat_stream(router, tools=[WEATHER])
+    assert text(chunks) == ""
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    function = WEATHER["function"]
+    own = {"name": function["name"], "input_schema": function["parameters"]}
+    message = (await router.post("/v1/messages", messages=HELLO, tools=[own], max_tokens=90, model="a")).json()
+    assert [(block["type"], block["input"]) for block in message["content"]] == [("tool_use", {"place": "Paris"})]
+    response = (await router.post("/v1/responses", input="Hello", tools=[{"type": "function", **function}])).json()
+    assert [(item["type"], item["name"]) for item in response["output"]] == [("function_call", "get_weather")]
+    switched_off = await routers(tool_call_parser="hermes", disable_text_tool_calls=True)
+    switched_off.say(CALL)
+    (choice,) = (await chat(switched_off, tools=[WEATHER]))["choices"]
+    assert choice["message"]["content"] == CALL
+
+
 async def test_some_of_the_tools(router: Router):
     clock = {"type": "function", "function": {"name": "clock"}}
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}

@@ -9,7 +9,7 @@ from functools import partial
 from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.response_template import Mark
 from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
-from tgi_server.router.text.tool_formats import JSON_PARTS, NUMBER, ToolFormat
+from tgi_server.router.text.tool_formats import JSON_PARTS, NUMBER, TEXT_ARGUMENTS_PATTERN, ToolFormat
 
 # Regular expressions without anchors, references and conditions, which are the same in grammars.
 _PORTABLE = re.compile(
@@ -27,13 +27,15 @@ _MOST_CALLS = 32
 class Calls:
     """The calls that an answer may have.
 
-    arguments: of the tools, by name. required: there is one at least. parallel: there may be several.
+    arguments: of the tools, by name. required: there is one at least. parallel: there may be several. as_text: an
+    answer that is nothing but the JSON of a call is one, too.
     """
 
     form: ToolFormat
     arguments: Mapping[str, Arguments]
     required: bool
     parallel: bool
+    as_text: bool = False
 
 
 class FrameWriter:
@@ -135,6 +137,11 @@ class FrameWriter:
         if calls is not None:
             form = calls.form
             in_text = not calls.required and schema is None and not opening
+            if in_text and calls.as_text:
+                names = "|".join(_pattern(json.dumps(name, ensure_ascii=False)) for name in calls.arguments)
+                others = [*others, f"{form.text_layouts}({names})"]
+                lines += self._text_call_rules(calls)
+                yield "text_call"
             if in_text and form.anywhere:
                 yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
             elif in_text:
@@ -151,6 +158,17 @@ class FrameWriter:
             if schema is None:
                 lines.append(f"OTHER: {_beginning_without(others)}")
             yield f"{opening} {'OTHER' if schema is None else f'%schema {json.dumps(schema)}'}"
+
+    def _text_call_rules(self, calls: Calls) -> Iterator[str]:
+        """Yields the rules of an answer that is nothing but the JSON of a call; see `_call_rules` about its head."""
+        yield f"TEXT_BEGIN: /{calls.form.text_layouts}/"
+        yield f"TEXT_ARGUMENTS: /{TEXT_ARGUMENTS_PATTERN}/"
+        bodies = []
+        for i, (name, arguments) in enumerate(calls.arguments.items()):
+            yield f"TEXT_HEAD{i}: TEXT_BEGIN {_quoted(json.dumps(name, ensure_ascii=False))}"
+            yield f"text_arguments{i}: %schema {json.dumps(arguments.place)}"
+            bodies.append(f"TEXT_HEAD{i} TEXT_ARGUMENTS text_arguments{i}")
+        yield f'text_call: ({" | ".join(bodies)}) BREAK "}}" BREAK "```"? GAP'
 
     def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
         """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.

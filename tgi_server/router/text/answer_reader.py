@@ -1,9 +1,12 @@
 """Takes an answer apart as it is generated: thoughts, text, and calls of tools with their arguments."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+
+import regex
 
 from tgi_server.router.text.json_reader import BLANKS, JsonReader
 from tgi_server.router.text.reasoning import ReasoningTags
@@ -14,7 +17,7 @@ from tgi_server.router.text.tagged_arguments import (
     Tags,
     beginning_held,
 )
-from tgi_server.router.text.tool_formats import NUMBER, ToolFormat
+from tgi_server.router.text.tool_formats import JSON_FORMAT, NUMBER, TEXT_ARGUMENTS, ToolFormat, json_name
 
 # The number of a call, complete or not.
 _NUMBER = re.compile(r":\d+(?=<|\Z)")
@@ -49,9 +52,10 @@ class Piece:
 class CallHeads:
     """The heads of calls in one form: made once for all answers to a request, which may have thousands of tools."""
 
-    def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments]) -> None:
-        """arguments: of the tools, by name."""
+    def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments], *, as_text: bool = False) -> None:
+        """arguments: of the tools, by name. as_text: an answer that is nothing but the JSON of a call is one, too."""
         self.form = form
+        self.as_text = regex.compile(form.text_layouts + json_name(arguments)) if as_text else None
         self.separator = form.separator.strip()
         self.first = {_BREAK.sub("", form.of(each).first_head(name)): name for name, each in arguments.items()}
         self.next = {_BREAK.sub("", form.of(each).call_head(name)): name for name, each in arguments.items()}
@@ -63,6 +67,11 @@ class CallHeads:
             for name, each in arguments.items()
             if form.tags is not None and each.tagged is not None
         }
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tools."""
+        return self._called
 
     def form_of(self, name: str) -> ToolFormat:
         """Returns the form of the calls of a tool."""
@@ -96,6 +105,11 @@ class AnswerReader:
     def calls(self) -> int:
         """The number of calls so far."""
         return self._calls.number if self._calls is not None else 0
+
+    @property
+    def repeated(self) -> bool:
+        """True once the model has made a call a second time, which is dropped with all that follows."""
+        return self._calls is not None and self._calls.repeated
 
     @property
     def thinking(self) -> bool:
@@ -210,6 +224,8 @@ class _Wrap:
 class _ReaderPlace(Enum):
     """The places in an answer at which a reader of calls can be."""
 
+    BEGINNING = "before anything is known"
+    TEXT_HEAD = "behind the name of a call that is written as a text"
     TEXT = "before the first call"
     FIRST_HEAD = "behind the trigger"
     ARGUMENTS = "within arguments"
@@ -220,15 +236,22 @@ class _ReaderPlace(Enum):
 
 
 class _CallReader:
-    """Reads text with calls of one form. number: of the calls so far."""
+    """Reads text with calls of one form. number: of the calls so far.
+
+    A call that may turn out to be equal to an earlier one is held back until it differs. repeated: one was equal.
+    """
 
     def __init__(self, heads: CallHeads) -> None:
         self._heads = heads
         self._form = self._called = heads.form
-        self._place = _ReaderPlace.TEXT
+        self._place = _ReaderPlace.TEXT if heads.as_text is None else _ReaderPlace.BEGINNING
         self._buffer = self._trigger = ""
         self._reader: JsonReader | TaggedArgumentsReader = JsonReader()
         self.number = 0
+        self.repeated = False
+        self._earlier: list[tuple[str, str]] = []
+        self._name = self._arguments_so_far = ""
+        self._held: list[Piece] = []
 
     @property
     def in_arguments(self) -> bool:
@@ -238,9 +261,13 @@ class _CallReader:
         """Yields the pieces that are certain with `text`. last: nothing more comes."""
         self._buffer += text
         place = None
-        while place is not self._place:
+        while place is not self._place and not self.repeated:
             place = self._place
             match place:
+                case _ReaderPlace.BEGINNING:
+                    self._beginning(last=last)
+                case _ReaderPlace.TEXT_HEAD:
+                    yield from self._text_head(last=last)
                 case _ReaderPlace.TEXT:
                     yield from self._text(last=last)
                 case _ReaderPlace.FIRST_HEAD:
@@ -256,6 +283,29 @@ class _CallReader:
                 case _ReaderPlace.PLAIN:
                     rest, self._buffer = self._buffer, ""
                     yield Piece(AnswerPart.TEXT, rest)
+        if last:
+            yield from self._released()
+
+    def _beginning(self, *, last: bool) -> None:
+        """Finds out if the answer begins with the JSON of a call, alone or in a fence."""
+        assert self._heads.as_text is not None
+        found = self._heads.as_text.match(self._buffer, partial=True)
+        if found is not None and found.partial and not last:
+            return
+        self._place = _ReaderPlace.TEXT
+        if found is not None and not found.partial and (name := json.loads(found["name"])) in self._heads.names:
+            self._name, self._trigger, self._buffer = name, found[0], self._buffer[found.end() :]
+            self._place = _ReaderPlace.TEXT_HEAD
+
+    def _text_head(self, *, last: bool) -> Iterator[Piece]:
+        found = TEXT_ARGUMENTS.match(self._buffer, partial=True)
+        if found is not None and not found.partial:
+            self._called, self._reader = JSON_FORMAT, JsonReader()
+            self._buffer, self._place = self._buffer[found.end() :], _ReaderPlace.ARGUMENTS
+            yield Piece(AnswerPart.CALL, self._name, self.number)
+            self.number += 1
+        elif found is None or last:
+            self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
 
     def _text(self, *, last: bool) -> Iterator[Piece]:
         trigger = self._form.trigger
@@ -289,8 +339,11 @@ class _CallReader:
         found = None if heads.may_grow(seen) else heads.of(seen)
         if found is not None:
             name = names[found]
-            yield Piece(AnswerPart.CALL, name, self.number, f"functions.{name}{number}" if number else "")
+            self._name, self._arguments_so_far = name, ""
+            self._held.append(Piece(AnswerPart.CALL, name, self.number, f"functions.{name}{number}" if number else ""))
             self.number += 1
+            if not self._may_repeat():
+                yield from self._released()
             self._called, self._reader = self._heads.form_of(name), self._heads.reader(name)
             length = len(found) + (len(number) - len(f":{NUMBER}") if number else 0)
             self._buffer, self._place = _behind(self._buffer, length), _ReaderPlace.ARGUMENTS
@@ -299,9 +352,29 @@ class _CallReader:
 
     def _arguments(self) -> Iterator[Piece]:
         certain, self._buffer, ended = self._reader.read(self._buffer)
+        self._arguments_so_far += certain
+        self._held.append(Piece(AnswerPart.ARGUMENTS, certain, self.number - 1))
+        call = (self._name, self._arguments_so_far)
         if ended:
             self._place = _ReaderPlace.TAIL
-        yield Piece(AnswerPart.ARGUMENTS, certain, self.number - 1)
+            if call in self._earlier:
+                self.repeated, self._held = True, []
+                self.number -= 1
+                return
+            self._earlier.append(call)
+        if ended or not self._may_repeat():
+            yield from self._released()
+
+    def _may_repeat(self) -> bool:
+        """Returns True if the open call may still turn out to be equal to an earlier one."""
+        return any(
+            name == self._name and arguments.startswith(self._arguments_so_far) for name, arguments in self._earlier
+        )
+
+    def _released(self) -> Iterator[Piece]:
+        """Yields what was held back."""
+        held, self._held = self._held, []
+        yield from held
 
     def _tail(self) -> None:
         tail = self._called.tail.strip("\n")

@@ -18,7 +18,8 @@ class TemplatedReader:
     Calls come as a whole, at their end. A region that cannot be read as calls, or that calls no tool of the request, is
     text, and so is all that follows once the regular expressions of the template have taken too long.
 
-    calls: the number of calls so far. in_arguments: never True: no call comes before it is complete.
+    calls: the number of calls so far. repeated: the model has made one of them again, which is dropped with all that
+    follows. in_arguments: never True: no call comes before it is complete.
     """
 
     in_arguments = False
@@ -42,7 +43,9 @@ class TemplatedReader:
         self._blank: str | None = None  # held back: blanks at the end of a text; None: before its first character
         self._said: set[str] = set()  # regions that have been in the answer
         self._broken = False
+        self._made: set[tuple[str, str]] = set()
         self.calls = 0
+        self.repeated = False
         if begun:
             list(self.feed(begun))
 
@@ -60,6 +63,8 @@ class TemplatedReader:
         return self._pieces("", last=True)
 
     def _pieces(self, text: str, *, last: bool) -> list[Piece]:
+        if self.repeated:
+            return []
         self._text += text
         pieces: list[Piece] = []
         try:
@@ -74,7 +79,7 @@ class TemplatedReader:
         return [piece for piece in pieces if piece.text]
 
     def _read(self, *, last: bool) -> Iterator[Piece]:
-        while True:
+        while not self.repeated:
             found, certain = self._next_mark(last=last)
             if found is None:
                 yield from self._take(self._text[self._place : certain])
@@ -160,8 +165,13 @@ class TemplatedReader:
                 made = []
             self._raw = ""
             for name, arguments in made if self._parallel else made[: 1 - self.calls]:
+                call = (name, json.dumps(arguments, ensure_ascii=False))
+                if call in self._made:
+                    self.repeated = True
+                    break
+                self._made.add(call)
                 yield Piece(AnswerPart.CALL, name, self.calls)
-                yield Piece(AnswerPart.ARGUMENTS, json.dumps(arguments, ensure_ascii=False), self.calls)
+                yield Piece(AnswerPart.ARGUMENTS, call[1], self.calls)
                 self.calls += 1
             if not made:
                 yield Piece(AnswerPart.TEXT, raw)

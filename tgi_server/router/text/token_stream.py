@@ -26,8 +26,8 @@ class Formatter(Protocol):
         visible: str,
         logprob: float | None,
         top: pb.TopTokens | None,
-    ) -> None:
-        """Takes a token. `stream.finish_reason` is set when it is the last one.
+    ) -> bool | None:
+        """Takes a token. `stream.finish_reason` is set when it is the last one. Returns True if nothing more is wanted.
 
         text: what became complete with this token, also where it is held back or cut off; of a special token, its name.
         visible: what the sequence's text grows by.
@@ -131,7 +131,7 @@ class TokenStream(Generic[F]):
         self.cached_tokens = cached_tokens
 
     def push(self, generation: pb.Generation) -> FinishReason | None:
-        """Takes the tokens of one step; tokens behind a complete stop sequence or a stop token are dropped."""
+        """Takes the tokens of one step; tokens behind the end of the text are dropped."""
         if self.finish_reason is not None:
             return self.finish_reason
         if generation.HasField("prefill_tokens"):
@@ -165,10 +165,19 @@ class TokenStream(Generic[F]):
                     text = text if special or stop_token or end_token else text + incomplete
             logprob = generation.logprobs[position] if generation.logprobs else None
             top = generation.top_tokens[position] if generation.top_tokens else None
-            self._output.token(self, token_id, text, visible, logprob, top)
+            enough = self._output.token(self, token_id, text, visible, logprob, top)
             if stopped or stop_token:
                 return reason
+            if enough and reason is None:
+                return self._end_here()
         return None
+
+    def _end_here(self) -> FinishReason:
+        """Ends the sequence as the model might have ended it; returns the reason."""
+        self.ended_at = perf_counter()
+        self.finish_reason = FinishReason.EOS_TOKEN
+        self._output.rest(self, self._rest(self._detokenizer.flush()))
+        return self.finish_reason
 
     def _note_time(self) -> None:
         now = perf_counter()

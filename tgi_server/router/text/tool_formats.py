@@ -6,7 +6,10 @@ gets TGI's. Whatever the form, the arguments of each call are bound by the schem
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+import regex
 
 from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags
 
@@ -59,6 +62,16 @@ class ToolFormat:
         return rf"[ \n]*({'|'.join(''.join(_laid_out(each)) for each in (self.trigger, *self.triggers))})"
 
     @property
+    def text_layouts(self) -> str:
+        """The regular expression of the beginning of a call that a model writes as a text, up to the name.
+
+        It is JSON, in a fence or not; only in a fence where the calls of the form are such JSON themselves.
+        """
+        fence = r"[ \n]{0,8}```[A-Za-z_]{0,16}[ \n]"
+        own = self.trigger == JSON_FORMAT.trigger
+        return f"{fence if own else f'({fence})?'}{JSON_FORMAT.layouts}"
+
+    @property
     def layouts_begun(self) -> str:
         """The regular expression of what such triggers may begin with."""
         begun = []
@@ -102,6 +115,16 @@ def _laid_out(trigger: str) -> list[str]:
     return [pattern for part in parts for pattern in (*map(re.escape, part.strip()), _LAYOUT)]
 
 
+def json_name(names: Iterable[str]) -> str:
+    """Returns the regular expression of a name in JSON that is no longer than the longest of some names."""
+    longest = max((len(json.dumps(name)) for name in names), default=0)
+    return rf'(?P<name>"([^"\\\n]|\\[^\n]){{0,{longest}}}")'
+
+
+# What stands between the name and the arguments of a call that a model writes as a text, for grammars and readers.
+TEXT_ARGUMENTS_PATTERN = rf'{_LAYOUT},{_LAYOUT}"(arguments|parameters)"{_LAYOUT}:{_LAYOUT}'
+TEXT_ARGUMENTS = regex.compile(TEXT_ARGUMENTS_PATTERN)
+
 # DeepSeek's marks; their bars are wide ones.
 _CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
     f"<\uff5c{name}\uff5c>"
@@ -132,6 +155,7 @@ TGI_FORMAT = ToolFormat(
     anywhere=False,
     alone=True,
 )
+JSON_FORMAT = ToolFormat("json", '{"name": ', _JSON_HEAD, "}", anywhere=False, triggers=_TYPED)
 _SEED_JSON = ToolFormat(
     "seed_oss",
     "<seed:tool_call>",
@@ -287,7 +311,7 @@ _FORMATS = {
             alone=True,
         ),
         ToolFormat("functionary", "<function=", ("<function=", ">"), "</function>"),
-        ToolFormat("json", '{"name": ', _JSON_HEAD, "}", anywhere=False, triggers=_TYPED),
+        JSON_FORMAT,
     )
 }
 FORMAT_NAMES = tuple(_FORMATS)

@@ -118,13 +118,17 @@ class AnswerForm:
         special_tokens: Mapping[int, str],
         added_tokens: Mapping[int, str] = MappingProxyType({}),
         template: ResponseTemplate | None = None,
+        *,
+        calls_as_text: bool = True,
     ) -> None:
-        """added_tokens: those that were added to the tokenizer, special or not.
+        """added_tokens: those that were added to the tokenizer, special or not. calls_as_text: an answer that is
+        nothing but the JSON of a call is one, whatever the form of calls.
 
         template: takes answers apart that have no grammar; None: all have one if there are tools.
         """
         self._template = template
         self._calls = calls
+        self._calls_as_text = calls_as_text
         self._thoughts = thoughts
         marks = {token: name for token, name in added_tokens.items() if name.strip() and name in calls.markers}
         self._frames = FrameWriter(special_tokens, marks)
@@ -161,7 +165,9 @@ class AnswerForm:
         schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
         document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
         arguments = self._arguments(use)
+        as_text = self._may_call_as_text(use, answer)
         places = [place for each in arguments.values() for place in each.places]
+        places += [each.place for each in arguments.values() if as_text and each.place not in places]
         left = (arguments[tool.name] for tool in use.tools if not tool.strict)
         lenient = [place for each in left for place in dict.fromkeys((each.place, *each.places))]
         if answer is not None:
@@ -170,7 +176,7 @@ class AnswerForm:
             lenient += [_ANSWER] if answer.lenient else []
         if places:
             document["anyOf"] = [{"$ref": place} for place in places]
-        calls = Calls(self._calls, arguments, use.required, use.parallel) if use.tools else None
+        calls = Calls(self._calls, arguments, use.required, use.parallel, as_text) if use.tools else None
         frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
         text = json.dumps(document, ensure_ascii=False)
         return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
@@ -194,7 +200,8 @@ class AnswerForm:
         thoughts = self.thoughts(answer)
         if not use.tools and thoughts is None:
             return None
-        heads = CallHeads(self._calls, self._arguments(use)) if use.tools else None
+        as_text = self._may_call_as_text(use, answer)
+        heads = CallHeads(self._calls, self._arguments(use), as_text=as_text) if use.tools else None
         return partial(AnswerReader, heads, thoughts, thinking=thinking)
 
     def _one_call(self, template: ResponseTemplate, *, thinking: bool) -> Grammar | None:
@@ -203,6 +210,11 @@ class AnswerForm:
             self._frames.one_call(template.call_marks, self._thoughts, open_=thinking) if template.call_marks else None
         )
         return None if frame is None else Grammar(GrammarKind.JSON_SCHEMA, "{}", frame=frame)
+
+    def _may_call_as_text(self, use: ToolUse, answer: Grammar | None) -> bool:
+        """Returns True if an answer that is nothing but the JSON of a call is one."""
+        opened = self._thoughts is not None and self._thoughts.opening
+        return self._calls_as_text and answer is None and not use.required and not opened
 
     def _templated(self, use: ToolUse, answer: Grammar | None) -> ResponseTemplate | None:
         """Returns what takes an answer apart that has no grammar: calls that must come are in TGI's form."""

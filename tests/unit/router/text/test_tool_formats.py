@@ -233,6 +233,57 @@ def test_the_parts_in_which_thoughts_come_change_nothing(name: str, data: st.Dat
     assert events(make, parts) == events(make, [text])
 
 
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ALONE])
+def test_a_call_that_repeats_an_earlier_one_is_dropped(name: str):
+    form = AnswerForm(tool_format(name, ""), None, {})
+    make = form.readers(MUST, None, thinking=False)
+    assert make is not None
+    again = WRITTEN[name].replace('a\\"b', "weather").replace('a"b', "weather")
+    same = again.replace('Rome}\\"', "Paris").replace('Rome}"', "Paris").replace("Rome}", "Paris")
+    for size in (1, 3, 1000):
+        assert read(make, same, size) == ("", "", [("weather", PARIS)])
+        assert read(make, again, size) == ("", "", [("weather", PARIS), ("weather", ROME)])
+
+
+FENCES = ["{}", "```json\n{}\n```", "```\n{}\n```\n", "\n```tool_call\n{}\n```"]
+AS_TEXT = '{"name": "weather", "arguments": {"place": "Paris"}}'
+
+
+@pytest.mark.parametrize("fence", FENCES)
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "json"])
+def test_an_answer_that_is_nothing_but_the_json_of_a_call(name: str, fence: str):
+    if fence == "{}" and name == "llama3_json":
+        return  # whose own calls are such JSON
+    form = AnswerForm(tool_format(name, ""), THINK, {})
+    grammar, make = form.grammar(MAY, None, thinking=False), form.readers(MAY, None, thinking=False)
+    indented = json.dumps(json.loads(AS_TEXT), indent=2).replace('{\n    "place": "Paris"\n  }', PARIS)
+    for written in (AS_TEXT, AS_TEXT.replace("arguments", "parameters"), indented):
+        for before in ("", "<think>Hm.</think>\n\n"):
+            text = before + fence.replace("{}", written)
+            assert takes(grammar, text)
+            assert not takes(grammar, text.replace('"Paris"', '["Paris", "Rome"]'))
+            for size in (1, 2, 3, 7, 1000):
+                assert read(make, text, size) == ("Hm." if before else "", "", [("weather", PARIS)])
+    # What is no call reaches the client as it is, and so does one that is cut off before its arguments.
+    inside = fence.replace("{}", AS_TEXT)
+    for text in (
+        f"I would write {inside}",
+        inside.replace("weather", "whether"),
+        inside.replace('"name"', '"names"'),
+        fence.replace("{}", '{"name": "Bob", "arguments": []}') + " and so on",
+        fence.replace("{}", "[1]"),
+    ):
+        assert takes(grammar, text)
+        for size in (1, 3, 1000):
+            assert read(make, text, size) == ("", text, [])
+    for cut in (inside[: inside.index(place)] for place in ('"name"', "weather", ', "arg', 'guments"', '": {"p')):
+        for size in (1, 3, 1000):
+            assert read(make, cut, size) == ("", cut, [])
+    off = AnswerForm(tool_format(name, ""), THINK, {}, calls_as_text=False)
+    assert takes(off.grammar(MAY, None, thinking=False), inside.replace('"Paris"', '["Paris", "Rome"]'))
+    assert read(off.readers(MAY, None, thinking=False), inside, 3) == ("", inside, [])
+
+
 def test_calls_have_the_ids_that_the_model_gives_them():
     form = AnswerForm(tool_format("kimi_k2", ""), None, {})
     found = events(form.readers(MUST, None, thinking=False), [WRITTEN["kimi_k2"]])
@@ -647,7 +698,7 @@ def test_arguments_that_fit_no_tags_are_json(parameters: Any, form: ToolFormat):
     assert takes(answers.grammar(use, None, thinking=False), text)
     assert not takes(answers.grammar(use, None, thinking=False), text.replace('"Paris"', "[1"))
     for size in (1, 3, 1000):
-        calls = [("weather", arguments), ("clock", "{}"), ("weather", arguments)]
+        calls = [("weather", arguments), ("clock", "{}")]  # the third repeats the first
         assert read(answers.readers(use, None, thinking=False), text, size) == ("", "", calls)
 
 

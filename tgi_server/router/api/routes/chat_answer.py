@@ -70,13 +70,14 @@ class ChatAnswer:
         visible: str,
         logprob: float | None,
         top: pb.TopTokens | None,
-    ) -> None:
+    ) -> bool:
         if self._most is not None:
             self._logprobs.append(
                 _logprobs(self._tokenizer, self._most, token_id, logprob, top, drafted=stream.drafted)
             )
         if visible or stream.finish_reason is not None:
             self._take(stream, visible)
+        return self._reader is not None and self._reader.repeated
 
     def rest(self, stream: AnyStream, text: str) -> None:
         self._take(stream, text)
