@@ -35,8 +35,6 @@ from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import choice, trials
-from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 
@@ -52,11 +50,10 @@ def linear_times(
 ) -> dict[str, dict[int, float]]:
     """Returns the seconds of all layers but the head, by kernel and number of rows. kinds: of quantised weights."""
     outputs = outputs_by_depth(config)
-    plain = choice.Weights.plain(FloatLinear, dtype)
+    plain = choice.Weights.plain(dtype)
     candidates = {name: (plain, name) for name in plain.kernels}
     for kind in kinds:
-        rounded = kind == "int8"  # as --quantize int8 does: the inputs, too
-        weights = choice.Weights.plain(Int8Linear, dtype) if rounded else choice.Weights.quantized(kind, dtype)
+        weights = choice.Weights.quantized(kind, dtype)
         candidates |= {f"{kind}: {name}": (weights, name) for name in (*weights.kernels, *weights.by_name)}
     onednn = replace(
         plain, make=lambda outputs, inputs, _: OneDnnLinear(torch.full((outputs, inputs), 0.01, dtype=dtype))
@@ -115,9 +112,8 @@ def kinds_of_weights() -> dict[str, list[choice.Weights]]:
     """Returns the kinds of weights that the table has, each with the dtypes of models."""
     kinds: dict[str, list[choice.Weights]] = {}
     for dtype in DTYPES.values():
-        plain = choice.Weights.plain(FloatLinear, dtype), choice.Weights.plain(Int8Linear, dtype)
         for weights in (
-            *plain,
+            choice.Weights.plain(dtype),
             *(choice.Weights.quantized(kind, dtype) for kind in ("int4", "codebook", "int6", "int8", "fp8")),
         ):
             kinds.setdefault(weights.kind, []).append(weights)

@@ -143,7 +143,8 @@ def _spread(prompts: list[str], most: int) -> list[str]:
 def compare(plain: Engine, drafting: Engine, requests: list[list[int]], new_tokens: int) -> tuple[StepCount, StepCount]:
     """Runs each request on both engines, one after the other."""
     drivers = (Driver(plain), Driver(drafting))
-    steps, seconds, texts = [0, 0], [0.0, 0.0], ([], [])
+    steps, seconds = [0, 0], [0.0, 0.0]
+    texts: list[list[list[int]]] = [[], []]
     for index, ids in enumerate(requests):
         for which, driver in enumerate(drivers):
             output = driver.add(RunningSequence(index, ids, StoppingParameters(new_tokens)))
@@ -152,10 +153,11 @@ def compare(plain: Engine, drafting: Engine, requests: list[list[int]], new_toke
                 steps[which] += bool(driver.step())
             seconds[which] += time.perf_counter() - started
             texts[which].append(output.tokens)
-    return tuple(
+    before, after = (
         StepCount(sum(map(len, said)), count, driver.drafted, driver.accepted, spent, said)
         for said, count, driver, spent in zip(texts, steps, drivers, seconds, strict=True)
     )
+    return before, after
 
 
 def _engine(arguments: argparse.Namespace, folder: Path, longest: int, *, speculate: bool) -> Engine:

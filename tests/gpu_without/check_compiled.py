@@ -84,17 +84,20 @@ def attention(
     *,
     prompts: bool,
     mantissa: int = 0,
+    keys_too: bool = True,
     programs: float = 8.0,
     **kinds: bool,
 ) -> list[Any]:
-    """mantissa: of the KV cache's numbers, if they are of 8 bits. programs: of a multiprocessor; few have less rows."""
+    """mantissa: of the cache's values, if they are of 8 bits. keys_too: so are keys. programs: of a multiprocessor; few
+    have less rows.
+    """
     itemsize = dtype.itemsize
     tokens = tokens_of_a_tile(group, head_dim, itemsize, programs) if prompts else 1
     shape = LaunchShape.of(group, head_dim, itemsize, tokens)
     kinds = dict.fromkeys(("windowed", "capped", "alibi", "rounded_alibi", "sunk"), False) | kinds
     data = f"*{NAMES[dtype]}"
     pointers = dict.fromkeys(("query", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
-    pointers |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else data)
+    pointers |= {"keys": "*u8" if mantissa and keys_too else data, "values": "*u8" if mantissa else data}
     plan = ("tile_of", "starts", "places", "share", "joined")
     tables = ("tables", "firsts", "counts", "kv_lengths", "sequences", *plan)
     numbers = dict.fromkeys(("tiles", "query_stride", "head_stride", "table_stride", "window", "most_joined"), "i32")
@@ -128,10 +131,11 @@ def test_attention_fits(
     ("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 256), (torch.float32, 128)]
 )
 @pytest.mark.parametrize("mantissa", [3, 2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("keys_too", [True, False], ids=["keys too", "values alone"])
 def test_attention_over_8_bits_fits(
-    capability: int, prompts: bool, dtype: torch.dtype, head_dim: int, mantissa: int, tmp_path: Path
+    capability: int, prompts: bool, dtype: torch.dtype, head_dim: int, mantissa: int, keys_too: bool, tmp_path: Path
 ) -> None:
-    for program in attention(capability, dtype, head_dim, 4, prompts=prompts, mantissa=mantissa):
+    for program in attention(capability, dtype, head_dim, 4, prompts=prompts, mantissa=mantissa, keys_too=keys_too):
         check(program, capability, tmp_path)
 
 

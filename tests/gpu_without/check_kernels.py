@@ -12,7 +12,7 @@ from tests.unit.engine.backends.attention.test_backends import FP8, expected, fp
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
-from tgi_server.engine.backends.attention.kv_format import KVFormat
+from tgi_server.engine.backends.attention.kv_format import KVFormat, decode, encode
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.kernels.triton import QueryTiles, rope_and_cache, split_kv
 from tgi_server.engine.kernels.triton.split_kv import plan_parts
@@ -69,8 +69,9 @@ def test_whatever_a_layer_asks_for(kind: str, processors: int) -> None:
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("cached", FP8)
-def test_a_cache_in_8_bits(cached: torch.dtype, dtype: torch.dtype) -> None:
-    instance = backend(2, 32, dtype, fp8(cached))
+@pytest.mark.parametrize("keys_too", [True, False])
+def test_a_cache_in_8_bits(keys_too: bool, cached: torch.dtype, dtype: torch.dtype) -> None:
+    instance = backend(2, 32, dtype, fp8(cached, None if keys_too else dtype))
     for kind in ("plain", "soft cap", "rounded alibi"):
         actual, wanted = run(instance, 6, 2, [1, 33, 300], [(0, 50), (150, 37)], VARIANTS[kind])
         torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
@@ -83,14 +84,11 @@ def test_numbers_in_8_bits_are_the_nearest_ones(cached: torch.dtype) -> None:
     numbers = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([1e-9, -1e-9, 1e30, -1e30])])
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 32)).view(-1, 1, 32)
     keys, values = (torch.zeros(1, len(numbers), 1, 32, dtype=torch.uint8) for _ in range(2))
-    kept = KVFormat(cached, {})
-    rope_and_cache.write(
-        numbers, 2 * numbers, keys, values, torch.arange(len(numbers)), KVScales(1.0, 2.0), kept.mantissa
-    )
+    slots, mantissa = torch.arange(len(numbers)), KVFormat(cached).mantissa
+    rope_and_cache.write(numbers, 2 * numbers, keys, values, slots, KVScales(1.0, 2.0), mantissa)
+    wanted = decode(encode(numbers, 1.0, cached), 1.0, cached, torch.float32)
     for written in (keys, values):
-        assert torch.equal(
-            kept.decode(written[0], 1.0, torch.float32), kept.decode(kept.encode(numbers, 1.0), 1.0, torch.float32)
-        )
+        assert torch.equal(decode(written[0], 1.0, cached, torch.float32), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -169,7 +169,7 @@ def _facts(
         speculate=speculation.most if speculation else 0,
         quantization=getattr(model, "quantization", ""),
         linear_kernels=runner.backend.linear_kernels,
-        kv_cache_dtype=config.kv_cache_dtype or dtype,
+        kv_cache_dtype=str(runner.model.attention.kv_format) if isinstance(runner, PagedRunner) else dtype,
         images=tower is not None,
         no_images=no_images,
         whole_images=tower is not None and bool(tower.two_way),

@@ -86,7 +86,9 @@ class ModelSettings(CheckpointSettings):
         "bitsandbytes-fp4; the format of a quantized checkpoint is recognized without this flag",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
-        None, description="store the KV cache in 8 bits, so that twice the tokens fit; default: as dtype"
+        None,
+        description="store the KV cache in 8 bits, so that twice the tokens fit; keys, or all, stay in dtype where "
+        "8 bits would cost the model more than 1 %; default: as dtype",
     )
     linear_kernels: str | None = Field(
         None,

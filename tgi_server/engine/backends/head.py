@@ -7,12 +7,12 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
-from tgi_server.engine.linear.int8 import INPUT_ZERO_POINT
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.sampling.processors import TokenMask
 
+_INPUT_ZERO_POINT = 128  # as in kernels/cpu/gemm/microkernel.h
 # Smaller weights are read so fast that a pre-filter saves nothing.
 _LARGE_BYTES = 8 << 20
 
@@ -67,7 +67,7 @@ class PrefilteredHead(FloatLinear):
 def _prefilter(weight: Tensor) -> tuple[Tensor, ...]:
     """Returns the int8 copy, packed for the kernels, and what `_quantized` returns of each output, padded."""
     packed, (scales, sums, error_norms, norms) = packed_in_parts(weight, ROUNDED_AT_ONCE, _quantized)
-    return packed, padded(scales), padded(sums * INPUT_ZERO_POINT, torch.int32), padded(error_norms), padded(norms)
+    return packed, padded(scales), padded(sums * _INPUT_ZERO_POINT, torch.int32), padded(error_norms), padded(norms)
 
 
 def _quantized(weight: Tensor) -> tuple[Tensor, ...]:

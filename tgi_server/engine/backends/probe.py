@@ -26,7 +26,7 @@ from tgi_server.engine.backends.attention.base import (
     KVShape,
 )
 from tgi_server.engine.backends.attention.gather import GatherAttention
-from tgi_server.engine.backends.attention.kv_format import KVFormat
+from tgi_server.engine.backends.attention.kv_format import KVFormat, storage
 from tgi_server.engine.backends.base import PagedModel, PassInput
 from tgi_server.engine.backends.generic import GenericModel, install_paged_attention
 from tgi_server.engine.errors import EngineError, PeerLost
@@ -56,7 +56,7 @@ class _Recorder(GatherAttention):
     def __init__(self, model: PreTrainedModel, tokens: int = 1, kv_format: KVFormat | None = None) -> None:
         """tokens: of the longer of two texts. kv_format: None: keys and values are cached as they come."""
         super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype, kv_format)
-        self._blocks = 2 * _blocks_of(tokens, self.block_size) + 1
+        self._blocks = 2 * blocks_of(tokens, self.block_size) + 1
         self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
         self._values: dict[int, Tensor] = {}  # type: ignore[assignment]
         self.variants: dict[int, AttentionVariant] = {}
@@ -65,9 +65,9 @@ class _Recorder(GatherAttention):
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         if layer not in self._keys:
-            kept = self.kv_format.storage
-            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:], dtype=kept)
-            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:], dtype=kept)
+            keys, values = storage(self.kv_format.keys), storage(self.kv_format.dtype)
+            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:], dtype=keys)
+            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:], dtype=values)
         self.written += 1
         super().write(layer, key, value, metadata)
 
@@ -193,7 +193,7 @@ class LogitsProbe:
         """
         fault = ""
         try:
-            model.allocate(2 * _blocks_of(self._length or 1, model.attention.block_size) + 1)
+            model.allocate(2 * blocks_of(self._length or 1, model.attention.block_size) + 1)
             error = logits_error(self._expected, self._logits(model))
         except PeerLost:
             raise
@@ -235,22 +235,29 @@ def _own_logits(model: PreTrainedModel) -> Tensor:
 
 def _paged_logits(model: PreTrainedModel) -> Tensor:
     """Returns the logits of `_own_logits`, of one text in one pass with the paged attention installed already."""
-    paged = GenericModel(model, _Recorder(model))
-    _allocate_states(paged)
-    tokens, device = probe_tokens(model, LONG + 1), model.device
-    places = torch.arange(LONG + 1, device=device)
+    logits = text_logits(GenericModel(model, _Recorder(model)), probe_tokens(model, LONG + 1), None)
+    return logits[[LONG - 1, SHORT - 1, LONG, SHORT]]
+
+
+def text_logits(model: PagedModel, tokens: Tensor, wanted: Tensor | None) -> Tensor:
+    """Returns the logits of the wanted tokens of a text, or of all, in one pass: [wanted, vocab_size].
+
+    tokens, wanted: [...] int64.
+    """
+    _allocate_states(model)
+    count, size, device = len(tokens), model.attention.block_size, tokens.device
+    places = torch.arange(count, device=device)
     metadata = ForwardMetadata(
-        slots=paged.attention.block_size + places,
-        block_tables=torch.tensor([[1]], dtype=torch.int32, device=device),
-        kv_lengths=torch.tensor([LONG + 1], dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, LONG + 1], dtype=torch.int32, device=device),
+        slots=size + places,
+        block_tables=torch.arange(1, blocks_of(count, size) + 1, dtype=torch.int32, device=device)[None],
+        kv_lengths=torch.tensor([count], dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
         decoding=0,
-        chunks=[ChunkSpan(0, LONG + 1, LONG + 1)],
-        max_kv_length=LONG + 1,
+        chunks=[ChunkSpan(0, count, count)],
+        max_kv_length=count,
         state_slots=[1],
     )
-    logits = paged.forward(PassInput(tokens, places, metadata, None))
-    return logits[[LONG - 1, SHORT - 1, LONG, SHORT]]
+    return model.forward(PassInput(tokens, places, metadata, wanted))
 
 
 def _run(model: PagedModel) -> Tensor:
@@ -269,7 +276,7 @@ def _run_long(model: PagedModel, length: int) -> Tensor:
     """
     _allocate_states(model)
     half, shorter = length // 2, max(1, length // 3)
-    count = _blocks_of(length, model.attention.block_size)
+    count = blocks_of(length, model.attention.block_size)
     tables = torch.arange(2 * count, device=model.attention.device).flip(0).view(2, count) + 1
     passes = [
         ([(0, 0, half), (1, 0, shorter)], 0),
@@ -285,7 +292,7 @@ def _allocate_states(model: PagedModel) -> None:
         model.states.allocate(3)
 
 
-def _blocks_of(tokens: int, block_size: int) -> int:
+def blocks_of(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 

@@ -1,5 +1,7 @@
 """The backend of plain torch, for any device, with which the others are compared."""
 
+from functools import partial
+
 import torch
 from transformers import PreTrainedModel
 
@@ -9,6 +11,7 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import Backend, MakeLora, PagedModel
 from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.backends.kv_cache_probe import choose_kv_format
 from tgi_server.engine.backends.lora import TorchLora
 from tgi_server.engine.backends.probe import LogitsProbe, probe_paged_path
 from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
@@ -31,7 +34,11 @@ class ReferenceBackend(Backend):
             return None
         model, probe = found
         model.attention = self.attention(probe.shape, self._kv_format())
-        return self._proved(model, probe, spec)
+        proved = self._proved(model, probe, spec)
+        if (kv_format := proved.attention.kv_format).fp8:
+            make = partial(self.attention, probe.shape)
+            choose_kv_format(proved, kv_format, make, self.config.model_path, model.positions, self.group)
+        return proved
 
     def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
         return GatherAttention(shape, self.source.device, self.source.dtype, kv_format)

@@ -112,9 +112,10 @@ class LinearFactory:
             ]
             bias = torch.cat(filled)
         if self.layer is Int8Linear:
-            layer = Int8Linear(weight.dense(), bias, self.kernels)
-            layer.weight = layer.weight.to(self.dtype)
-            return layer
+            assert self.kernels is not None
+            if self.kind_of(weight) == "int8":
+                return self.quantized_layer(weight, bias, self.kernels, self.dtype)
+            return Int8Linear(weight.dense(self.dtype), bias, self.kernels)
         return self.quantized_layer(weight, bias, self.quantized[self.kind_of(weight)], self.dtype)
 
 
@@ -145,9 +146,10 @@ def linear_factory(
     if not load_kernels():
         return LinearFactory(OneDnnLinear)
     shapes, of_quantized = plain_shapes(model), quantized_shapes(model)
-    layer = FloatLinear
-    if quantize == "int8":  # inputs are rounded as well
-        layer = Int8Linear
+    layer: type[PackedLinear] = FloatLinear
+    weights = Weights.plain(dtype)
+    if quantize == "int8":  # also the weights that the checkpoint has in another form
+        layer, weights = Int8Linear, Weights.quantized("int8", dtype)
         for each in of_quantized.values():
             shapes += each
         of_quantized = {}
@@ -155,7 +157,7 @@ def linear_factory(
     for kind in sorted(of_quantized):
         quantized[kind] = _table(pinned, of_quantized[kind], Weights.quantized(kind, dtype), group)
     named = pinned != MEASURE and bool(quantized)
-    table = _table(None if named else pinned, shapes, Weights.plain(layer, dtype), group)
+    table = _table(None if named else pinned, shapes, weights, group)
     return LinearFactory(layer, table, quantized, dtype, side_by_side=SideBySideLinear)
 
 

@@ -18,7 +18,6 @@ from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWei
 from tgi_server.engine.checkpoint.quantized.weight import CODES, LINE
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import SIX_BITS, PackedQuantizedLinear, packed_kind_of
 
@@ -45,7 +44,7 @@ _DISTINCT = 48
 class Weights:
     """A kind of weights that the same kernels multiply.
 
-    kind: "dense", "rounded" (dense weights rounded to 8 bits with their inputs), or of quantized weights `kind_of`.
+    kind: "dense", or of quantized weights `kind_of`.
     dtype: of the inputs. bits: of a weight. kernels: the engine's kernels that run on this CPU, the default first.
     by_name: kernels that are used only if they are named.
     make: returns a layer with these numbers of outputs and inputs, and these kernels.
@@ -59,18 +58,15 @@ class Weights:
     by_name: tuple[str, ...] = ()
 
     @classmethod
-    def plain(cls, layer: type[FloatLinear], dtype: torch.dtype) -> Self:
-        """Dense weights, in the form that layers of this class store."""
-        int8 = layer is Int8Linear
-        stored = torch.int8 if int8 else dtype
-        packed = torch.ops.oatmill.linear_pack(torch.zeros(1, 64, dtype=stored))
+    def plain(cls, dtype: torch.dtype) -> Self:
+        """Dense weights."""
+        packed = torch.ops.oatmill.linear_pack(torch.zeros(1, 64, dtype=dtype))
 
         def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
             weight = _repeated(torch.randn(_DISTINCT, inputs, generator=_generator()).to(dtype), outputs)
-            return layer(weight, None, table)
+            return FloatLinear(weight, None, table)
 
-        kind, bits = "rounded" if int8 else "dense", stored.itemsize * 8
-        return cls(kind, dtype, bits, _real(torch.ops.oatmill.linear_kernels(packed)), make)
+        return cls("dense", dtype, dtype.itemsize * 8, _real(torch.ops.oatmill.linear_kernels(packed)), make)
 
     @classmethod
     def quantized(cls, kind: str, dtype: torch.dtype) -> Self:

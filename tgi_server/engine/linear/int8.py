@@ -1,36 +1,22 @@
-"""Linear layers with 8-bit weights, one scale for each output."""
+"""Linear layers whose dense weights are rounded to 8 bits when they are packed, one scale for each output."""
 
-import torch
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
-from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
-from tgi_server.engine.linear.kernel_linear import padded
+from tgi_server.engine.checkpoint.quantized import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, ROUNDINGS
 from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear
+from tgi_server.engine.memory import read_once
 
-INPUT_ZERO_POINT = 128  # as in kernels/cpu/gemm/microkernel.h
 
-
-class Int8Linear(FloatLinear):
-    """y = x W^T + b with W rounded to 8 bits, a scale for each output, and x rounded to 8 bits, a scale for each row.
-
-    Accumulators are exact; the result has the dtype of x.
-    """
+class Int8Linear(PackedQuantizedLinear):
+    """y = x W^T + b with W rounded to 8 bits; kernels that quantize x have a scale for each group of its inputs."""
 
     rounding = 0.3
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
-        packed, (scales, sums) = packed_in_parts(weight, ROUNDED_AT_ONCE, _rounded)
-        self._scales = padded(scales)
-        known, compensation = torch.ops.oatmill.linear_kernels(packed), padded(sums * INPUT_ZERO_POINT)
-        self._set(packed, bias, kernels, known, scales=self._scales, compensation=compensation)
-
-    def _dense(self) -> tuple[Tensor, Tensor | None]:
-        rounded, bias = super()._dense()
-        return (rounded * self._scales[: self.out_features, None]).to(self.weight.dtype), bias
-
-
-def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
-    """Returns rows of a weight as bytes, their scales and their sums."""
-    rounded, scales = rounded_to_bytes(weight.float())
-    return rounded, scales, rounded.sum(1, dtype=torch.int32)  # int64 takes torch some 20 times as long
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, kernels: KernelTable | None = None) -> None:
+        """weight: [out_features, in_features]; the layer keeps no reference to it. bias: [out_features]."""
+        _, rounded = ROUNDINGS["int8"]
+        rows = max(1, ROUNDED_AT_ONCE // weight.shape[1])
+        parts = [rounded(part.float()) for part in read_once(weight, rows)]
+        super().__init__(QuantizedWeight.joined(parts), bias, kernels, weight.dtype)

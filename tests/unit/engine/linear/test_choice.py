@@ -14,7 +14,6 @@ from tgi_server.engine.kernels import build, load_kernels
 from tgi_server.engine.linear import choice, linear_factory, trials
 from tgi_server.engine.linear.choice import Weights
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 
@@ -65,7 +64,7 @@ def test_kernels_of_one_table_give_the_same_bits(name: str) -> None:
 
 
 def test_a_cpu_without_a_section_goes_by_the_rules(monkeypatch, tmp_path) -> None:
-    weights = Weights.plain(FloatLinear, torch.bfloat16)
+    weights = Weights.plain(torch.bfloat16)
     file = tmp_path / "kernels.toml"
     monkeypatch.setattr(choice, "TABLE", file)
     rules = '[rules.dense]\nbfloat16 = ["magic", "fma,magic@4", "fma,fma_dequant@8"]\n'
@@ -108,14 +107,14 @@ def cache(tmp_path, monkeypatch) -> None:
 
 
 def float_weights(dtype: torch.dtype) -> Weights:
-    return Weights.plain(FloatLinear, dtype)
+    return Weights.plain(dtype)
 
 
 @pytest.mark.parametrize(
     "weights",
     [
         pytest.param(float_weights, marks=pytest.mark.slow),
-        pytest.param(lambda dtype: Weights.plain(Int8Linear, dtype), marks=pytest.mark.slow),
+        pytest.param(lambda dtype: Weights.quantized("int8", dtype), marks=pytest.mark.slow),
         lambda dtype: Weights.quantized("int4", dtype),
         pytest.param(lambda dtype: Weights.quantized("fp8", dtype), marks=pytest.mark.slow),
     ],

@@ -39,9 +39,12 @@ class KVShape:
     def value_dim_of(self, layer: int) -> int:
         return self.head_dim_of(layer) if self.value_dim is None else self.value_dim
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        sizes = (self.head_dim_of(layer) + self.value_dim_of(layer) for layer in range(self.layers))
-        return sum(heads * size for heads, size in zip(self.heads, sizes, strict=True)) * dtype.itemsize
+    def bytes_per_token(self, keys: torch.dtype, values: torch.dtype) -> int:
+        sizes = (
+            self.head_dim_of(layer) * keys.itemsize + self.value_dim_of(layer) * values.itemsize
+            for layer in range(self.layers)
+        )
+        return sum(heads * size for heads, size in zip(self.heads, sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,7 @@ class AttentionBackend(ABC):
     @property
     def token_bytes(self) -> int:
         """The bytes that a token's keys and values take."""
-        return self.shape.bytes_per_token(self.kv_format.dtype)
+        return self.shape.bytes_per_token(self.kv_format.keys, self.kv_format.dtype)
 
     @classmethod
     @abstractmethod

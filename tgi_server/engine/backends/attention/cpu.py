@@ -40,7 +40,7 @@ class CpuAttention(AttentionBackend):
             (num_blocks, heads, self.block_size * self.shape.head_dim_of(layer))
             for layer, heads in enumerate(self.shape.heads)
         ]
-        self.keys = [mapped(shape, self.kv_format.dtype, large_pages=True) for shape in shapes]
+        self.keys = [mapped(shape, self.kv_format.keys, large_pages=True) for shape in shapes]
         self.values = [mapped(shape, self.kv_format.dtype, large_pages=True) for shape in shapes]
         scales = [self.kv_format.of(layer) for layer in range(self.shape.layers)]
         self.key_scales = [each.keys for each in scales]

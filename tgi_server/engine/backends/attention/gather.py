@@ -14,6 +14,7 @@ from tgi_server.engine.backends.attention.base import (
     ForwardMetadata,
     KVShape,
 )
+from tgi_server.engine.backends.attention.kv_format import decode, encode, storage
 from tgi_server.engine.backends.attention.latents import attend_to_latents
 from tgi_server.engine.backends.attention.pieces import pieces, scores_mask
 
@@ -26,7 +27,7 @@ class GatherAttention(AttentionBackend):
         return True
 
     def allocate(self, num_blocks: int) -> None:
-        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer, of the format's storage dtype."""
+        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer."""
         self._keys, self._values = [], []  # or both the old and the new ones would have to fit
         self._keys, self._values = (
             [
@@ -35,18 +36,21 @@ class GatherAttention(AttentionBackend):
                     self.block_size,
                     heads,
                     size(layer),
-                    dtype=self.kv_format.storage,
+                    dtype=storage(dtype),
                     device=self.device,
                 )
                 for layer, heads in enumerate(self.shape.heads)
             ]
-            for size in (self.shape.head_dim_of, self.shape.value_dim_of)
+            for size, dtype in (
+                (self.shape.head_dim_of, self.kv_format.keys),
+                (self.shape.value_dim_of, self.kv_format.dtype),
+            )
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
-        scales = self.kv_format.of(layer)
-        self._keys[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(key, scales.keys)
-        self._values[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(value, scales.values)
+        scales, kept = self.kv_format.of(layer), self.kv_format
+        self._keys[layer].flatten(0, 1)[metadata.slots] = encode(key, scales.keys, kept.keys)
+        self._values[layer].flatten(0, 1)[metadata.slots] = encode(value, scales.values, kept.dtype)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         layer = variant.source(layer)
@@ -107,9 +111,12 @@ class GatherAttention(AttentionBackend):
 
     def _gathered(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and the values in blocks: [*blocks, block_size, kv_heads, head_dim] each."""
-        scales, decode = self.kv_format.of(layer), self.kv_format.decode
+        scales, kept = self.kv_format.of(layer), self.kv_format
         keys, values = self._keys[layer][blocks], self._values[layer][blocks]
-        return decode(keys, scales.keys, self.dtype), decode(values, scales.values, self.dtype)
+        return (
+            decode(keys, scales.keys, kept.keys, self.dtype),
+            decode(values, scales.values, kept.dtype, self.dtype),
+        )
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, variant: AttentionVariant) -> Tensor:

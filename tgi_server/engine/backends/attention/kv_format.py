@@ -16,11 +16,22 @@ class KVFormat:
     """The format in which keys and values are stored.
 
     dtype: the model's, or an FP8 dtype; then cached numbers times their layer's scale are the keys or values.
-    scales: by layer; a missing layer has scales of 1.
+    scales: by layer; a missing layer has scales of 1. key_dtype: of keys, the model's, where values are in FP8 and keys
+    are not; None: as values.
     """
 
     dtype: torch.dtype
     scales: Mapping[int, KVScales] = field(default_factory=dict)
+    key_dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        """Returns the format, for people."""
+        values, keys = (_name(dtype) for dtype in (self.dtype, self.keys))
+        return values if keys == values else f"{values} (keys: {keys})"
+
+    @property
+    def keys(self) -> torch.dtype:
+        return self.key_dtype or self.dtype
 
     @property
     def mantissa(self) -> int:
@@ -31,23 +42,32 @@ class KVFormat:
     def fp8(self) -> bool:
         return self.mantissa > 0
 
-    @property
-    def storage(self) -> torch.dtype:
-        """The dtype of tensors of cached numbers, which torch copies and gathers: it has few operations for FP8."""
-        return torch.uint8 if self.fp8 else self.dtype
-
     def of(self, layer: int) -> KVScales:
-        return self.scales.get(layer, KVScales())
+        """Returns the scales of a layer; numbers of the model's dtype have none."""
+        scales = self.scales.get(layer, KVScales())
+        return scales if self.keys in _MANTISSA else scales._replace(keys=1.0)
 
-    def encode(self, numbers: Tensor, scale: float) -> Tensor:
-        """Returns numbers in the stored format: rounded to nearest, and clamped to the largest."""
-        if not self.fp8:
-            return numbers
-        most = torch.finfo(self.dtype).max
-        return (numbers.float() / scale).clamp(-most, most).to(self.dtype).view(torch.uint8)
 
-    def decode(self, kept: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """Returns the keys or values of stored numbers."""
-        if not self.fp8:
-            return kept
-        return (kept.view(self.dtype).float() * scale).to(dtype)
+def _name(dtype: torch.dtype) -> str:
+    """Returns the name that flags have for a dtype."""
+    return str(dtype).removeprefix("torch.").replace("float8", "fp8")
+
+
+def storage(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of tensors of cached numbers, which torch copies and gathers: it has few operations for FP8."""
+    return torch.uint8 if dtype in _MANTISSA else dtype
+
+
+def encode(numbers: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Returns numbers as they are stored in a dtype: rounded to nearest in FP8, and clamped to the largest."""
+    if dtype not in _MANTISSA:
+        return numbers
+    most = torch.finfo(dtype).max
+    return (numbers.float() / scale).clamp(-most, most).to(dtype).view(torch.uint8)
+
+
+def decode(kept: Tensor, scale: float, dtype: torch.dtype, like: torch.dtype) -> Tensor:
+    """Returns the keys or values, in the dtype `like`, of numbers that are stored in a dtype."""
+    if dtype not in _MANTISSA:
+        return kept
+    return (kept.view(dtype).float() * scale).to(like)

@@ -91,8 +91,8 @@ def paged_attention(
     """Writes what the tokens of the tiles attend to to output, contiguous, of query's shape.
 
     query: [tokens, heads, head_dim]; keys and values: [blocks, block_size, kv_heads, head_dim], contiguous. scales: of
-    keys and of values. mantissa: bits of their numbers, 0 where these are not of 8 bits. tables: [sequences, blocks]
-    int32. plan: made with this window and the key tile of `shape`. tokens: most of a tile.
+    keys and of values. mantissa: bits of the numbers of those that are uint8, 0 where neither are. tables: [sequences,
+    blocks] int32. plan: made with this window and the key tile of `shape`. tokens: most of a tile.
     """
     _, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -101,7 +101,7 @@ def paged_attention(
     weights = query.new_empty(plan.most_kept, kv_heads, shape.rows, dtype=torch.float32)
     if query.stride(2) != 1:
         query = query.contiguous()
-    score_scaling = scaling * scales[0] * unit(mantissa)
+    score_scaling = scaling * scales[0] * unit(mantissa if keys.dtype == torch.uint8 else 0)
     # a capped score is a fraction of `softcap`, computed with a power of 2 as well
     score_scaling *= 2.0 * _LOG2E.value / softcap if softcap else _LOG2E.value
     _attend_part[len(plan.tile_of), kv_heads](
@@ -214,7 +214,7 @@ def _attend_key_tile(
     slot = block.to(tl.int64) * block_size + position % block_size
     kv_places = (slot[:, None] * kv_heads + kv_head) * head_dim + column[None, :]
     k = tl.load(keys + kv_places, mask=held, other=0)
-    if mantissa:
+    if keys.dtype.element_ty == tl.uint8:
         k = decoded(k, mantissa).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scale = score_scaling
@@ -241,7 +241,7 @@ def _attend_key_tile(
     faded = tl.exp2(highest - base)
     likelihood = tl.exp2(scores * scale - base[:, None])
     v = tl.load(values + kv_places, mask=held, other=0)
-    if mantissa:
+    if values.dtype.element_ty == tl.uint8:
         v = decoded(v, mantissa).to(q.dtype)
     sums = tl.dot(likelihood.to(v.dtype), v, sums * faded[:, None], input_precision="ieee")
     return higher, total * faded + tl.sum(likelihood, 1), sums

@@ -23,7 +23,7 @@ def write(
     """Puts key and value, [tokens, kv_heads, head_dim], into their slots, [tokens] int64.
 
     keys and values: [blocks, block_size, kv_heads, head_dim], contiguous. scales: of keys and of values. mantissa: bits
-    of their numbers, 0 where these are not of 8 bits.
+    of the numbers of those that are uint8, 0 where neither are.
     """
     _launch(None, None, key, value, None, keys, values, slots, scales, mantissa)
 
@@ -96,15 +96,15 @@ def _turn_and_write(
         head -= queries
         x = _turned(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
         place = (tl.load(slots + token) * kv_heads + head) * head_dim + column
-        tl.store(keys + place, _kept(x, key_scale, mantissa), mask=real)
+        tl.store(keys + place, _kept(x, keys, key_scale, mantissa), mask=real)
         v = tl.load(value + token * value_token + head * value_head + column, mask=real)
-        tl.store(values + place, _kept(v, value_scale, mantissa), mask=real)
+        tl.store(values + place, _kept(v, values, value_scale, mantissa), mask=real)
 
 
 @triton.jit
-def _kept(x, scale, mantissa: tl.constexpr):
-    """Returns numbers as the cache has them."""
-    if mantissa:
+def _kept(x, cache, scale, mantissa: tl.constexpr):
+    """Returns numbers as a cache has them."""
+    if cache.dtype.element_ty == tl.uint8:
         x = encoded(x.to(tl.float32), scale, mantissa)
     return x
 

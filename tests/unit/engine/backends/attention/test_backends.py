@@ -87,23 +87,22 @@ def create(
     return backend(shape, torch.device("cpu"), dtype, kv_format)
 
 
-def fp8(dtype: torch.dtype) -> KVFormat:
+def fp8(dtype: torch.dtype, key_dtype: torch.dtype | None = None) -> KVFormat:
     """Keys and values of the tests are of the size of 1, so that a good part of these is too large, or subnormal."""
-    return KVFormat(dtype, {0: KVScales(keys=0.004, values=30.0)})
+    return KVFormat(dtype, {0: KVScales(keys=0.004, values=30.0)}, key_dtype)
 
 
 def kept(backend: AttentionBackend, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Returns keys and values as the numbers in the cache stand for them."""
-    if not backend.kv_format.fp8:
-        return key, value
-    dtype = backend.kv_format.dtype
-    most = torch.finfo(dtype).max
 
-    def rounded(x: Tensor, scale: float) -> Tensor:
+    def rounded(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        if dtype.itemsize > 1:
+            return x
+        most = torch.finfo(dtype).max
         return (x.to(backend.dtype).float() / scale).clamp(-most, most).to(dtype).float() * scale
 
-    scales = backend.kv_format.of(0)
-    return rounded(key, scales.keys), rounded(value, scales.values)
+    stored, scales = backend.kv_format, backend.kv_format.of(0)
+    return rounded(key, scales.keys, stored.keys), rounded(value, scales.values, stored.dtype)
 
 
 def run(
@@ -271,9 +270,10 @@ def test_16_bits_are_as_exact_as_their_inputs(backend, dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cached", FP8)
+@pytest.mark.parametrize("keys_too", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, cached, dtype) -> None:
-    instance = create(backend, 2, dtype, fp8(cached))
+def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, cached, dtype, keys_too) -> None:
+    instance = create(backend, 2, dtype, fp8(cached, None if keys_too else dtype))
     rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (6e-2, 6e-2)
     slopes = torch.linspace(0.02, 0.6, 6).bfloat16().float()
     for variant in (
@@ -286,8 +286,9 @@ def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, ca
 
 
 @pytest.mark.parametrize("cached", FP8)
-def test_prompts_read_a_cache_in_8_bits(cached) -> None:
-    instance = CpuAttention(KVShape((2,), 64), torch.device("cpu"), torch.bfloat16, fp8(cached))
+@pytest.mark.parametrize("keys", [None, torch.bfloat16])
+def test_prompts_read_a_cache_in_8_bits(cached, keys) -> None:
+    instance = CpuAttention(KVShape((2,), 64), torch.device("cpu"), torch.bfloat16, fp8(cached, keys))
     actual, wanted = run(instance, 6, 2, [130], [(0, 300), (31, 33), (200, 31)], AttentionVariant(0.2, window=70))
     torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2)
 
@@ -330,10 +331,12 @@ def attended(backend: AttentionBackend, key: Tensor, value: Tensor, query: Tenso
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cached", [None, *FP8])
+@pytest.mark.parametrize("keys_too", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_query_has_the_same_bits_however_its_prompt_is_cut(dtype, cached, kind) -> None:
+def test_a_query_has_the_same_bits_however_its_prompt_is_cut(dtype, keys_too, cached, kind) -> None:
+    kv_format = fp8(cached, None if keys_too else dtype) if cached else None
     for heads, kv_heads, head_dim in ((4, 2, 64), (3, 3, 48), (8, 1, 32)):
-        backend = create(CpuAttention, kv_heads, dtype, fp8(cached) if cached else None, head_dim)
+        backend = create(CpuAttention, kv_heads, dtype, kv_format, head_dim)
         backend.allocate(14)
         key, value = (part.to(dtype) for part in history(300, kv_heads, 5, head_dim))
         query = (torch.randn(300, heads, head_dim, generator=torch.Generator().manual_seed(7)) * 4).to(dtype)
@@ -409,7 +412,7 @@ def test_latents_are_attended_as_the_keys_and_values_made_of_them(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_format", [None, *map(fp8, FP8)])
+@pytest.mark.parametrize("kv_format", [None, *map(fp8, FP8), fp8(FP8[0], torch.float32)])
 def test_a_copied_block_serves_as_the_original(backend, kv_format) -> None:
     instance = create(backend, 2, kv_format=kv_format)
     instance.allocate(4)

@@ -1,5 +1,5 @@
 // Attention over the paged KV cache on a CPU (kv_layout.h says how it is stored), and writing into it. Caches may be
-// float, bfloat16, float16 or, whatever queries are, FP8; sums are in float.
+// float, bfloat16, float16 or, whatever queries are, FP8, the values or both; sums are in float.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -130,11 +130,9 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                   static_cast<float>(scaling * key_scale),
                   static_cast<float>(value_scale)};
   by_dtype(query, [&]<typename T>(T*) {
-    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
-      if constexpr (Fp8<C>) {
-        variant.score_scaling *= C::UNIT;
-        variant.value_scale *= C::UNIT;
-      }
+    by_cache<T>(keys.scalar_type(), values.scalar_type(), [&]<typename K, typename V>(K*, V*) {
+      if constexpr (Fp8<K>) variant.score_scaling *= K::UNIT;
+      if constexpr (Fp8<V>) variant.value_scale *= V::UNIT;
     });
     const AttentionLayer<T> layer{query.const_data_ptr<T>(),
                                   query.stride(0),
@@ -143,6 +141,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                                   keys.const_data_ptr(),
                                   values.const_data_ptr(),
                                   keys.scalar_type(),
+                                  values.scalar_type(),
                                   static_cast<int>(heads),
                                   static_cast<int>(kv_heads),
                                   static_cast<int>(head_dim),
@@ -160,10 +159,10 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
   TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1);
   const int64_t head_dim = key.size(2);
   by_dtype(key, [&]<typename T>(T*) {
-    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
-      write_blocks<T, C>(slots, key, value, keys, values,
-                         {static_cast<float>(key_scale), static_cast<float>(value_scale)},
-                         [&](int64_t, int64_t, const T* from, T* to) { std::copy_n(from, head_dim, to); });
+    by_cache<T>(keys.scalar_type(), values.scalar_type(), [&]<typename K, typename V>(K*, V*) {
+      write_blocks<T, K, V>(slots, key, value, keys, values,
+                            {static_cast<float>(key_scale), static_cast<float>(value_scale)},
+                            [&](int64_t, int64_t, const T* from, T* to) { std::copy_n(from, head_dim, to); });
     });
   });
 }

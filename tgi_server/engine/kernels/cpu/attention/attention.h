@@ -42,7 +42,7 @@ struct AttentionLayer {
   T* output;  // [tokens, heads, head_dim]
   const void* keys;
   const void* values;
-  at::ScalarType cache;  // dtype of keys and values: T's, or one of 8 bits
+  at::ScalarType key_dtype, value_dtype;  // of the cache: T's, or one of 8 bits
   int heads, kv_heads, head_dim;
   Variant variant;
 

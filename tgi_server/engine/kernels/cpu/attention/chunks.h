@@ -23,10 +23,10 @@ namespace oatmill {
 constexpr int CHUNK_BLOCKS = 4, CHUNK = CHUNK_BLOCKS * BLOCK;
 
 // Blocks of KV cache, of one KV head, from the token `start` on.
-template <typename C>
+template <typename K, typename V>
 struct Chunk {
-  const C* keys[CHUNK_BLOCKS];
-  const C* values[CHUNK_BLOCKS];
+  const K* keys[CHUNK_BLOCKS];
+  const V* values[CHUNK_BLOCKS];
   int64_t start;
   int tokens;
 
@@ -34,14 +34,14 @@ struct Chunk {
 };
 
 // The part of a chunk at `start` that an item looks at, of its KV head h.
-template <typename C, typename T>
-Chunk<C> chunk_at(const AttentionLayer<T>& layer, const AttentionItem& item, int64_t start, int h) {
+template <typename K, typename V, typename T>
+Chunk<K, V> chunk_at(const AttentionLayer<T>& layer, const AttentionItem& item, int64_t start, int h) {
   const int64_t end = std::min(start / CHUNK * CHUNK + CHUNK, item.end());
-  Chunk<C> chunk{{}, {}, start, static_cast<int>(end - start)};
+  Chunk<K, V> chunk{{}, {}, start, static_cast<int>(end - start)};
   for (int b = 0; b < chunk.blocks(); ++b) {
     const int64_t place = layer.place(item.table[start / BLOCK + b], item.kv_head + h);
-    chunk.keys[b] = layer.template keys_at<C>(place);
-    chunk.values[b] = layer.template values_at<C>(place);
+    chunk.keys[b] = layer.template keys_at<K>(place);
+    chunk.values[b] = layer.template values_at<V>(place);
   }
   return chunk;
 }
@@ -68,31 +68,37 @@ struct RowBlocks {
   const Rows* end() const { return blocks.data() + count; }
 };
 
-// The blocks of a chunk as numbers of type To, to which the cache's are turned if they are others.
-template <typename To>
+// The blocks of a chunk as keys and values of these types, to which the cache's are turned if they are others.
+template <typename Keys, typename Values = Keys>
 struct Tile {
-  const To* keys[CHUNK_BLOCKS];
-  const To* values[CHUNK_BLOCKS];
+  const Keys* keys[CHUNK_BLOCKS];
+  const Values* values[CHUNK_BLOCKS];
 
-  template <typename C>
-  void load(const Chunk<C>& chunk, int head_dim) {
-    for (int b = 0; b < chunk.blocks(); ++b)
-      if constexpr (std::is_same_v<C, To>) {
+  template <typename K, typename V>
+  void load(const Chunk<K, V>& chunk, int head_dim) {
+    for (int b = 0; b < chunk.blocks(); ++b) {
+      if constexpr (std::is_same_v<K, Keys>) {
         keys[b] = chunk.keys[b];
+      } else {
+        keys[b] = converted(chunk.keys[b], head_dim, BLOCK, room<Keys, 0>()[b]);
+      }
+      if constexpr (std::is_same_v<V, Values>) {
         values[b] = chunk.values[b];
       } else {
-        constexpr int64_t TOGETHER = std::max(PAIR<C>, PAIR<To>);
+        constexpr int64_t TOGETHER = std::max(PAIR<V>, PAIR<Values>);
         const int64_t tokens = ceil_div(std::min(BLOCK, chunk.tokens - b * BLOCK), TOGETHER) * TOGETHER;
-        keys[b] = converted(chunk.keys[b], head_dim, BLOCK, room()[0][b]);
-        values[b] = converted(chunk.values[b], tokens, head_dim, room()[1][b]);
+        values[b] = converted(chunk.values[b], tokens, head_dim, room<Values, 1>()[b]);
       }
+    }
   }
 
  private:
-  // A thread's, for keys and values.
-  using Room = To[2][CHUNK_BLOCKS][BLOCK * MAX_HEAD_DIM];
-  static Room& room() {
-    alignas(64) static thread_local Room room;
+  // A thread's, for keys (0) or values (1).
+  template <typename To>
+  using Room = To[CHUNK_BLOCKS][BLOCK * MAX_HEAD_DIM];
+  template <typename To, int KIND>
+  static Room<To>& room() {
+    alignas(64) static thread_local Room<To> room;
     return room;
   }
 };
@@ -161,13 +167,13 @@ const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, 
   return weights;
 }
 
-// Computes an item of at most ROWS rows of a cache of numbers C. next: the item that this thread will probably do next.
+// Computes an item of at most ROWS rows of a cache of keys K and values V. next: the item that this thread will probably do next.
 // Tiles: what multiplies, with
 //   Operand, what rows are made of; ROWS, the most of them that are multiplied together;
 //   load(chunk, later, head_dim), which takes the chunk that the other two methods read; later is needed soon;
 //   score(blocks, query, head_dim, scores) and add_values(blocks, weights, decays, head_dim, output), as score_rows and
 //   value_rows for all blocks of rows.
-template <typename Tiles, int ROWS, typename C, typename T>
+template <typename Tiles, int ROWS, typename K, typename V, typename T>
 void attend_chunks(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
   static thread_local Scratch<typename Tiles::Operand, ROWS> scratch;
   Tiles tiles;
@@ -181,11 +187,11 @@ void attend_chunks(const AttentionLayer<T>& layer, const AttentionItem& item, co
     std::copy_n(layer.query_of(item.token(r), item.head(r)), head_dim, scratch.query + r * head_dim);
   for (int64_t start = first_start(item), end; start < item.end(); start = end) {
     end = start / CHUNK * CHUNK + CHUNK;
-    Chunk<C> chunk = chunk_at<C>(layer, item, start, 0);
+    Chunk<K, V> chunk = chunk_at<K, V>(layer, item, start, 0);
     for (int h = 0; h < item.kv_heads; ++h) {
-      const Chunk<C> later = h + 1 < item.kv_heads ? chunk_at<C>(layer, item, start, h + 1)
-                             : end < item.end()    ? chunk_at<C>(layer, item, end, 0)
-                                                   : chunk_at<C>(layer, next, first_start(next), 0);
+      const Chunk<K, V> later = h + 1 < item.kv_heads ? chunk_at<K, V>(layer, item, start, h + 1)
+                                : end < item.end()    ? chunk_at<K, V>(layer, item, end, 0)
+                                                      : chunk_at<K, V>(layer, next, first_start(next), 0);
       const RowBlocks blocks(item, h, Tiles::ROWS, start, chunk.tokens);
       tiles.load(chunk, later, head_dim);
       tiles.score(blocks, scratch.query, head_dim, scratch.scores);

@@ -16,28 +16,29 @@ constexpr bool AVX512 = WIDTH == 16;
 
 // Products of few rows. Numbers of 8 bits are turned into pairs of bfloat16 where such pairs are multiplied: prompts are
 // multiplied so, and both come to the same.
-template <typename T, typename C>
+template <typename T, typename K, typename V>
 class FewRows {
+  template <typename C>
   static constexpr bool CONVERTED = Fp8<C> && !std::is_same_v<typename Columns<T>::Operand, float>;
-  using Number = std::conditional_t<CONVERTED, T, C>;
-  using Dot = Columns<Number>;
+  template <typename C>
+  using Number = std::conditional_t<CONVERTED<C>, T, C>;
+  using Key = Number<K>;
+  using Value = Number<V>;
+  using KeyDot = Columns<Key>;
+  using ValueDot = Columns<Value>;
 
  public:
-  using Operand = typename Dot::Operand;
-  static constexpr int ROWS = Dot::ROWS;
+  using Operand = typename KeyDot::Operand;
+  static_assert(std::is_same_v<Operand, typename ValueDot::Operand>);
+  static constexpr int ROWS = std::min(KeyDot::ROWS, ValueDot::ROWS);
 
-  void load(const Chunk<C>& chunk, const Chunk<C>& later, int head_dim) {
+  void load(const Chunk<K, V>& chunk, const Chunk<K, V>& later, int head_dim) {
     tile_.load(chunk, head_dim);
-    for (int b = 0; b < CHUNK_BLOCKS; ++b)
-      if constexpr (CONVERTED) {
-        for (int64_t byte = 0; b < later.blocks() && byte < BLOCK * head_dim; byte += LINE) {
-          __builtin_prefetch(reinterpret_cast<const char*>(later.keys[b]) + byte, 0, 2);
-          __builtin_prefetch(reinterpret_cast<const char*>(later.values[b]) + byte, 0, 2);
-        }
-      } else {
-        later_.keys[b] = later.keys[b];
-        later_.values[b] = later.values[b];
-      }
+    for (int b = 0; b < CHUNK_BLOCKS; ++b) {
+      const int64_t bytes = b < later.blocks() ? BLOCK * head_dim : 0;
+      prefetch_later(later.keys[b], bytes, later_.keys[b]);
+      prefetch_later(later.values[b], bytes, later_.values[b]);
+    }
   }
 
   // Blocks are read once for every ROWS rows; what comes later is prefetched the first time.
@@ -58,26 +59,38 @@ class FewRows {
   }
 
  private:
+  // Prefetches what is converted before it is multiplied, or remembers it for the products, which prefetch it.
+  template <typename C>
+  static void prefetch_later(const C* later, int64_t bytes, const Number<C>*& remembered) {
+    if constexpr (CONVERTED<C>) {
+      for (int64_t byte = 0; byte < bytes; byte += LINE)
+        __builtin_prefetch(reinterpret_cast<const char*>(later) + byte, 0, 2);
+    } else {
+      remembered = later;
+    }
+  }
+
   template <int R>
-  static void add_all_columns(const char* weights, const float* decays, const Number* const* values,
-                              const Number* const* prefetched, int tokens, int head_dim, float* output) {
-    constexpr int V = AVX512 ? (R <= 2 ? 4 : 2) : std::min((R <= 2 ? 4 : 2) * LANES / WIDTH, R > 3 ? 2 : 4);
-    constexpr int REST = std::min(V, LANES / WIDTH);
+  static void add_all_columns(const char* weights, const float* decays, const Value* const* values,
+                              const Value* const* prefetched, int tokens, int head_dim, float* output) {
+    constexpr int COLUMNS = AVX512 ? (R <= 2 ? 4 : 2) : std::min((R <= 2 ? 4 : 2) * LANES / WIDTH, R > 3 ? 2 : 4);
+    constexpr int REST = std::min(COLUMNS, LANES / WIDTH);
     int d = 0;
-    for (; d + V * WIDTH <= head_dim; d += V * WIDTH)
-      value_rows<Dot, R, V>(weights, decays, values, prefetched, d, tokens, head_dim, output);
+    for (; d + COLUMNS * WIDTH <= head_dim; d += COLUMNS * WIDTH)
+      value_rows<ValueDot, R, COLUMNS>(weights, decays, values, prefetched, d, tokens, head_dim, output);
     for (; d < head_dim; d += REST * WIDTH)
-      value_rows<Dot, R, REST>(weights, decays, values, prefetched, d, tokens, head_dim, output);
+      value_rows<ValueDot, R, REST>(weights, decays, values, prefetched, d, tokens, head_dim, output);
   }
 
   static constexpr auto SCORES = by_rows<ROWS>([]<int R>() {
-    return &score_rows<Dot, R, std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4), Number>;
+    return &score_rows<KeyDot, R, std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4), Key>;
   });
   static constexpr auto VALUES = by_rows<ROWS>([]<int R>() { return &add_all_columns<R>; });
 
-  Tile<Number> tile_;
+  Tile<Key, Value> tile_;
   struct {
-    const Number *keys[CHUNK_BLOCKS] = {}, *values[CHUNK_BLOCKS] = {};
+    const Key* keys[CHUNK_BLOCKS] = {};
+    const Value* values[CHUNK_BLOCKS] = {};
   } later_;
 };
 
@@ -85,7 +98,9 @@ class FewRows {
 
 template <typename T>
 void attend_decode(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
-  by_cache<T>(layer.cache, [&]<typename C>(C*) { attend_chunks<FewRows<T, C>, DECODE_ROWS, C>(layer, item, next); });
+  by_cache<T>(layer.key_dtype, layer.value_dtype, [&]<typename K, typename V>(K*, V*) {
+    attend_chunks<FewRows<T, K, V>, DECODE_ROWS, K, V>(layer, item, next);
+  });
 }
 
 template void attend_decode(const AttentionLayer<float>&, const AttentionItem&, const AttentionItem&);

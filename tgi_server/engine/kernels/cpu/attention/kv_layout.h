@@ -6,7 +6,8 @@
 // a register. Of bfloat16 numbers, what is summed stands in pairs, which is what processors multiply and what is easily
 // turned into floats: keys as [head_dim / 2][BLOCK][2], values as [BLOCK / 2][head_dim][2].
 //
-// In all of this T is what the model computes with, and C the type of the cache's numbers, which may be one of 8 bits.
+// In all of this T is what the model computes with, and C the type of the cache's numbers, which may be one of 8 bits:
+// K that of its keys and V that of its values.
 
 #pragma once
 
@@ -49,16 +50,16 @@ struct CacheScales {
 };
 
 // Asks for a token's key and value, and for their places in a block, which are about to be written.
-template <typename T, typename C>
-void want_token(const T* key, const T* value, const C* keys, const C* values, int64_t token, int64_t head_dim) {
+template <typename T, typename K, typename V>
+void want_token(const T* key, const T* value, const K* keys, const V* values, int64_t token, int64_t head_dim) {
   constexpr int64_t LINE = 64;
   for (int64_t d = 0; d < head_dim; d += LINE / sizeof(T)) {
     __builtin_prefetch(key + d);
     __builtin_prefetch(value + d);
   }
-  for (int64_t d = 0; d < head_dim; d += PAIR<C>) __builtin_prefetch(keys + key_place<C>(d, token), 1);
-  const C* pair = values + value_place<C>(token - token % PAIR<C>, 0, head_dim);
-  for (int64_t d = 0; d < head_dim * PAIR<C>; d += LINE / sizeof(C)) __builtin_prefetch(pair + d, 1);
+  for (int64_t d = 0; d < head_dim; d += PAIR<K>) __builtin_prefetch(keys + key_place<K>(d, token), 1);
+  const V* pair = values + value_place<V>(token - token % PAIR<V>, 0, head_dim);
+  for (int64_t d = 0; d < head_dim * PAIR<V>; d += LINE / sizeof(V)) __builtin_prefetch(pair + d, 1);
 }
 
 // Returns numbers as the cache has them: themselves, or, written to `room`, their codes.
@@ -106,7 +107,7 @@ void write_values(const int64_t* slot, int64_t begin, int64_t end, int64_t head_
 // Writes tokens into their blocks. finish_key(token, head, from, to): writes what is to be kept of a key, [head_dim].
 //
 // slots: [tokens], block * BLOCK + offset of each. key, value: [tokens, kv_heads, head_dim].
-template <typename T, typename C, typename FinishKey>
+template <typename T, typename K, typename V, typename FinishKey>
 void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tensor& value, at::Tensor& keys,
                   at::Tensor& values, CacheScales scales, const FinishKey& finish_key) {
   const int64_t tokens = slots.size(0), kv_heads = value.size(1), head_dim = value.size(2);
@@ -114,8 +115,8 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   const T* key_from = key.const_data_ptr<T>();
   const T* value_from = value.const_data_ptr<T>();
-  C* key_cache = static_cast<C*>(keys.mutable_data_ptr());
-  C* value_cache = static_cast<C*>(values.mutable_data_ptr());
+  K* key_cache = static_cast<K*>(keys.mutable_data_ptr());
+  V* value_cache = static_cast<V*>(values.mutable_data_ptr());
   const auto key_of = [&](int64_t t, int64_t h) { return key_from + t * key.stride(0) + h * key.stride(1); };
   const auto value_of = [&](int64_t t, int64_t h) { return value_from + t * value.stride(0) + h * value.stride(1); };
   const auto block = [&](int64_t t, int64_t h) { return (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK; };
@@ -126,7 +127,7 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
   // Slots in the second place of a pair that do not follow the first one: such as those of drafted tokens, which stand
   // behind all others of a pass.
   std::vector<int64_t> seconds;
-  if (PAIR<C> == 2)
+  if (PAIR<V> == 2)
     for (int64_t t = 0; t < tokens; ++t)
       if (slot[t] % 2 == 1 && (t == 0 || slot[t] != slot[t - 1] + 1)) seconds.push_back(slot[t]);
   std::sort(seconds.begin(), seconds.end());
@@ -135,24 +136,25 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
     const int64_t head = item % kv_heads, begin = item / kv_heads * WRITTEN_TOGETHER;
     const int64_t end = std::min(tokens, begin + WRITTEN_TOGETHER), count = end - begin;
     alignas(64) T finished[WRITTEN_TOGETHER * MAX_HEAD_DIM];
-    alignas(64) C codes[WRITTEN_TOGETHER * MAX_HEAD_DIM];
-    C* places[WRITTEN_TOGETHER];
+    alignas(64) K codes[WRITTEN_TOGETHER * MAX_HEAD_DIM];
+    alignas(64) V value_codes[MAX_HEAD_DIM];
+    K* places[WRITTEN_TOGETHER];
     for (int64_t t = begin; t < end; ++t) {
       const int64_t later = t + WANTED_EARLIER, of_next = next / kv_heads * WRITTEN_TOGETHER + later - end;
       later < end ? prefetch(later, head) : prefetch(std::clamp<int64_t>(of_next, 0, tokens - 1), next % kv_heads);
       finish_key(t, head, key_of(t, head), finished + (t - begin) * head_dim);
-      places[t - begin] = key_cache + block(t, head) + key_place<C>(0, slot[t] % BLOCK);
+      places[t - begin] = key_cache + block(t, head) + key_place<K>(0, slot[t] % BLOCK);
     }
-    const C* kept = cached(finished, count * head_dim, scales.keys, codes);
+    const K* kept = cached(finished, count * head_dim, scales.keys, codes);
     // Token by token, a store to one dimension would look like one to the address from which a later one is read.
-    for (int64_t d = 0, size = head_dim; d < size; d += PAIR<C>)
+    for (int64_t d = 0, size = head_dim; d < size; d += PAIR<K>)
       for (int64_t i = 0; i < count; ++i)
-        std::memcpy(places[i] + key_place<C>(d, 0), kept + i * size + d, PAIR<C> * sizeof(C));
-    write_values<C>(
+        std::memcpy(places[i] + key_place<K>(d, 0), kept + i * size + d, PAIR<K> * sizeof(K));
+    write_values<V>(
         slot, begin, end, head_dim, [&](int64_t t) { return t < tokens && slot[t] == slot[t - 1] + 1; },
         [&](int64_t t) { return std::binary_search(seconds.begin(), seconds.end(), slot[t] + 1); },
-        [&](int64_t t) { return value_cache + block(t, head) + value_place<C>(slot[t] % BLOCK, 0, head_dim); },
-        [&](int64_t t) { return cached(value_of(t, head), head_dim, scales.values, codes); });
+        [&](int64_t t) { return value_cache + block(t, head) + value_place<V>(slot[t] % BLOCK, 0, head_dim); },
+        [&](int64_t t) { return cached(value_of(t, head), head_dim, scales.values, value_codes); });
   });
 }
 

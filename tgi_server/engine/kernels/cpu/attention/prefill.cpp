@@ -28,8 +28,8 @@ class VectorTiles {
   using Operand = typename Dot::Operand;
   static constexpr int ROWS = Dot::ROWS;
 
-  template <typename C>
-  void load(const Chunk<C>& chunk, const Chunk<C>&, int head_dim) {
+  template <typename K, typename V>
+  void load(const Chunk<K, V>& chunk, const Chunk<K, V>&, int head_dim) {
     tile_.load(chunk, head_dim);
   }
 
@@ -75,8 +75,8 @@ class MatrixTiles {
 
   // A block is multiplied as a whole. Weights of tokens that nobody looks at are zero, but what stands there may be no
   // number.
-  template <typename C>
-  void load(const Chunk<C>& chunk, const Chunk<C>&, int head_dim) {
+  template <typename K, typename V>
+  void load(const Chunk<K, V>& chunk, const Chunk<K, V>&, int head_dim) {
     tile_.load(chunk, head_dim);
     alignas(64) static thread_local Operand padded[BLOCK * MAX_HEAD_DIM];
     const int last = chunk.tokens / BLOCK, numbers = static_cast<int>(ceil_div(chunk.tokens % BLOCK, 2)) * 2 * head_dim;
@@ -160,7 +160,9 @@ class MatrixTiles {
 
 template <typename T, typename Tiles>
 void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
-  by_cache<T>(layer.cache, [&]<typename C>(C*) { attend_chunks<Tiles, PREFILL_ROWS, C>(layer, item, next); });
+  by_cache<T>(layer.key_dtype, layer.value_dtype, [&]<typename K, typename V>(K*, V*) {
+    attend_chunks<Tiles, PREFILL_ROWS, K, V>(layer, item, next);
+  });
 }
 
 bool always() { return true; }

@@ -263,8 +263,8 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
       }
       rotate(from, to, c + t * rotated, s + t * rotated, rotated, head_dim);
     };
-    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
-      write_blocks<T, C>(slots, key, value, keys, values, {static_cast<float>(key_scale), static_cast<float>(value_scale)}, turn);
+    by_cache<T>(keys.scalar_type(), values.scalar_type(), [&]<typename K, typename V>(K*, V*) {
+      write_blocks<T, K, V>(slots, key, value, keys, values, {static_cast<float>(key_scale), static_cast<float>(value_scale)}, turn);
     });
   });
 }

@@ -25,17 +25,24 @@ void by_dtype(const at::Tensor& like, const F& run) {
   }
 }
 
-// Calls run with a null pointer of the type of a KV cache's numbers: T, or one of 8 bits.
+// Calls run with null pointers of the types of a KV cache's keys and values: T, or one of 8 bits for the values or for
+// both.
 template <typename T, typename F>
-void by_cache(at::ScalarType dtype, const F& run) {
-  switch (dtype) {
+void by_cache(at::ScalarType keys, at::ScalarType values, const F& run) {
+  constexpr at::ScalarType OWN = c10::CppTypeToScalarType<T>::value;
+  const auto with_values = [&]<typename V>(V* value) {
+    if (keys == OWN) return run(static_cast<T*>(nullptr), value);
+    TORCH_CHECK(keys == values, "a KV cache has keys in ", keys, " and values in ", values);
+    run(value, value);
+  };
+  switch (values) {
     case at::kFloat8_e4m3fn:
-      return run(static_cast<E4m3*>(nullptr));
+      return with_values(static_cast<E4m3*>(nullptr));
     case at::kFloat8_e5m2:
-      return run(static_cast<E5m2*>(nullptr));
+      return with_values(static_cast<E5m2*>(nullptr));
     default:
-      TORCH_CHECK(dtype == c10::CppTypeToScalarType<T>::value, "a KV cache of ", dtype, " beside other numbers");
-      return run(static_cast<T*>(nullptr));
+      TORCH_CHECK(values == OWN, "a KV cache of ", values, " beside other numbers");
+      return with_values(static_cast<T*>(nullptr));
   }
 }
 
