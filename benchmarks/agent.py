@@ -4,6 +4,7 @@
     python -m benchmarks.agent --start model.gguf --peer-command \
         "llama.cpp=python -m benchmarks.llama_cpp_server {gguf} {port} --parallel 8 --context 20480" \
         --peer-programs /opt/peers/llama/bin
+    python -m benchmarks.agent --url http://127.0.0.1:8080 --agents 1 --turns 2 --tools 2 --system-words 100
 
 Each agent has the same system prompt of about 4,000 tokens, twelve tools among them. In each turn the user says what
 to do, the model calls a tool (`tool_choice: "required"`), gets its result and writes a text. What it wrote is sent back
@@ -50,9 +51,13 @@ _VERBS = ("read", "search", "list", "write", "rename", "compare", "summarise", "
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What agents do. Words of the system prompt, of a user's message and of a tool's result; tokens of an answer."""
+    """What agents do. Words of the system prompt, of a user's message and of a tool's result; tokens of an answer.
+
+    tools: how many of the twelve they have.
+    """
 
     turns: int
+    tools: int
     system_words: int
     user_words: int
     result_words: int
@@ -118,8 +123,8 @@ class Measured:
         return [*cells, number(self.seconds), called, failed]
 
 
-def tools() -> list[dict[str, Any]]:
-    """Returns twelve tools, of about a hundred tokens each."""
+def tools(count: int) -> list[dict[str, Any]]:
+    """Returns tools of about a hundred tokens each."""
     properties = {
         "path": {"type": "string", "description": "the file or the folder, from the root of the project"},
         "query": {"type": "string", "description": "words or a regular expression"},
@@ -135,7 +140,7 @@ def tools() -> list[dict[str, Any]]:
                 "parameters": parameters,
             },
         }
-        for verb in _VERBS
+        for verb in _VERBS[:count]
     ]
 
 
@@ -187,7 +192,7 @@ class Agent:
         }
 
     async def _ask(self, connection: Connection, tool_choice: str, limit: float) -> Reply:
-        body = request_body(self._model, self._messages, self._plan.new_tokens, tool_choice)
+        body = request_body(self._model, self._messages, self._plan, self._plan.new_tokens, tool_choice)
         response = await connection.request("POST", "/v1/chat/completions", body, limit)
         reply = read_reply(response)
         prompt = reply.prompt_tokens or 0
@@ -197,10 +202,10 @@ class Agent:
         return reply
 
 
-def request_body(model: str, messages: Sequence[ChatMessage], new_tokens: int, tool_choice: str) -> bytes:
+def request_body(model: str, messages: Sequence[ChatMessage], plan: Plan, new_tokens: int, tool_choice: str) -> bytes:
     body = {"model": model, "messages": messages, "max_tokens": new_tokens, "temperature": 0, "cache_salt": _SALT}
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps(body | streaming | {"tools": tools(), "tool_choice": tool_choice}).encode()
+    return json.dumps(body | streaming | {"tools": tools(plan.tools), "tool_choice": tool_choice}).encode()
 
 
 async def measure(name: str, url: str, model: str, agents: int, plan: Plan, seed: str, limit: float) -> Measured:
@@ -210,7 +215,7 @@ async def measure(name: str, url: str, model: str, agents: int, plan: Plan, seed
     messages: list[ChatMessage] = [{"role": "system", "content": system}, {"role": "user", "content": "Are you there?"}]
     with closing(Connection(url)) as connection:
         response = await connection.request(
-            "POST", "/v1/chat/completions", request_body(model, messages, 1, "auto"), limit
+            "POST", "/v1/chat/completions", request_body(model, messages, plan, 1, "auto"), limit
         )
     reply = read_reply(response)
     result.cold, result.cold_tokens = reply.token_times[0] - response.started, reply.prompt_tokens or 0
@@ -223,7 +228,12 @@ async def measure(name: str, url: str, model: str, agents: int, plan: Plan, seed
 
 async def _measure_all(arguments: argparse.Namespace, name: str, url: str) -> list[Measured]:
     plan = Plan(
-        arguments.turns, arguments.system_words, arguments.user_words, arguments.result_words, arguments.new_tokens
+        arguments.turns,
+        arguments.tools,
+        arguments.system_words,
+        arguments.user_words,
+        arguments.result_words,
+        arguments.new_tokens,
     )
     model = arguments.model or await first_model(url, None)
     results = []
@@ -258,6 +268,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
     parser.add_argument("--agents", type=positive, nargs="+", default=[1, 4, 8], help="at once (default: 1 4 8)")
     parser.add_argument("--turns", type=positive, default=20, help="default: %(default)s")
+    parser.add_argument("--tools", type=int, choices=range(1, 13), default=12, metavar="N", help="default: %(default)s")
     parser.add_argument("--system-words", type=positive, default=2400, help="default: %(default)s")
     parser.add_argument("--user-words", type=positive, default=40, help="default: %(default)s")
     parser.add_argument("--result-words", type=positive, default=400, help="default: %(default)s")

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.connection import Connection, ServerUnavailable
+from benchmarks.connection import Connection, ServerUnavailable, TimedResponse
 from benchmarks.report import number, table, tell
 from benchmarks.tasks.case import DECISIONS, Answer, Case, Verdict
 
 # A server that does not have a route answers its requests with one of these.
 _NOT_OFFERED = (404, 405, 501)
+_OVERLOADED, _ATTEMPTS, _PAUSE_SECONDS = 429, 20, 0.5
 _WRONG = Verdict(0.0)
 
 
@@ -120,7 +121,7 @@ async def _ask(connection: Connection, model: str, case: Case, limit: float) -> 
     started = time.perf_counter()
     result = Result(case.family, case.name, _WRONG, 0.0, request=request)
     try:
-        response = await connection.request("POST", case.path, json.dumps(request).encode(), limit)
+        response = await _response(connection, case.path, json.dumps(request).encode(), limit)
     except ServerUnavailable as error:
         return replace(result, seconds=time.perf_counter() - started, failure=str(error))
     result = replace(result, seconds=response.ended - response.started)
@@ -135,6 +136,16 @@ async def _ask(connection: Connection, model: str, case: Case, limit: float) -> 
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return replace(result, failure=f"cannot be read: {type(error).__name__} {error}", response=text[:2000])
     return replace(result, verdict=verdict, cut_off=answer.finish_reason == "length", response=body)
+
+
+async def _response(connection: Connection, path: str, body: bytes, limit: float) -> TimedResponse:
+    """Returns the response; asks again while the server is overloaded, so that scores do not depend on its load."""
+    for _ in range(_ATTEMPTS - 1):
+        response = await connection.request("POST", path, body, limit)
+        if response.status != _OVERLOADED:
+            return response
+        await asyncio.sleep(_PAUSE_SECONDS)
+    return await connection.request("POST", path, body, limit)
 
 
 def rows(results: Iterable[Result]) -> list[Row]:

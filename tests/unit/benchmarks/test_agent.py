@@ -9,7 +9,7 @@ from aiohttp import web
 
 from benchmarks.agent import Measured, Plan, Request, measure
 
-PLAN = Plan(turns=2, system_words=20, user_words=3, result_words=5, new_tokens=8)
+PLAN = Plan(turns=2, tools=12, system_words=20, user_words=3, result_words=5, new_tokens=8)
 
 
 class Calling:

@@ -193,7 +193,7 @@ async def test_answers_are_asked_for_scored_and_added_up(tmp_path: Path) -> None
 
 async def test_earlier_answers_are_shown_beside(tmp_path: Path, monkeypatch, capsys) -> None:
     file = tmp_path / "answers.jsonl"
-    flags = ["--family", "spans", "--first", "2"]
+    flags = ["--family", "spans", "--first", "2", "--users", "1"]
 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(saying('{"answer": "180 degrees"}'))
@@ -213,3 +213,18 @@ async def test_earlier_answers_are_shown_beside(tmp_path: Path, monkeypatch, cap
     file.write_text("{}")
     with pytest.raises(ValueError, match="has no answers"):
         command._earlier([file], {"spans"})
+
+
+async def test_an_overloaded_server_is_asked_again() -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((await request.json())["messages"][0]["content"])
+        if len(asked) == 1:
+            return web.json_response({"error": "overloaded"}, status=429)
+        return web.json_response(saying("yes"))
+
+    case = Case("a", "1", "/v1/chat/completions", chat([user("q")], 5), lambda got: Verdict(got.text == "yes"))
+    async with serving(answer) as url:
+        (result,) = await ask(url, "m", [case], 1, 10, lambda _: None)
+    assert (asked, result.verdict.score, result.failure) == (["q", "q"], 1.0, None)
