@@ -10,6 +10,8 @@ from tests.servers import TextGenerationServer
 from tests.skipped import skipped_file
 
 FOLDER = Path(__file__).parent
+# Of what servers write for a model: its folder, and its weights as the kernels read them.
+CACHE = FOLDER.parents[1] / "runs" / "real_cache"
 START_SECONDS = 600.0
 RealServers = Callable[..., TextGenerationServer]
 
@@ -41,15 +43,16 @@ def real_server(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory) -
 
     def start(name: str, *flags: str, flag: str = "--model-id") -> TextGenerationServer:
         if (name, *flags) not in running:
-            running[name, *flags] = server = TextGenerationServer(
+            running[name, *flags] = TextGenerationServer(
                 free_port(),
                 folder / f"{name}-{len(running)}.log",
                 f"{flag}={model_path(name)}",
                 *flags,
-                environment={"OMP_NUM_THREADS": "2", "HF_HUB_CACHE": str(folder)},
+                environment={"OMP_NUM_THREADS": "2", "HF_HUB_CACHE": str(CACHE), "PACKED_WEIGHTS_CACHE": str(CACHE)},
             )
-            server.wait_until(server.is_healthy, START_SECONDS)
-        return running[name, *flags]
+        server = running[name, *flags]
+        server.wait_until(server.is_healthy, START_SECONDS)
+        return server
 
     yield start
     for server in running.values():
