@@ -52,8 +52,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Marks a setting that is known by name and not supported: `Annotated[str | None, Refused("why")]`.
+class RefusedSetting:
+    """Marks a setting that is known by name and not supported: `Annotated[str | None, RefusedSetting("why")]`.
 
     harmless: values that are let through, like the default, because they ask for nothing or for what exists.
     """
@@ -191,10 +191,10 @@ def _refusals(settings: ServiceSettings) -> list[str]:
     ]
 
 
-def _marks(settings: type[ServiceSettings]) -> Iterator[tuple[str, Refused]]:
+def _marks(settings: type[ServiceSettings]) -> Iterator[tuple[str, RefusedSetting]]:
     for name, field in settings.model_fields.items():
         for mark in field.metadata:
-            if isinstance(mark, Refused):
+            if isinstance(mark, RefusedSetting):
                 yield name, mark
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from shared.settings import Refused
+from shared.settings import RefusedSetting
 from tgi_server import demo_model
 from tgi_server.router.settings import ServingSettings
 from tgi_server.shard.settings import ModelSettings
@@ -43,7 +43,7 @@ def _truth(value: object) -> object:
     return forms.get(value.lower(), value) if isinstance(value, str) else value
 
 
-NO_NGROK = Refused("not supported; run ngrok beside the server: ngrok http PORT")
+NO_NGROK = RefusedSetting("not supported; run ngrok beside the server: ngrok http PORT")
 
 # The port that torch's own launchers take.
 MEETING_PORT = 29500
@@ -136,7 +136,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     ngrok_authtoken: Annotated[str | None, NO_NGROK] = None
     ngrok_edge: Annotated[str | None, NO_NGROK] = None
     weights_cache_override: Annotated[
-        str | None, Refused("not supported; give the folder that has the weights as the model id")
+        str | None, RefusedSetting("not supported; give the folder that has the weights as the model id")
     ] = None
 
     @field_validator("hostname")

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from shared.settings import CommaSeparated, LogLevel, Refused, ServiceSettings
+from shared.settings import CommaSeparated, LogLevel, RefusedSetting, ServiceSettings
 from tgi_server import demo_model
 from tgi_server.contract import MOST_DRAFTED, Task
 
@@ -35,7 +35,7 @@ QUANTIZE = (
     *sorted({name for names in QUANTIZE_OF_METHOD.values() for name in names} - set(ROUNDED_BYTES)),
     *ROUNDED_BYTES,
 )
-IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's config.json")
+IN_CONFIG_ONLY = RefusedSetting("not supported yet; set rope_parameters in the model's config.json")
 
 
 class CheckpointSettings(ServiceSettings):
@@ -79,7 +79,9 @@ class ModelSettings(CheckpointSettings):
     )
     quantize: Annotated[
         str | None,
-        Refused(f"must be one of {', '.join(QUANTIZE)}; for other formats use a GPTQ checkpoint", harmless=QUANTIZE),
+        RefusedSetting(
+            f"must be one of {', '.join(QUANTIZE)}; for other formats use a GPTQ checkpoint", harmless=QUANTIZE
+        ),
     ] = Field(
         None,
         description="quantize the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
@@ -243,7 +245,7 @@ class QuantizeSettings(CommandSettings):
     samples: int = Field(128, gt=0, description="number of calibration samples")
     length: int = Field(512, gt=0, description="tokens of a calibration sample")
     upload_to_model_id: Annotated[
-        str | None, Refused("not supported; upload the folder with `hf upload REPOSITORY FOLDER`")
+        str | None, RefusedSetting("not supported; upload the folder with `hf upload REPOSITORY FOLDER`")
     ] = None
 
     @field_validator("groupsize")

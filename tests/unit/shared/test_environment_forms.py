@@ -9,7 +9,7 @@ import pytest
 from pydantic import ByteSize
 
 from llm_functionalities.settings import Settings
-from shared.settings import Refused, ServiceSettings, read_settings
+from shared.settings import RefusedSetting, ServiceSettings, read_settings
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
@@ -92,7 +92,7 @@ def cases() -> Iterator[Any]:
     for settings, flags in PROGRAMS.items():
         given = {flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in flags}
         for name, field in settings.model_fields.items():
-            refused = any(isinstance(mark, Refused) and not mark.harmless for mark in field.metadata)
+            refused = any(isinstance(mark, RefusedSetting) and not mark.harmless for mark in field.metadata)
             positional = "CliPositionalArg" in str(field.metadata)
             if refused or positional or name in BESIDE_OTHERS | given or (settings, name) == (LauncherSettings, "env"):
                 continue

@@ -7,7 +7,7 @@ from pydantic import Field
 from tgi_server.router.schemas.base import Items, Name, RequestModel, ResponseModel, UnsignedInt, one_of
 
 
-class Threshold(RequestModel):
+class EditThreshold(RequestModel):
     """A number of tokens of the prompt, of calls of tools, or of turns with thoughts."""
 
     type: Literal["input_tokens", "tool_uses", "thinking_turns"]
@@ -22,7 +22,7 @@ class ClearThinking(RequestModel):
     """Leaves out the thoughts of earlier turns. keep: number of last turns that keep theirs."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"] | AllTurns | Threshold = Threshold(type="thinking_turns", value=1)
+    keep: Literal["all"] | AllTurns | EditThreshold = EditThreshold(type="thinking_turns", value=1)
 
 
 class ClearToolUses(RequestModel):
@@ -33,9 +33,9 @@ class ClearToolUses(RequestModel):
     """
 
     type: Literal["clear_tool_uses_20250919"]
-    trigger: Threshold = Threshold(type="input_tokens", value=100_000)
-    keep: Threshold = Threshold(type="tool_uses", value=3)
-    clear_at_least: Threshold | None = None
+    trigger: EditThreshold = EditThreshold(type="input_tokens", value=100_000)
+    keep: EditThreshold = EditThreshold(type="tool_uses", value=3)
+    clear_at_least: EditThreshold | None = None
     clear_tool_inputs: bool | Items[Name] = False
     exclude_tools: Items[Name] = Field(default=[])
 
@@ -46,7 +46,7 @@ class Compact(RequestModel):
     harmless: ClassVar[frozenset[str]] = frozenset({"instructions", "pause_after_compaction"})
 
     type: Literal["compact_20260112"]
-    trigger: Threshold = Threshold(type="input_tokens", value=150_000)
+    trigger: EditThreshold = EditThreshold(type="input_tokens", value=150_000)
 
 
 Edit = Annotated[ClearThinking | ClearToolUses | Compact, Field(discriminator="type")]

@@ -14,7 +14,7 @@ from tgi_server.router.schemas.context_management import (
     Compact,
     ContextManagement,
     Edit,
-    Threshold,
+    EditThreshold,
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation, PastCall, Turn
@@ -99,7 +99,7 @@ def _without_thoughts(turns: Sequence[Turn], keep: object) -> tuple[list[Turn], 
 
     A turn of the assistant is all that it says until the user speaks again: calls of tools do not end it.
     """
-    if not isinstance(keep, Threshold):
+    if not isinstance(keep, EditThreshold):
         return list(turns), 0
     spoken = 0
     turn_of: list[int] = []
