@@ -1,5 +1,6 @@
 """The agents: how each is installed, pointed at a server and given a task, and how it names its tools."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -74,6 +75,20 @@ def _codex_settings(url: str) -> list[str]:
     return ["-c", f"model_provider={MODEL}", "-c", f"model_providers.{MODEL}={{{table}}}", "-m", MODEL]
 
 
+def _opencode_settings(url: str) -> dict[str, Any]:
+    return {
+        "provider": {
+            MODEL: {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": f"{url}/v1", "apiKey": KEY},
+                "models": {MODEL: {"limit": {"context": 65_536, "output": 8_192}}},
+            }
+        },
+        "permission": {"bash": "allow"},
+        "autoupdate": False,
+    }
+
+
 def _python_script(name: str) -> list[str]:
     return [str(Path(__file__).parent / "sessions" / f"{name}.py")]
 
@@ -100,6 +115,13 @@ AGENTS = (
         ],
         lambda url: {"OATMILL_KEY": KEY},
         lambda command: ("exec_command", {"cmd": command}),
+    ),
+    Agent(
+        "opencode",
+        ("opencode-ai",),
+        lambda url, task: ["run", "-m", f"{MODEL}/{MODEL}", task],
+        lambda url: {"OPENCODE_CONFIG_CONTENT": json.dumps(_opencode_settings(url))},
+        lambda command: ("bash", {"command": command, "description": "Looks into the folder"}),
     ),
     Agent(
         "openai-agents",

@@ -48,7 +48,7 @@ def _next_turn(router: Router, agent: Agent, request: pb.Request) -> Sequence[in
     tokenizer = router.service.text.tokenizer
     prompt = tokenizer.decode(list(request.input_ids))
     made = sum(command.partition("# ")[2] in prompt for command in COMMANDS)
-    if agent.run("")[0] not in prompt:
+    if not _has_tool(agent, prompt):
         text = "Notes"  # such as the title of a session, for which there are no tools
     elif made == len(COMMANDS):
         text = ANSWER
@@ -89,7 +89,12 @@ def _check_requests(agent: Agent, recorded: Sequence[Recorded]) -> None:
 def _turns(router: Router, agent: Agent) -> list[pb.Request]:
     """Returns the requests that the script answered with a call, or after one."""
     decode = router.service.text.tokenizer.decode
-    return [each for each in router.shard.received if agent.run("")[0] in decode(list(each.input_ids))]
+    return [each for each in router.shard.received if _has_tool(agent, decode(list(each.input_ids)))]
+
+
+def _has_tool(agent: Agent, prompt: str) -> bool:
+    """Returns True if the prompt declares the agent's tool."""
+    return f'"name": "{agent.run("")[0]}"' in prompt
 
 
 def _check_cache(turns: Sequence[pb.Request]) -> None:
