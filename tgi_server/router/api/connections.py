@@ -12,8 +12,9 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tgi_server.router.api.memory import Account
-from tgi_server.router.errors import StartupError
+from tgi_server.router.api.encoding import to_json
+from tgi_server.router.api.memory import Account, memory_full
+from tgi_server.router.errors import Overloaded, StartupError, error_body
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ _HANGUP: int = getattr(select, "POLLRDHUP", select.POLLHUP)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _INVALID = "Invalid HTTP request received."
 
-# In the state of a request's scope: ends the connection at once, whatever is still to be sent.
-BREAK_OFF = "break_off"
+# In the state of a request's scope: ends the connection at once, with a refusal where no response has begun.
+REFUSE = "refuse"
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -90,6 +91,16 @@ class ClientConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def refuse(self) -> None:
+        """Ends the connection for the memory that it holds: with 429 where a request has no answer yet."""
+        if self.transport is None or self._broken_off:
+            return
+        if not self._broken_by or (self.cycle is not None and self.cycle.response_started):
+            self.break_off()
+            return
+        self._broken_off = True
+        self._refuse(self.transport.write, refusal(memory_full()))
+
     def check_client(self) -> None:
         """Ends the connection if the client is gone, which is not noticed otherwise while the server does not read."""
         if self.transport is None or not self._answering or not self.flow.read_paused:
@@ -122,7 +133,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][BREAK_OFF] = self.break_off
+        self.scope["state"][REFUSE] = self.refuse
         self.receiving = self._in_head = True
         self._wait()
 
@@ -226,6 +237,7 @@ class ClientConnection(HttpToolsProtocol):
             self._feed(piece)
         except httptools.HttpParserError:
             malformed = True
+        self._malformed = malformed or self._head_bytes > _LARGEST_HEAD
         if self._head_bytes > _LARGEST_HEAD:
             self._refuse(self.transport.write, _TOO_LARGE)
         elif malformed:
@@ -234,7 +246,6 @@ class ClientConnection(HttpToolsProtocol):
 
     def _refuse(self, send: Callable[[Any], None], refusal: Any) -> None:
         """Ends the connection, with a refusal unless the request has an answer already."""
-        self._malformed = True
         if self.cycle is None or self._in_head or not self.cycle.response_started:
             send(refusal)
         self.transport.close()
@@ -378,6 +389,16 @@ class Connections:
                 min(waiting, key=lambda each: (each.receiving, each.turn_began)).break_off()
                 return True
         return False
+
+
+def refusal(error: Overloaded) -> bytes:
+    """Returns a whole response of HTTP, after which the connection ends."""
+    body = to_json(error_body(error, "/"))
+    head = (
+        "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def network_of(host: str) -> str:

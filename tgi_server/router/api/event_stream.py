@@ -6,7 +6,7 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgi_server.router.api.connections import BREAK_OFF
+from tgi_server.router.api.connections import REFUSE
 from tgi_server.router.api.encoding import EVENTS, error_event
 from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
@@ -142,7 +142,7 @@ class EventStream(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._outbox.on_overrun = scope["state"][BREAK_OFF]
+        self._outbox.on_overrun = scope["state"][REFUSE]
         watcher = asyncio.ensure_future(self._watch(receive))
         timer = asyncio.ensure_future(self._keep_alive())
         try:

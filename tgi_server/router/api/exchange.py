@@ -50,12 +50,17 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 # Of unknown fields: names of one request that are reported, their characters, and names that are logged.
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
+# Of a stream: that a client who reads may have before it.
+_UNREAD_BYTES = 65_536
 
 # Seconds for which a prompt with a `prompt_cache_key` is held, as OpenAI does.
 _KEPT_SECONDS = 300.0
 
 # Of a token in an answer that is held as a whole, and of each alternative to it.
 _TOKEN_BYTES, _ALTERNATIVE_BYTES = 320, 200
+# Of a sequence, and of a token of its prompt until the sequence ends: a number in a list, one for the scheduler, and
+# the number itself where no other sequence has it.
+_SEQUENCE_BYTES, _PROMPT_BYTES, _NUMBER_BYTES = 3_000, 12, 32
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -67,7 +72,7 @@ class Exchange:
     """A request's places among those in flight, its clock, its span, and the sequences generated for it.
 
     Every exchange that was opened is closed once: then its unfinished sequences are cancelled, its places given
-    back, and its metrics and its log line written.
+    back, and its metrics and its log line written. refusal: why the server cancelled it, which is its answer.
     """
 
     def __init__(self, service: Service, request: Request) -> None:
@@ -92,12 +97,16 @@ class Exchange:
         self._streams = False
         self._requested: Fields = {}
         self._read_tokens: int | None = None
-        # Bytes that a token of the prompt and one of the answer take, for each sequence.
-        self._token_bytes: list[tuple[int, int]] = []
+        # Bytes that a token of the prompt takes while the sequence runs, and until it is shown; and one of the answer.
+        self._token_bytes: list[tuple[int, int, int]] = []
+        self._last_prompt: list[int] = []
         self._outbox: Outbox | None = None
         self._progress = ""  # of what was cancelled
         self._collects = True
-        lease_of(request.scope).answer = self._answer_bytes
+        self._task = asyncio.current_task()
+        self.refusal: RouterError | None = None
+        lease = lease_of(request.scope)
+        lease.answer, lease.end = self._answer_bytes, self._end
 
     async def body(self) -> bytes:
         """Returns what the client sent. From then on the request has a place among those in flight.
@@ -191,10 +200,14 @@ class Exchange:
         )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
+        report = options.report
+        shared = checked.input_ids is self._last_prompt or bool(report.scored_token_ids)
+        self._last_prompt = checked.input_ids
         self._token_bytes.append(
             (
-                _TOKEN_BYTES + _ALTERNATIVE_BYTES * options.report.prefill_top_n,
-                _TOKEN_BYTES + _ALTERNATIVE_BYTES * options.report.top_n_tokens,
+                _PROMPT_BYTES + (0 if shared else _NUMBER_BYTES),
+                (_TOKEN_BYTES + _ALTERNATIVE_BYTES * report.prefill_top_n) * report.prefill_logprobs,
+                _TOKEN_BYTES + _ALTERNATIVE_BYTES * report.top_n_tokens,
             )
         )
         service.metrics.requests.validated(len(checked.input_ids), options.stopping.max_new_tokens)
@@ -239,9 +252,24 @@ class Exchange:
     def _answer_bytes(self) -> int:
         """Returns roughly the bytes of the answers that are generated and not sent."""
         size = 0 if self._outbox is None else self._outbox.waiting
-        for (_, stream), (prompt, generated) in zip(self._sequences, self._token_bytes, strict=True):
-            size += prompt * stream.input_length + generated * stream.generated_tokens * self._collects
+        for (_, stream), (running, shown, generated) in zip(self._sequences, self._token_bytes, strict=True):
+            prompt = shown + (running if stream.finish_reason is None else 0)
+            size += _SEQUENCE_BYTES + prompt * stream.input_length
+            size += generated * stream.generated_tokens * self._collects
         return size
+
+    def _end(self, error: RouterError) -> bool:
+        """Ends the request with an error. Returns False if its body still comes, or its client does not read."""
+        if self._closed or self._task is None or not self.size:
+            return False
+        if not self._streams:
+            self.refusal = error
+            return self._task.cancel()
+        running = [stream for _, stream in self._sequences if stream.finish_reason is None]
+        if not running or (self._outbox is not None and self._outbox.waiting > _UNREAD_BYTES):
+            return False
+        running[0].failed(error)
+        return True
 
     def _note_unenforced(self, constraints: Sequence[str]) -> None:
         """Takes note of constraints that are left to the model, for the response's headers and the log."""
@@ -509,7 +537,13 @@ async def respond(service: Service, request: Request, handle: Callable[[Exchange
     exchange = Exchange(service, request)
     try:
         response = await handle(exchange)
-    except (asyncio.CancelledError, RouterError) as error:
+    except asyncio.CancelledError as error:
+        exchange.close(exchange.refusal or error)
+        if exchange.refusal is None or (task := asyncio.current_task()) is None:
+            raise
+        task.uncancel()
+        raise exchange.refusal from None
+    except RouterError as error:
         exchange.close(error)
         raise
     except Exception as fault:

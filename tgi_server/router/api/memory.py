@@ -7,7 +7,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from tgi_server.router.errors import Overloaded, PayloadTooLarge
+from tgi_server.router.errors import Overloaded, PayloadTooLarge, RouterError
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ class Holder(Protocol):
     def held(self) -> int:
         """Bytes that are held for it."""
 
-    def break_off(self) -> None:
-        """Ends the client's connection, and with it what is done for the client."""
+    def refuse(self) -> None:
+        """Ends what is done for the client: with an answer if none has begun, else with the connection."""
 
 
 class Account:
     """All connections and requests of a server, and what is held for each.
 
-    Beyond the limit, the largest connection of the address that holds most is closed, until the sum fits. A new request
-    is refused if it would exceed the limit, or its address's share.
+    Beyond the limit, the largest request or connection of the address that holds most is refused, until the sum fits. A
+    new request is refused if it would exceed the limit, or its address's share.
     """
 
     def __init__(self, most: int, share: float) -> None:
@@ -72,11 +72,11 @@ class Account:
             held = self._look()
             own = sum(each for holder, each in held.items() if holder.network == network)
             if own + size > self._share or self._bound + size > self._most:
-                raise Overloaded(f"the memory for clients is full ({_FLAG}); try again later")
+                raise memory_full()
         self._bound += size
 
     def shed(self) -> None:
-        """Closes connections, the largest of the address that holds most first, until the sum fits the limit."""
+        """Refuses holders, the largest of the address that holds most first, until the sum fits the limit."""
         held = self._look()
         total = self._bound
         if total <= self._most:
@@ -91,8 +91,8 @@ class Account:
             largest.remove(holder)
             networks[network] -= held[holder]
             total -= held[holder]
-            logger.warning("closed the connection of a client that held %d bytes: the limit is %s", held[holder], _FLAG)
-            holder.break_off()
+            logger.warning("refused a client that held %d bytes: the limit is %s", held[holder], _FLAG)
+            holder.refuse()
             self.remove(holder)  # its request may end some turns of the event loop later
 
     def _look(self) -> dict[Holder, int]:
@@ -105,17 +105,19 @@ class Lease:
     """The memory of one request, until it is answered and nothing runs for it.
 
     size: bytes of the request. answer: returns those of the answer so far. sending: bytes of a response in one piece.
+    end: ends the request with an error; returns False where only closing the connection ends it.
     """
 
-    __slots__ = ("_account", "_break_off", "_shared", "answer", "network", "sending", "size")
+    __slots__ = ("_account", "_refuse", "_shared", "answer", "end", "network", "sending", "size")
 
-    def __init__(self, account: Account, network: str, break_off: Callable[[], None]) -> None:
+    def __init__(self, account: Account, network: str, refuse: Callable[[], None]) -> None:
         self._account = account
-        self._break_off = break_off
+        self._refuse = refuse
         self.network = network
         self._shared: set[bytes] = set()
         self.size = self.sending = 0
         self.answer: Callable[[], int] | None = None
+        self.end: Callable[[RouterError], bool] | None = None
 
     @property
     def held(self) -> int:
@@ -149,8 +151,13 @@ class Lease:
         """Counts bytes no more that `hold` has counted."""
         self.size -= size
 
-    def break_off(self) -> None:
-        self._break_off()
+    def refuse(self) -> None:
+        if self.end is None or not self.end(memory_full()):
+            self._refuse()
+
+
+def memory_full() -> Overloaded:
+    return Overloaded(f"the memory for clients is full ({_FLAG}); try again later")
 
 
 def lease_of(scope: Scope) -> Lease:

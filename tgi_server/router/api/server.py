@@ -14,10 +14,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tgi_server.router.api.connections import BREAK_OFF, ClientConnection, Connections, network_of
-from tgi_server.router.api.encoding import to_json
+from tgi_server.router.api.connections import REFUSE, ClientConnection, Connections, network_of, refusal
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.errors import Overloaded, StartupError, error_body
+from tgi_server.router.errors import Overloaded, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
     """Returns `app`, with a lease of the account for each request until nothing runs for it any more."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        lease = Lease(account, network_of(scope["client"][0]), scope["state"][BREAK_OFF])
+        lease = Lease(account, network_of(scope["client"][0]), scope["state"][REFUSE])
         scope["state"][LEASE] = lease
         account.add(lease)
 
@@ -213,13 +212,8 @@ class Acceptor:
         if len(self._refused) >= _REFUSALS_AT_ONCE:
             client.close()
             return
-        body = to_json(error_body(Overloaded(f"{fault}; try again later"), "/"))
-        head = (
-            "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
         try:
-            client.send(head.encode() + body)
+            client.send(refusal(Overloaded(f"{fault}; try again later")))
             client.shutdown(socket.SHUT_WR)
         except OSError:
             client.close()

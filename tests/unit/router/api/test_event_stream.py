@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message
 
 from tgi_server.router.api import event_stream
-from tgi_server.router.api.connections import BREAK_OFF
+from tgi_server.router.api.connections import REFUSE
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.errors import ClientGone, GenerationFailed, SlowReader
 
@@ -98,7 +98,7 @@ class Client:
         self._left.set()
 
     async def serve(self, response: EventStream) -> None:
-        await response({"type": "http", "state": {BREAK_OFF: lambda: None}}, self._receive, self._send)
+        await response({"type": "http", "state": {REFUSE: lambda: None}}, self._receive, self._send)
 
     async def _receive(self) -> Message:
         await self._left.wait()
@@ -156,7 +156,7 @@ async def test_a_broken_connection_ends_its_stream_with_the_error():
         raise broken
 
     with pytest.raises(OSError, match="broken pipe"):
-        await response({"type": "http", "state": {BREAK_OFF: lambda: None}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await response({"type": "http", "state": {REFUSE: lambda: None}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert reasons == [broken]
     assert isinstance(outbox.error, ClientGone)
 

@@ -16,7 +16,7 @@ class Holder:
     held: int
     broken_off: bool = False
 
-    def break_off(self) -> None:
+    def refuse(self) -> None:
         self.broken_off = True
 
 
