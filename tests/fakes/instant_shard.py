@@ -9,6 +9,7 @@ proto/generate.proto: batches, lengths, logprobs where they are asked for; block
 import argparse
 import asyncio
 import signal
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,15 @@ _VOCAB_SIZE = 2**16
 _LOGPROB = -0.25
 
 
+_COLUMNS = {"embed": 1_024, "rank": 1_000}
+
+
+def _encoder(task: str, folder: Path) -> pb.Encoder:
+    labels = [f"label {number}" for number in range(_COLUMNS[task])] if task == "rank" else []
+    shape = {"vocab_size": _VOCAB_SIZE, "max_tokens": 8_192, "columns": _COLUMNS[task]}
+    return pb.Encoder(task=task, model_id=task, folder=str(folder), model_type="instant", labels=labels, **shape)
+
+
 class _Row:
     """A request in the batch: how much of its prompt, and of its text, is done. tokens: those that it gets."""
 
@@ -61,6 +71,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
     health: health checks get no answer while it is cleared.
     grammar_error: why no grammar can be used, when it is not empty.
+    encoders: a folder with a tokenizer; it embeds with 1,024 columns, and classifies with 1,000 labels.
     encoded: the images that were computed. image_error: why none can be, when it is not empty.
     """
 
@@ -79,6 +90,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         fallbacks: Sequence[str] = (),
         images: bool = False,
         whole_images: bool = False,
+        encoders: Path | None = None,
     ) -> None:
         self.tokens = tokens
         self.script: Callable[[pb.Request], Sequence[int]] | None = None
@@ -93,6 +105,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self.image_error = ""
         self._images = images
         self._whole_images = whole_images
+        self._encoders = [] if encoders is None else [_encoder(task, encoders) for task in _COLUMNS]
         self._url = url
         self._end = end
         self._max_total_tokens = max_total_tokens
@@ -118,6 +131,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             images=self._images,
             shares_memory=self._images and shares_memory(request.probe),
             whole_images=self._whole_images,
+            encoders=self._encoders,
         )
 
     async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
@@ -149,6 +163,12 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.image_error)
         self.encoded += request.images
         return pb.EncodeImagesResponse()
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        columns = request.dimensions or _COLUMNS[request.task]
+        return pb.EncodeResponse(
+            values=array("f", [0.123456789] * columns * len(request.inputs)).tobytes(), columns=columns
+        )
 
     async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
         await self._perhaps_fail(context)
@@ -245,6 +265,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         step_seconds=arguments.step_seconds,
         max_total_tokens=arguments.max_total_tokens,
         images=arguments.images,
+        encoders=arguments.encoders,
     )
     server = await start(shard, arguments.uds_path)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(0)))
@@ -258,6 +279,9 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes (default: %(default)s)")
     parser.add_argument("--max-total-tokens", type=int, default=4096, help="of a prompt and its answer (%(default)s)")
     parser.add_argument("--images", action="store_true", help="it takes prompts with images")
+    parser.add_argument(
+        "--encoders", type=Path, help="it embeds and classifies texts, with the tokenizer of this folder"
+    )
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -206,8 +206,9 @@ def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def patient_shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The socket of a shard that takes long prompts."""
-    with shard_process(tmp_path_factory.mktemp("shard") / "socket", "--max-total-tokens=131072") as path:
+    """The socket of a shard that takes long prompts, and embeds and classifies texts."""
+    flags = "--max-total-tokens=131072", f"--encoders={demo_model.PATH}"
+    with shard_process(tmp_path_factory.mktemp("shard") / "socket", *flags) as path:
         yield path
 
 

@@ -279,6 +279,12 @@ WORST = {
     "/v1/completions": ("prompt: the number 5",),
     "/detokenize": ("tokens: the number 5",),
 }
+# Bodies that become much larger: many texts, with 1,024 numbers or 1,000 labels each.
+LARGEST = {
+    "/embed": {"inputs": ["rice"] * 2_048},
+    "/v1/embeddings": {"input": ["rice"] * 2_048, "model": "embed"},
+    "/predict": {"inputs": [["rice"]] * 256},
+}
 CONVERSED = ("text of 'rice '", "items")
 
 
@@ -289,6 +295,9 @@ async def test_others_are_served_while_the_worst_bodies_are_read(watched: Watche
         shapes = [*single(watched.schemas, path, short), *pairs(watched.schemas, path, short)]
         for name in names:
             await watched.check(next(shape for shape in shapes if shape.name.startswith(name)))
+    for path, content in LARGEST.items():
+        text = json.dumps(content)
+        assert await watched.check(Shape(path, "many texts", lambda text=text: text)) is not None
     await converse(watched, "/v1/responses", {"max_output_tokens": 2, "truncate_prompt_tokens": 100}, CONVERSED)
     await check_small_chunks(watched, 1, 200_000)
     assert not watched.slow

@@ -47,14 +47,14 @@ class ClientConnection(HttpToolsProtocol):
 
     turn_began: when the server began to wait for the client. receiving: a request has begun, or is the first.
     on_lost: called once the connection is no more. on_broken: called with the reason if that is amid a request or its
-    response. on_data: called with the number of bytes that have come. network: of
-    the client's address.
+    response. on_data: called with the number of bytes that have come. host: the address that the client was
+    accepted from. network: of that address.
     """
 
     on_lost: Callable[[], None] | None = None
     on_broken: Callable[[str], None] | None = None
     on_data: Callable[[int], None] | None = None
-    network = ""
+    host = network = ""
     turn_began = 0.0
     receiving = True
     _unparsed = b""

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.logging import one_line
+from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import cache_namespace, key_of, tenant_of
 from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
@@ -23,6 +24,7 @@ from tgi_server.router.api.encoding import (
     json_response,
     shortened,
     timing_headers,
+    to_json,
 )
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.memory import lease_of
@@ -40,7 +42,7 @@ from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.schemas.base import left_out, unknown_fields
 from tgi_server.router.service import Service
 from tgi_server.router.submission import KeptPrefix, ValidRequest
-from tgi_server.router.text.encoder import ServedEncoder
+from tgi_server.router.text.encoder import ServedEncoder, Values
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
 
@@ -52,6 +54,10 @@ _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
 # Of a stream: that a client who reads may have before it.
 _UNREAD_BYTES = 65_536
+
+# Of a token that is embedded or ranked, and of a number that comes of it: as bytes, as an object, and in JSON.
+_INPUT_BYTES, _VALUE_BYTES = 16, 24
+_NUMBER_CHARACTERS = 12
 
 # Seconds for which a prompt with a `prompt_cache_key` is held, as OpenAI does.
 _KEPT_SECONDS = 300.0
@@ -76,7 +82,7 @@ class Exchange:
     """
 
     def __init__(self, service: Service, request: Request) -> None:
-        """size: bytes of the body, once it is there."""
+        """size: bytes of the body, once it is there. read_tokens: of texts that are embedded or ranked."""
         self.service = service
         self.request = request
         self.path: str = request.scope["path"]
@@ -96,7 +102,7 @@ class Exchange:
         self._closed = False
         self._streams = False
         self._requested: Fields = {}
-        self._read_tokens: int | None = None
+        self.read_tokens = 0
         # Bytes that a token of the prompt takes while the sequence runs, and until it is shown; and one of the answer.
         self._token_bytes: list[tuple[int, int, int]] = []
         self._last_prompt: list[int] = []
@@ -329,12 +335,25 @@ class Exchange:
         """Returns what `work` returns. Cancels it as soon as the client closes its connection. Raises ClientGone."""
         return await unless_left(self.request, work)
 
-    def respond_with_values(self, content: Any, *, tokens: int) -> Response:
-        """Returns the response to a request that generates nothing. tokens: that were read."""
-        self._read_tokens = tokens
+    async def encode(self, encoder: ServedEncoder, inputs: Sequence[pb.EncodeInput], **options: Any) -> Values:
+        """Returns what the model computes for texts, whose memory is counted. options: of `ServedEncoder.values`.
+
+        Raises ClientGone, Overloaded, PayloadTooLarge and Unhealthy.
+        """
+        self.read_tokens = sum(len(each.ids) for each in inputs)
+        columns = min(options.get("dimensions") or encoder.info.columns, encoder.info.columns)
+        self.hold(_INPUT_BYTES * self.read_tokens + _VALUE_BYTES * len(inputs) * columns)
+        return await self.unless_left(encoder.values(inputs, **options))
+
+    async def respond_with_values(self, make: Callable[[], Any], *, size: int) -> Response:
+        """Returns the response to a request that generates nothing: what `make` returns, in a thread.
+
+        size: numbers that it has.
+        """
+        content = await self.service.text.threads.handle_text(_NUMBER_CHARACTERS * size, lambda: to_json(make()))
         total = f"{(perf_counter() - self.arrived) * 1000:.0f}"
         headers = {"x-compute-type": self.service.model.compute_type, "x-total-time": total}
-        return json_response(content, headers | {"x-prompt-tokens": str(tokens)} | self._notes())
+        return json_response(content, headers | {"x-prompt-tokens": str(self.read_tokens)} | self._notes())
 
     def stream_end(
         self,
@@ -396,8 +415,8 @@ class Exchange:
         self.release()
         if error is None and self._sequences:
             self._succeeded()
-        elif error is None and self._read_tokens is not None:
-            self._answered(self._read_tokens)
+        elif error is None and self.read_tokens:
+            self._answered(self.read_tokens)
         else:
             self._failed(error)
 

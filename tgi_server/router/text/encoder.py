@@ -1,12 +1,12 @@
 """Embedding and rerank models as routes see them: their texts become tokens here, and shards compute the values."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.errors import InvalidRequest, NoSuchModel, NotSupported
@@ -14,6 +14,10 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.text.tokenizer import TokenizerThreads, tokenizer_of
 from tgi_server.router.text.tokenizer_config import read_json
 
+T = TypeVar("T")
+
+# Characters that become tokens at once, and tokens that are sent to a shard at once.
+_PIECE_CHARACTERS, _PIECE_TOKENS = 2**18, 2**16
 _KINDS = {"embed": "embedding", "rank": "rerank"}
 # The conversation in which Qwen3-Reranker judges a document.
 _SYSTEM = (
@@ -38,19 +42,24 @@ class Fitting:
 
 
 class Values:
-    """Rows of numbers: embeddings, or logits."""
+    """Rows of numbers: embeddings, or logits. Whoever reads them does it in a thread: there may be millions."""
 
     def __init__(self, values: bytes, columns: int) -> None:
         """values: float32, little-endian."""
         self._values, self._row = values, 4 * columns
 
+    @property
+    def size(self) -> int:
+        """The number of numbers in all rows."""
+        return len(self._values) // 4
+
     def __iter__(self) -> Iterator[bytes]:
         """Yields the bytes of each row."""
         return (self._values[start : start + self._row] for start in range(0, len(self._values), self._row))
 
-    def numbers(self) -> list[list[float]]:
-        """Returns the rows, with the digits that a float32 below 1 has."""
-        return [[round(value, 9) for value in array("f", row)] for row in self]
+    def numbers(self) -> Iterator[list[float]]:
+        """Yields the rows, with the digits that a float32 below 1 has."""
+        return ([round(value, 9) for value in array("f", row)] for row in self)
 
 
 class ServedEncoder:
@@ -91,17 +100,19 @@ class ServedEncoder:
 
     async def of_texts(self, texts: Sequence[str], fitting: Fitting, *, prompt: str = "") -> list[pb.EncodeInput]:
         """Returns the tokens of texts. Raises InvalidRequest for one that is too long."""
-        characters = sum(map(len, texts))
-        texts = [prompt + (text.lower() if self._lowercase else text) for text in texts]
 
         def tokenize() -> list[pb.EncodeInput]:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            prompted = (prompt + (text.lower() if self._lowercase else text) for text in texts)
+            encodings = _encodings(self._tokenizer, prompted)
             return [self._input(index, each, None, fitting) for index, each in enumerate(encodings)]
 
-        return await self._threads.run(characters, tokenize)
+        return await self._threads.run(sum(map(len, texts)) + len(prompt) * len(texts), tokenize)
 
-    def of_tokens(self, texts: Sequence[Sequence[int]], fitting: Fitting) -> list[pb.EncodeInput]:
+    async def of_tokens(self, texts: Sequence[Sequence[int]], fitting: Fitting) -> list[pb.EncodeInput]:
         """Returns texts that came as tokens. Raises InvalidRequest for one that is too long, or an unknown token."""
+        return await self._threads.handle_text(sum(map(len, texts)), lambda: self._of_tokens(texts, fitting))
+
+    def _of_tokens(self, texts: Sequence[Sequence[int]], fitting: Fitting) -> list[pb.EncodeInput]:
         most = min(self.info.max_tokens, fitting.most or self.info.max_tokens)
         inputs = []
         for index, ids in enumerate(texts):
@@ -123,34 +134,45 @@ class ServedEncoder:
 
         instruction: for a model that answers yes or no. Raises InvalidRequest for a pair that is too long.
         """
-        if self._lowercase:
-            pairs = [(first.lower(), second.lower()) for first, second in pairs]
-        firsts = dict.fromkeys(first for first, _ in pairs)
+        firsts = dict.fromkeys(first for first, _ in pairs)  # most often one, which is read once
+        make = self._conversations if self.info.answers else self._pairs
 
         def tokenize() -> list[pb.EncodeInput]:
-            if self.info.answers:
-                return self._conversations(pairs, fitting, instruction or _INSTRUCTION)
-            encode = self._tokenizer.encode_batch_fast
-            known = dict(zip(firsts, encode(list(firsts), add_special_tokens=False), strict=True))
-            seconds = encode([second for _, second in pairs], add_special_tokens=False)
-            return [
-                self._input(index, known[first], second, fitting)
-                for index, ((first, _), second) in enumerate(zip(pairs, seconds, strict=True))
-            ]
+            return make(list(firsts), pairs, fitting, instruction or _INSTRUCTION)
 
         return await self._threads.run(sum(map(len, firsts)) + sum(len(second) for _, second in pairs), tokenize)
 
-    def _conversations(
-        self, pairs: Sequence[tuple[str, str]], fitting: Fitting, instruction: str
+    def _pairs(
+        self, firsts: list[str], pairs: Sequence[tuple[str, str]], fitting: Fitting, _: str
     ) -> list[pb.EncodeInput]:
-        texts = [f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}" for query, text in pairs]
+        def encoded(texts: Iterable[str]) -> Iterator[Encoding]:
+            return _encodings(self._tokenizer, (text.lower() if self._lowercase else text for text in texts))
+
+        known = dict(zip(firsts, encoded(firsts), strict=True))
+        seconds = encoded(second for _, second in pairs)
+        return [
+            self._input(index, known[first], second, fitting)
+            for index, ((first, _), second) in enumerate(zip(pairs, seconds, strict=True))
+        ]
+
+    def _conversations(
+        self, firsts: list[str], pairs: Sequence[tuple[str, str]], fitting: Fitting, instruction: str
+    ) -> list[pb.EncodeInput]:
+        """The tokenizer splits a text before the blank in front of a document, so what precedes it is read once."""
         before, after = (self._tokenizer.encode(each, add_special_tokens=False).ids for each in (_BEFORE, _AFTER))
         room = self.info.max_tokens - len(before) - len(after)
+        queries = (f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:" for query in firsts)
+        known = dict(zip(firsts, (each.ids for each in _encodings(self._user_tokenizer, queries)), strict=True))
+        for ids in known.values():
+            if len(ids) >= room:
+                raise _no_room(len(ids) + self.info.max_tokens - room, self.info.max_tokens)
         inputs = []
-        for index, encoding in enumerate(self._user_tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
-            if len(encoding) > room and not fitting.cut:
-                raise _too_long(fitting, index, len(encoding), room)
-            inputs.append(pb.EncodeInput(ids=[*before, *encoding.ids[:room], *after]))
+        documents = _encodings(self._user_tokenizer, (f" {text}" for _, text in pairs))
+        for index, ((query, _), document) in enumerate(zip(pairs, documents, strict=True)):
+            asked = known[query]
+            if len(asked) + len(document) > room and not fitting.cut:
+                raise _too_long(fitting, index, len(asked) + len(document), room)
+            inputs.append(pb.EncodeInput(ids=[*before, *asked, *document.ids[: room - len(asked)], *after]))
         return inputs
 
     def _input(self, index: int, first: Encoding, second: Encoding | None, fitting: Fitting) -> pb.EncodeInput:
@@ -159,10 +181,7 @@ class ServedEncoder:
         added = self._tokenizer.num_special_tokens_to_add(second is not None)
         room = most - added - (len(first) if second is not None else 0)
         if second is not None and room < 1:
-            raise InvalidRequest(
-                f"`query` has {len(first)} tokens; the model reads at most {most} of a query and a text together",
-                param="query",
-            )
+            raise _no_room(len(first), most)
         last = first if second is None else second
         if fitting.most is not None:
             room = min(room, max(fitting.most - (added if second is None else 0), 1))
@@ -176,17 +195,23 @@ class ServedEncoder:
         return pb.EncodeInput(ids=whole.ids, second=whole.type_ids.index(1) if 1 in whole.type_ids else 0)
 
     async def values(self, inputs: Sequence[pb.EncodeInput], *, dimensions: int = 0, normalize: bool = False) -> Values:
-        """Returns a row for each input. Raises Unhealthy."""
-        response = await self._shards.encode(
-            pb.EncodeRequest(
+        """Returns a row for each input. Raises Unhealthy.
+
+        Many are sent in pieces: others' texts come between them.
+        """
+        values, columns = [], 1
+        for piece in _pieces(inputs, _PIECE_TOKENS, lambda text: len(text.ids)):
+            request = pb.EncodeRequest(
                 task=self.info.task,
-                inputs=inputs,
+                inputs=piece,
                 dimensions=dimensions,
                 normalize=normalize,
                 target_gap_ms=self._target_gap_ms,
             )
-        )
-        return Values(response.values, response.columns)
+            response = await self._shards.encode(request)
+            values.append(response.values)
+            columns = response.columns
+        return Values(b"".join(values), columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +241,32 @@ class Encoders:
     def named(self, model: str) -> ServedEncoder | None:
         """Returns the model of that name."""
         return next((each for each in self.by_task.values() if each.is_named(model)), None)
+
+
+def _encodings(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Encoding]:
+    """Yields the tokens of texts. They take a hundred bytes each, so few texts are read at once."""
+    for piece in _pieces(texts, _PIECE_CHARACTERS, len):
+        yield from tokenizer.encode_batch_fast(piece, add_special_tokens=False)
+
+
+def _pieces(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields the items in lists, which have `most` in all unless one alone has more."""
+    piece: list[T] = []
+    held = 0
+    for item in items:
+        if piece and held + size(item) > most:
+            yield piece
+            piece, held = [], 0
+        piece.append(item)
+        held += size(item)
+    if piece:
+        yield piece
+
+
+def _no_room(tokens: int, most: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"`query` has {tokens} tokens; the model reads at most {most} of a query and a text together", param="query"
+    )
 
 
 def _too_long(fitting: Fitting, index: int, tokens: int, most: int) -> InvalidRequest:

@@ -1,15 +1,17 @@
 """/v1/embeddings, OpenAI's, and /embed, that of Text Embeddings Inference (TEI)."""
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
+from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.completions import Prompt
@@ -22,7 +24,7 @@ from tgi_server.router.schemas.encoding import (
 from tgi_server.router.schemas.encoding import Embedding as EmbeddingObject
 from tgi_server.router.schemas.encoding import EmbeddingUsage as Usage
 from tgi_server.router.service import Service
-from tgi_server.router.text.encoder import Fitting, ServedEncoder
+from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 
 
 def embedding_routes(service: Service) -> APIRouter:
@@ -54,18 +56,21 @@ async def _embeddings(exchange: Exchange, request: EmbeddingsRequest) -> Respons
     prompt = encoder.prompt(request.prompt_name)
     dimensions = _dimensions(encoder, request.dimensions)
     inputs = await _inputs(encoder, request.input, fitting, prompt)
-    values = await exchange.unless_left(encoder.values(inputs, dimensions=dimensions, normalize=True))
-    rows: list[Any] = (
-        [b64encode(row).decode() for row in values] if request.encoding_format == "base64" else values.numbers()
-    )
-    tokens = _tokens(inputs)
-    response = EmbeddingsResponse(
-        object="list",
-        data=[EmbeddingObject(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
-        model=encoder.name,
-        usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
-    )
-    return exchange.respond_with_values(response, tokens=tokens)
+    values = await exchange.encode(encoder, inputs, dimensions=dimensions, normalize=True)
+    tokens = exchange.read_tokens
+
+    def response() -> EmbeddingsResponse:
+        rows: Iterable[Any] = (
+            (b64encode(row).decode() for row in values) if request.encoding_format == "base64" else _rows(values)
+        )
+        return EmbeddingsResponse(
+            object="list",
+            data=[EmbeddingObject(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
+            model=encoder.name,
+            usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
+        )
+
+    return await exchange.respond_with_values(response, size=values.size)
 
 
 async def _embed(exchange: Exchange, request: EmbedRequest) -> Response:
@@ -74,8 +79,13 @@ async def _embed(exchange: Exchange, request: EmbedRequest) -> Response:
     prompt = encoder.prompt(request.prompt_name)
     dimensions = _dimensions(encoder, request.dimensions)
     inputs = await _inputs(encoder, request.inputs, fitting, prompt)
-    values = await exchange.unless_left(encoder.values(inputs, dimensions=dimensions, normalize=request.normalize))
-    return exchange.respond_with_values(values.numbers(), tokens=_tokens(inputs))
+    values = await exchange.encode(encoder, inputs, dimensions=dimensions, normalize=request.normalize)
+    return await exchange.respond_with_values(lambda: list(_rows(values)), size=values.size)
+
+
+def _rows(values: Values) -> Iterator[Raw]:
+    """Yields each row as JSON, one by one: while JSON is written, no other thread runs."""
+    return (Raw(to_json(row)) for row in values.numbers())
 
 
 async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, prompt: str) -> list[pb.EncodeInput]:
@@ -87,14 +97,10 @@ async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, promp
         if "" in texts:
             raise InvalidRequest(f"`{name}` has an empty text; leave it out", param=name)
         return await encoder.of_texts([str(text) for text in texts], fitting, prompt=prompt)
-    return encoder.of_tokens([ids for ids in texts if not isinstance(ids, str)], fitting)
+    return await encoder.of_tokens([ids for ids in texts if not isinstance(ids, str)], fitting)
 
 
 def _dimensions(encoder: ServedEncoder, requested: int | None) -> int:
     if requested is not None and requested > encoder.info.columns:
         raise InvalidRequest(f"`dimensions` is {requested}; it must be at most {encoder.info.columns}")
     return requested or 0
-
-
-def _tokens(inputs: Sequence[pb.EncodeInput]) -> int:
-    return sum(len(each.ids) for each in inputs)

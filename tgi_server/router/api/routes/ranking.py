@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from functools import partial
 from math import exp
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
+from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.encoding import (
@@ -25,8 +27,10 @@ from tgi_server.router.schemas.encoding import (
     RerankUsage,
 )
 from tgi_server.router.service import Service
-from tgi_server.router.text.encoder import Fitting, ServedEncoder
+from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 
+# Of a label with its score in a response, beside its name.
+_LABEL_BYTES = 40
 # Pairs that Cohere counts as one search.
 _PAIRS_OF_A_SEARCH = 100
 
@@ -71,12 +75,15 @@ async def _rank(exchange: Exchange, request: RankRequest) -> Response:
     fitting = Fitting("texts", cut=request.truncate, left=request.truncation_direction == "left")
     pairs = [(request.query, text) for text in request.texts]
     inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
-    scores = await _scores(exchange, encoder, inputs, raw=request.raw_scores)
-    ranks = [
-        Rank(index=index, score=score, text=request.texts[index] if request.return_text else None)
-        for index, score in _sorted(scores)
-    ]
-    return exchange.respond_with_values(ranks, tokens=_tokens(inputs))
+    values = await exchange.encode(encoder, inputs)
+
+    def ranks() -> list[Rank]:
+        return [
+            Rank(index=index, score=score, text=request.texts[index] if request.return_text else None)
+            for index, score in _sorted(_scores(values, raw=request.raw_scores))
+        ]
+
+    return await exchange.respond_with_values(ranks, size=len(inputs))
 
 
 async def _rerank(exchange: Exchange, request: RerankRequest, *, shows: bool) -> Response:
@@ -86,29 +93,32 @@ async def _rerank(exchange: Exchange, request: RerankRequest, *, shows: bool) ->
     fitting = Fitting("documents", cut=True, most=most if most and most > 0 else None)
     pairs = [(request.query, text) for text in request.documents]
     inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
-    scores = await _scores(exchange, encoder, inputs)
+    values = await exchange.encode(encoder, inputs)
     shows = shows if request.return_documents is None else request.return_documents
-    tokens = _tokens(inputs)
-    response = RerankResponse(
-        id=f"rerank-{uuid4().hex}",
-        object="list",
-        model=encoder.name,
-        results=[
-            RankedResult(
-                index=index,
-                relevance_score=score,
-                document=RankedDocument(text=request.documents[index]) if shows else None,
-            )
-            for index, score in _sorted(scores)[: request.top_n]
-        ],
-        usage=RerankUsage(prompt_tokens=tokens, total_tokens=tokens),
-        meta={
-            "api_version": {"version": exchange.path[2]},
-            "billed_units": {"search_units": -(-len(pairs) // _PAIRS_OF_A_SEARCH)},
-            "tokens": {"input_tokens": tokens},
-        },
-    )
-    return exchange.respond_with_values(response, tokens=tokens)
+    tokens = exchange.read_tokens
+
+    def response() -> RerankResponse:
+        return RerankResponse(
+            id=f"rerank-{uuid4().hex}",
+            object="list",
+            model=encoder.name,
+            results=[
+                RankedResult(
+                    index=index,
+                    relevance_score=score,
+                    document=RankedDocument(text=request.documents[index]) if shows else None,
+                )
+                for index, score in _sorted(_scores(values))[: request.top_n]
+            ],
+            usage=RerankUsage(prompt_tokens=tokens, total_tokens=tokens),
+            meta={
+                "api_version": {"version": exchange.path[2]},
+                "billed_units": {"search_units": -(-len(pairs) // _PAIRS_OF_A_SEARCH)},
+                "tokens": {"input_tokens": tokens},
+            },
+        )
+
+    return await exchange.respond_with_values(response, size=len(inputs))
 
 
 async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
@@ -122,16 +132,19 @@ async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
     of_pairs = iter(await encoder.of_pairs(pairs, fitting))
     of_texts = iter(await encoder.of_texts(texts, fitting))
     inputs = [next(of_pairs if len(each) == 2 else of_texts) for each in given]
-    values = await exchange.unless_left(encoder.values(inputs))
-    labels = encoder.info.labels
-    answers = [
-        [
-            Prediction(label=labels[index], score=score)
-            for index, score in _sorted(row if request.raw_scores else _probabilities(row))
-        ]
-        for row in values.numbers()
-    ]
-    return exchange.respond_with_values(answers[0] if request.single else answers, tokens=_tokens(inputs))
+    values = await exchange.encode(encoder, inputs)
+    labels = list(encoder.info.labels)
+    exchange.hold(_LABEL_BYTES * values.size + values.size * max(map(len, labels)))
+
+    def predictions(row: list[float]) -> Raw:
+        scores = _sorted(row if request.raw_scores else _probabilities(row))
+        return Raw(to_json([Prediction(label=labels[index], score=score) for index, score in scores]))
+
+    def answers() -> Any:
+        rows = list(map(predictions, values.numbers()))
+        return rows[0] if request.single else rows
+
+    return await exchange.respond_with_values(answers, size=len(inputs) * len(labels))
 
 
 def _scorer(exchange: Exchange, model: str | None) -> ServedEncoder:
@@ -144,10 +157,7 @@ def _scorer(exchange: Exchange, model: str | None) -> ServedEncoder:
     return encoder
 
 
-async def _scores(
-    exchange: Exchange, encoder: ServedEncoder, inputs: Sequence[pb.EncodeInput], *, raw: bool = False
-) -> list[float]:
-    values = await exchange.unless_left(encoder.values(inputs))
+def _scores(values: Values, *, raw: bool = False) -> list[float]:
     return [row[0] if raw else _sigmoid(row[0]) for row in values.numbers()]
 
 
@@ -157,7 +167,8 @@ def _probabilities(logits: Sequence[float]) -> list[float]:
         return [_sigmoid(logits[0])]
     highest = max(logits)
     weights = [exp(logit - highest) for logit in logits]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def _sigmoid(logit: float) -> float:
@@ -167,7 +178,3 @@ def _sigmoid(logit: float) -> float:
 def _sorted(scores: Sequence[float]) -> list[tuple[int, float]]:
     """Returns the numbers of scores with them, the highest first."""
     return sorted(enumerate(scores), key=lambda each: -each[1])
-
-
-def _tokens(inputs: Sequence[pb.EncodeInput]) -> int:
-    return sum(len(each.ids) for each in inputs)
