@@ -15,7 +15,7 @@ from tests.grammars import no_fault
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
-from tgi_server.router.api.connections import BREAK_OFF
+from tgi_server.router.api.connections import REFUSE
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
@@ -163,6 +163,6 @@ def _connected(app: ASGIApp) -> ASGIApp:
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         lease = Lease(Account(2**30, 1.0), "", lambda: None)
-        await app({**scope, "state": {BREAK_OFF: lambda: None, LEASE: lease}}, receive, send)
+        await app({**scope, "state": {REFUSE: lambda: None, LEASE: lease}}, receive, send)
 
     return call

@@ -111,8 +111,8 @@ class Exchange:
         self._collects = True
         self._task = asyncio.current_task()
         self.refusal: RouterError | None = None
-        lease = lease_of(request.scope)
-        lease.answer, lease.end = self._answer_bytes, self._end
+        self.lease = lease_of(request.scope)
+        self.lease.answer, self.lease.end = self._answer_bytes, self._end
 
     async def body(self) -> bytes:
         """Returns what the client sent. From then on the request has a place among those in flight.
@@ -342,7 +342,7 @@ class Exchange:
         """
         self.read_tokens = sum(len(each.ids) for each in inputs)
         columns = min(options.get("dimensions") or encoder.info.columns, encoder.info.columns)
-        self.hold(_INPUT_BYTES * self.read_tokens + _VALUE_BYTES * len(inputs) * columns)
+        self.lease.hold(_INPUT_BYTES * self.read_tokens + _VALUE_BYTES * len(inputs) * columns)
         return await self.unless_left(encoder.values(inputs, **options))
 
     async def respond_with_values(self, make: Callable[[], Any], *, size: int) -> Response:

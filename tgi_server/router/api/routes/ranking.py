@@ -134,7 +134,7 @@ async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
     inputs = [next(of_pairs if len(each) == 2 else of_texts) for each in given]
     values = await exchange.encode(encoder, inputs)
     labels = list(encoder.info.labels)
-    exchange.hold(_LABEL_BYTES * values.size + values.size * max(map(len, labels)))
+    exchange.lease.hold(_LABEL_BYTES * values.size + values.size * max(map(len, labels)))
 
     def predictions(row: list[float]) -> Raw:
         scores = _sorted(row if request.raw_scores else _probabilities(row))
