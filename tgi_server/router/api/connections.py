@@ -10,9 +10,9 @@ from time import monotonic
 from typing import Any
 
 import httptools
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.memory import Account, memory_full
 from tgi_server.router.errors import Overloaded, StartupError, error_body
 
@@ -393,7 +393,7 @@ class Connections:
 
 def refusal(error: Overloaded) -> bytes:
     """Returns a whole response of HTTP, after which the connection ends."""
-    body = to_json(error_body(error, "/"))
+    body = msgspec.json.encode(error_body(error, "/"))
     head = (
         "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
