@@ -47,6 +47,7 @@ class Grammar:
     frame: a Lark grammar around a JSON schema, in which `%schema POINTER` stands for JSON that fits the schema there.
     lenient: places in a JSON schema (JSON pointers that begin with #) below which constraints that cannot be enforced
     are left to the model; elsewhere they are refused.
+    reading: the reading of JSON schemas by which it was made of one, for a response's headers; empty: of none.
     """
 
     type: GrammarKind
@@ -54,6 +55,7 @@ class Grammar:
     text: str = ""
     frame: str = ""
     lenient: tuple[str, ...] = ()
+    reading: str = field(default="", compare=False)
 
     @property
     def size(self) -> int:

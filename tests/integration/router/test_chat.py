@@ -165,11 +165,13 @@ async def test_logprobs(router: Router):
 
 async def test_the_form_of_the_answer(router: Router):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    await chat(router, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    response = await router.post("/v1/chat/completions", messages=HELLO, response_format=form)
+    assert response.headers["x-schema-reading"] == "closed-objects"
     await chat(router, response_format={"type": "json_object"})
     await chat(router, response_format={"type": "text"})
     first, second, third = router.shard.received
-    assert json.loads(first.grammar.value) == schema
+    assert json.loads(first.grammar.value) == {**schema, "additionalProperties": False}
     assert json.loads(second.grammar.value) == {"type": "object"}
     assert not third.HasField("grammar")
 

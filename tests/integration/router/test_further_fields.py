@@ -10,7 +10,12 @@ from tests.integration.router.conftest import Router, RouterFactory, events, in_
 from tests.integration.router.test_chat import HELLO, TEXT, chat, chat_stream, refusal, text
 from tgi_server import demo_model
 
-SCHEMA = {"type": "object", "properties": {"minutes": {"type": "integer"}}, "required": ["minutes"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"minutes": {"type": "integer"}},
+    "required": ["minutes"],
+    "additionalProperties": False,
+}
 
 
 async def sent(router: Router, **body: Any) -> Any:

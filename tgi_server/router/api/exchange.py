@@ -96,6 +96,7 @@ class Exchange:
         self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
         self._unenforced: list[str] = []
+        self._reading: list[str] = []
         self._ignored: list[str] = []
         self._adapters: set[str | None] = set()
         self.size = 0
@@ -193,6 +194,8 @@ class Exchange:
         if keep is None and options.prompt_cache_key is not None:
             keep = KeptPrefix(options.prompt_cache_key, _KEPT_SECONDS)
         self._note_unenforced(checked.unenforced)
+        if (grammar := options.grammar) is not None and grammar.reading:
+            self._reading = [grammar.reading]
         stream = TokenStream(
             service.text.tokenizer,
             checked.input_ids,
@@ -380,8 +383,12 @@ class Exchange:
         return EventStream(outbox, headers | self._notes(), self.close)
 
     def _notes(self) -> dict[str, str]:
-        """Returns headers with the request's id, its ignored fields and its unenforced constraints."""
-        notes = {"x-unenforced-constraints": self._unenforced, "x-ignored-fields": self._ignored}
+        """Returns headers with the request's id and what is to be known of how it was read."""
+        notes = {
+            "x-unenforced-constraints": self._unenforced,
+            "x-ignored-fields": self._ignored,
+            "x-schema-reading": self._reading,
+        }
         return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes.items() if lines}
 
     @property

@@ -9,6 +9,7 @@ from pydantic_core import from_json, to_json
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas import grammar as schemas
+from tgi_server.router.text.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
 
 ANY_OBJECT = {"type": "object"}
 _SPAN = '"x-span"'
@@ -37,13 +38,15 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
             if config is None:
                 raise InvalidRequest("a grammar of type `json_schema` needs the schema in `value`, or in `json_schema`")
             strict = value is not None if config.strict is None else config.strict
-            return json_grammar(config.definition, () if strict else (WHOLE_SCHEMA,))
+            lenient = () if strict else (WHOLE_SCHEMA,)
+            return json_grammar(config.definition, lenient, strict=config.strict is True)
 
 
-def json_grammar(schema: Any, lenient: tuple[str, ...] = ()) -> Grammar:
+def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = False) -> Grammar:
     """Returns the grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them.
 
-    lenient: places in it below which constraints that cannot be enforced are left to the model.
+    lenient: places in it below which constraints that cannot be enforced are left to the model. strict: the schema is
+    read by the letter of JSON Schema; otherwise objects that it does not open are closed.
     """
     if isinstance(schema, str):
         try:
@@ -52,7 +55,9 @@ def json_grammar(schema: Any, lenient: tuple[str, ...] = ()) -> Grammar:
             raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("the JSON schema of a grammar must be an object")
-    return Grammar(GrammarKind.JSON_SCHEMA, to_json(schema, inf_nan_mode="constants").decode(), lenient=lenient)
+    read = schema if strict else with_closed_objects(schema)
+    text = to_json(read, inf_nan_mode="constants").decode()
+    return Grammar(GrammarKind.JSON_SCHEMA, text, lenient=lenient, reading=JSON_SCHEMA if strict else CLOSED_OBJECTS)
 
 
 def token_grammar(token_ids: Collection[int], end_tokens: Collection[int]) -> Grammar:

@@ -14,6 +14,7 @@ from tgi_server.router.text.answer_frame import Calls, FrameWriter
 from tgi_server.router.text.answer_reader import AnswerReader, CallHeads
 from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.response_template import ResponseTemplate
+from tgi_server.router.text.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
 from tgi_server.router.text.tagged_arguments import Arguments, TaggedParameter, tagged_parameters
 from tgi_server.router.text.templated_reader import Reader, TemplatedReader
 from tgi_server.router.text.tool_formats import TGI_FORMAT, ToolFormat
@@ -179,7 +180,9 @@ class AnswerForm:
         calls = Calls(self._calls, arguments, use.required, use.parallel, as_text) if use.tools else None
         frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
         text = json.dumps(document, ensure_ascii=False)
-        return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
+        by_letter = all(tool.strict for tool in use.tools) and (answer is None or answer.reading == JSON_SCHEMA)
+        reading = JSON_SCHEMA if by_letter else CLOSED_OBJECTS
+        return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient), reading=reading)
 
     def without_calls(self, use: ToolUse, *, thinking: bool) -> Grammar | None:
         """Returns the grammar of a text that calls none of the tools that the prompt shows; None: it shows none."""
@@ -247,7 +250,8 @@ def _parameters(tool: ToolSpec, home: str) -> dict[str, Any]:
     kind = parameters.get("type", "object") if isinstance(parameters, dict) else None
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidTool(f"the parameters of the tool {tool.name!r} must be a JSON schema of an object")
-    return {**_moved(parameters, home), "type": "object"}
+    read = parameters if tool.strict else with_closed_objects(parameters)
+    return {**_moved(read, home), "type": "object"}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -138,7 +138,7 @@ def _form(request: ResponsesRequest) -> Grammar | None:
         return json_grammar(ANY_OBJECT)
     if form.json_schema is None:
         raise InvalidRequest("`text.format` of the type `json_schema` needs a `schema`", param="text.format.schema")
-    return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,))
+    return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,), strict=bool(form.strict))
 
 
 def _parts(content: Sequence[TextPart | InputImage], place: str) -> tuple[str | ImageSource, ...]:
