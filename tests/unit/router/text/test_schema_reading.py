@@ -40,7 +40,7 @@ BASE = {"$defs": {"Base": {"type": "object", "properties": A, "required": ["a"]}
     ],
     ids=str,
 )
-def test_objects_are_closed_unless_they_are_opened(schema: Any, taken: list[str], refused: list[str]):
+def test_objects_are_closed_unless_they_are_opened(schema: Any, taken: list[str], refused: list[str]) -> None:
     grammar = json_grammar(schema)
     assert grammar.reading == "closed-objects"
     for text in taken:
@@ -49,7 +49,7 @@ def test_objects_are_closed_unless_they_are_opened(schema: Any, taken: list[str]
         assert not takes(grammar, text)
 
 
-def test_a_strict_schema_is_read_by_the_letter():
+def test_a_strict_schema_is_read_by_the_letter() -> None:
     grammar = json_grammar({"properties": A}, strict=True)
     assert grammar.reading == "json-schema"
     for text in ("null", '{"a": 1, "b": 2}'):
