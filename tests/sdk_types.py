@@ -29,7 +29,7 @@ def _in_object(sdk_type: Any, model: type[BaseModel], path: str, seen: set[Any])
         return
     seen.add((sdk_type, model))
     fields = _fields(model)
-    decided = {*getattr(model, "harmless", ()), *getattr(model, "refused", ())}
+    decided = {name for kind in ("harmless", "reported", "refused") for name in getattr(model, kind, ())}
     for name, annotation in get_type_hints(sdk_type).items():
         member = f"{path}.{name}" if path else name
         if name in fields:

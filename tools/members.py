@@ -22,14 +22,14 @@ def _rows(
     model: type[BaseModel], path: str, hidden: frozenset[str], seen: set[tuple[str, type[BaseModel]]]
 ) -> Iterator[tuple[str, ...]]:
     fields = {name: field for name, field in _named(model) if name not in hidden}
-    refused, harmless = (set(getattr(model, name, ())) for name in ("refused", "harmless"))
+    refused, harmless, reported = (set(getattr(model, name, ())) for name in ("refused", "harmless", "reported"))
     refusing = {name: _types(field, Refused) for name, field in fields.items()}
     leaving = {name: _types(field, LeftOut) for name, field in fields.items()}
     yield (
         f"`{path}`" if path else "the request",
         _listed(fields),
         _listed(sorted(harmless)),
-        _joined(_group(name, types) for name, types in leaving.items()),
+        _joined([_listed(sorted(reported)), *(_group(name, types) for name, types in leaving.items())]),
         _joined([_listed(sorted(refused)), *(_group(name, types) for name, types in refusing.items())]),
     )
     for name, field in fields.items():

@@ -102,6 +102,19 @@ class PreviousResponseNotFound(InvalidRequest):
     code = "previous_response_not_found"
 
 
+class NoSuchItem(InvalidRequest):
+    """An item that an input refers to is not stored, or no longer."""
+
+    status = 400
+    code = "item_not_found"
+
+    def __init__(self, item_id: str) -> None:
+        super().__init__(
+            f"there is no item {item_id[:100]!r} here: it was never stored, or was evicted; send the item itself",
+            param="input",
+        )
+
+
 class InvalidTemplate(InvalidRequest):
     """The chat template is missing, or refuses the messages."""
 

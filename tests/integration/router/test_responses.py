@@ -237,7 +237,6 @@ async def test_a_stream_may_repeat_a_long_request(router: Router):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ({"tools": [{"type": "web_search"}]}, "function"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "images"),
@@ -271,3 +270,15 @@ async def test_embeddings_are_refused_by_name(router: Router):
     with pytest.raises(openai.InternalServerError, match="no embedding model") as refused:
         await client(router).embeddings.create(model="tgi", input="Hello")
     assert refused.value.status_code == 501
+
+
+async def test_the_local_shell(router: Router):
+    router.say('{"name": "local_shell", "arguments": {"command": ["ls", "-l"], "timeout_ms": 5}}')
+    tools: Any = [{"type": "local_shell"}]
+    (item,) = (await create(router, tools=tools)).output
+    assert item.type == "local_shell_call"
+    assert (item.action.command, item.action.timeout_ms, item.action.env) == (["ls", "-l"], 5, {})
+    output = {"type": "local_shell_call_output", "id": item.call_id, "output": "notes.txt"}
+    router.say("Well.")
+    said: Any = [{"role": "user", "content": "Hello"}, item.model_dump(), output]
+    assert (await create(router, input=said, tools=tools)).output_text == "Well."

@@ -1,6 +1,6 @@
 """Base classes and types of all bodies."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -117,12 +117,14 @@ class RequestModel(BaseModel):
     """The JSON of a request, or of an object in it. Types are strict ("20" is not 20). `null` omits a field.
 
     Unknown fields are ignored, as in TGI, and reported to the client (`unknown_fields`). harmless: fields that are
-    ignored without a report, for they say something about a request and never change its response.
+    ignored without a report, for they say something about a request and never change its response. reported: known
+    fields without effect here, which are reported like unknown ones.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
     harmless: ClassVar[frozenset[str]] = frozenset()
+    reported: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -198,7 +200,7 @@ def by_type(*types: str, default: str | None = None, **groups: frozenset[str] | 
     tags = {kind: tag for tag, kinds in groups.items() for kind in kinds or ()} | {kind: kind for kind in types}
 
     def tag_of(item: Any) -> str | None:
-        kind = item.get("type") if isinstance(item, dict) else None
+        kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
         return default if kind is None else tags.get(kind, "other") if isinstance(kind, str) else "other"
 
     return Discriminator(
@@ -240,38 +242,57 @@ def models_of(annotation: Any) -> tuple[type[RequestModel], ...]:
 
 
 def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yields the unknown fields of a request, each with the name that was probably meant.
+    """Yields the unknown fields of a request, and those without effect, each with the name that was probably meant.
 
     Fields of nested objects have dotted names. Objects in lists, such as messages, may have fields of any name.
     """
     if not isinstance(content, dict):
         return
     fields, nested = _fields(model)
+    reported = getattr(model, "reported", ())
     for name, value in content.items():
-        if name in nested:
-            yield from unknown_fields(nested[name], value, f"{prefix}{name}.")
+        if name in reported:
+            yield f"{prefix}{name}", None
+        elif name in nested:
+            members = [list(unknown_fields(each, value, f"{prefix}{name}.")) for each in _possible(nested[name], value)]
+            yield from min(members, key=len, default=())
         elif name not in fields:
             yield f"{prefix}{name}", _meant(name, fields, nested, prefix)
 
 
-def _meant(name: str, fields: frozenset[str], nested: Mapping[str, type[BaseModel]], prefix: str) -> str | None:
-    inside = {inner: f"{outer}.{inner}" for outer, model in nested.items() for inner in model.model_fields}
+def _possible(models: Sequence[type[RequestModel]], content: Any) -> list[type[RequestModel]]:
+    """Returns the members of a union that an object may be, by its type."""
+    kind = content.get("type") if isinstance(content, dict) else None
+    return [each for each in models if kind is None or (types := known_types(each)) is None or kind in types]
+
+
+def _meant(
+    name: str, fields: frozenset[str], nested: Mapping[str, Sequence[type[BaseModel]]], prefix: str
+) -> str | None:
+    members = ((outer, model) for outer, models in nested.items() for model in models)
+    inside = {inner: f"{outer}.{inner}" for outer, model in members for inner in model.model_fields}
     near = [name] if name in inside else get_close_matches(name[:100], [*fields, *inside], 1, cutoff=0.75)
     return f"{prefix}{inside.get(near[0], near[0]) if near[0] not in fields else near[0]}" if near else None
 
 
 @cache
-def _fields(model: type[BaseModel]) -> tuple[frozenset[str], Mapping[str, type[BaseModel]]]:
+def _fields(model: type[BaseModel]) -> tuple[frozenset[str], Mapping[str, Sequence[type[RequestModel]]]]:
     """Returns the names of all known fields, and the models of those that are objects."""
     names = {field.alias or name: field for name, field in model.model_fields.items()}
     nested = {
-        name: inner
+        name: found
         for name, field in names.items()
-        for inner in (field.annotation, *get_args(field.annotation))
-        if isinstance(inner, type) and issubclass(inner, RequestModel)
+        if not _is_list(field.annotation) and (found := models_of(field.annotation))
     }
     more = (*getattr(model, "refused", ()), *getattr(model, "harmless", ()))
     return frozenset([*names, *more]), nested
+
+
+def _is_list(annotation: Any) -> bool:
+    """Returns True if a field has a list: alone, or beside other types."""
+    if isinstance(annotation, type) and issubclass(annotation, RootModel):
+        return _is_list(annotation.model_fields["root"].annotation)
+    return get_origin(annotation) in (list, dict) or any(map(_is_list, get_args(annotation)))
 
 
 class ResponseModel(Struct, forbid_unknown_fields=True):

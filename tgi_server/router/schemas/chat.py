@@ -11,14 +11,14 @@ from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     SEVERAL,
     Items,
-    Name,
+    Refused,
     RefusingModel,
     RequestModel,
     ResponseModel,
-    ToolSchema,
     one_of,
     takes_options,
 )
+from tgi_server.router.schemas.chat_tools import ChatTool, PastToolCall, ToolChoice
 from tgi_server.router.schemas.generate import SimpleToken
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
@@ -33,12 +33,16 @@ class Url(RequestModel):
 
 
 class TextChunk(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: str
 
 
 class ImageChunk(RequestModel):
     """An image, for models that read images."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["image_url"]
     image_url: Url
@@ -51,7 +55,16 @@ class RefusalChunk(RequestModel):
     refusal: str
 
 
-class MessageChunk(RootModel[Annotated[TextChunk | ImageChunk | RefusalChunk, Field(discriminator="type")]]):
+class OtherChunk(Refused):
+    reason: ClassVar[str] = "send its text"
+
+    type: Literal["input_audio", "file"]
+
+
+_AnyChunk = TextChunk | ImageChunk | RefusalChunk | OtherChunk
+
+
+class MessageChunk(RootModel[Annotated[_AnyChunk, Field(discriminator="type")]]):
     pass
 
 
@@ -59,40 +72,7 @@ class MessageContent(RootModel[str | Items[MessageChunk]]):
     pass
 
 
-class FunctionDefinition(RequestModel):
-    """A function that the model may call; OpenAI calls `arguments` `parameters`."""
-
-    name: Name
-    description: str | None = None
-    arguments: Any = Field(
-        default=None,
-        validation_alias=AliasChoices("arguments", "parameters"),
-        description="JSON schema of the arguments.",
-    )
-    strict: bool | None = Field(
-        default=None, description="Refuse a JSON schema that cannot be fully enforced. Else a header names the rest."
-    )
-
-
-class ToolFunction(FunctionDefinition):
-    arguments: ToolSchema = Field(
-        default=None,
-        validation_alias=AliasChoices("arguments", "parameters"),
-        description="JSON schema of the arguments.",
-    )
-
-
-class Tool(RequestModel):
-    type: str
-    function: ToolFunction
-
-
-class ToolCall(RequestModel):
-    """A call that the model made earlier in the conversation; `arguments` as an object or as a string of JSON."""
-
-    id: str
-    type: str = "function"
-    function: FunctionDefinition
+_SAYING = ("content", "refusal", "tool_calls", "reasoning_content", "reasoning")
 
 
 class MessageBody(RefusingModel):
@@ -104,15 +84,12 @@ class MessageBody(RefusingModel):
         description="Thoughts before an answer; templates show them. Also called `reasoning`.",
     )
     content: MessageContent | None = None
-    tool_calls: Items[ToolCall] | None = None
+    refusal: str | None = Field(default=None, description="Said in place of an answer.")
+    tool_calls: Items[PastToolCall] | None = None
 
 
 class Message(MessageBody):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [{"required": [name]} for name in ("content", "tool_calls", "reasoning_content", "reasoning")]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in _SAYING]})
 
     role: str
     name: str | None = None
@@ -120,41 +97,9 @@ class Message(MessageBody):
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
-        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+        if self.content is None and not self.tool_calls and self.reasoning_content is None and self.refusal is None:
             raise ValueError("a message needs `content`, `tool_calls` or `reasoning_content`")
         return self
-
-
-class FunctionName(RequestModel):
-    name: str
-
-
-class NamedTool(RequestModel):
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
-class AllowedToolNames(RequestModel):
-    mode: Literal["auto", "required"] = "auto"
-    tools: Items[NamedTool] = Field(min_length=1)
-
-
-class AllowedTools(RequestModel):
-    """Some of the tools; one of them may or must be called."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedToolNames
-
-
-class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool | AllowedTools]):
-    """A tool's name alone, which TGI takes too, is the choice of that tool."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in ("auto", "none", "required"):
-            return {"function": {"name": value}}
-        return value
 
 
 @takes_options(Dialect.CHAT)
@@ -168,7 +113,7 @@ class ChatRequest(SharedParameters):
 
     messages: Items[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
-    tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
+    tools: Items[ChatTool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
     parallel_tool_calls: bool = Field(default=True, description="An answer may have several calls.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
@@ -189,10 +134,18 @@ class CalledFunction(ResponseModel, kw_only=True):
     arguments: str
 
 
+class CalledFreeFormTool(ResponseModel, kw_only=True):
+    name: str
+    input: str
+
+
 class MadeToolCall(ResponseModel, kw_only=True):
+    """A call of a function, or of a tool whose input is text, with the type `custom`."""
+
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: str = "function"
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledFreeFormTool | UnsetType = UNSET
 
 
 class TextMessage(ResponseModel, kw_only=True):
@@ -255,13 +208,19 @@ class Function(ResponseModel, kw_only=True):
     arguments: str
 
 
+class FreeFormPiece(ResponseModel, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class DeltaToolCall(ResponseModel, kw_only=True):
-    """The first piece of a call has its id and the name."""
+    """The first piece of a call has its id and the name. `custom`: of a tool whose input is text."""
 
     index: int
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: Function
+    function: Function | UnsetType = UNSET
+    custom: FreeFormPiece | UnsetType = UNSET
 
 
 class TextDelta(ResponseModel, kw_only=True):

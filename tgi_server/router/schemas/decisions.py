@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, RootModel, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
 from tgi_server.router.schemas.base import Items, Name, RefusingModel, RequestModel, ResponseModel, one_of
-from tgi_server.router.schemas.responses import FunctionCall, FunctionCallOutput, InputMessage
+from tgi_server.router.schemas.response_input import CallOutput, FunctionCall, InputMessage
 
 MOST_QUESTIONS = 400
 MOST_OPTIONS = 255
@@ -50,7 +50,7 @@ def _item(item: Any) -> Any:
 class DecisionItem(
     RootModel[
         Annotated[
-            Annotated[InputMessage | FunctionCall | FunctionCallOutput, Field(discriminator="type")],
+            Annotated[InputMessage | FunctionCall | CallOutput, Field(discriminator="type")],
             BeforeValidator(_item),
         ]
     ]

@@ -1,6 +1,6 @@
 """Ways to ask for text of a certain form."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, RootModel
 
@@ -9,6 +9,8 @@ from tgi_server.router.schemas.base import RequestModel
 
 class JsonSchemaConfig(RequestModel):
     model_config = ConfigDict(serialize_by_alias=True)
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"description"})
 
     name: str | None = Field(default=None, description="A name for the schema.")
     definition: dict[str, Any] | bool = Field(alias="schema", description="The JSON schema itself.")

@@ -10,6 +10,8 @@ from tgi_server.router.schemas.grammar import GrammarType
 
 
 class StreamOptions(RequestModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
     include_usage: bool = Field(default=False, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool = Field(
         default=False, description="With `include_usage`: send the usage so far in every chunk."
@@ -69,13 +71,16 @@ class TextParameters(RefusingModel):
     )
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
         "bad_words": ([],),
+        "conversation": (),
         "early_stopping": (False,),
         "ebnf": (),
         "grammar": (),
         "guided_whitespace_pattern": (),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
+        "moderation": (),
         "prompt_embeds": (),
         "prompt_logprobs": (),
         "return_token_ids": (False,),
@@ -97,9 +102,10 @@ class SharedParameters(TextParameters):
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
+
+    reported: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     stream: bool = False

@@ -5,131 +5,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, Field, RootModel
+from pydantic import Field
 
-from tgi_server.router.media.images import Detail
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.base import (
-    Items,
-    Name,
-    RefusingModel,
-    RequestModel,
-    ResponseModel,
-    ToolSchema,
-    one_of,
-    takes_options,
-)
+from tgi_server.router.schemas.base import Items, LeftOut, RequestModel, ResponseModel, one_of, takes_options
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.openai import TextParameters
-
-
-class TextPart(RequestModel):
-    """A piece of text. Files are refused."""
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
-    text: str = ""
-
-
-Content = Annotated[
-    Items[TextPart],
-    BeforeValidator(
-        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
-        json_schema_input_type=str | Items[TextPart],
-    ),
-]
-
-
-class InputImage(RefusingModel):
-    """An image, for models that read images."""
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": ()}
-
-    type: Literal["input_image"]
-    image_url: str = Field(description="A data URL, or one of a host of --allowed-media-domains.")
-    detail: Detail = Field(
-        default="auto", description="low: the image is scaled down to 512 pixels; the others: to what the model takes."
-    )
-
-
-InputPart = Annotated[TextPart | InputImage, Field(discriminator="type")]
-
-# Texts and images.
-MixedContent = Annotated[
-    Items[InputPart],
-    BeforeValidator(
-        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
-        json_schema_input_type=str | Items[InputPart],
-    ),
-]
-
-
-class InputMessage(RequestModel):
-    type: Literal["message"] = "message"
-    role: str
-    content: MixedContent
-
-
-class FunctionCall(RequestModel):
-    """A call that the model made earlier in the conversation."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: Name
-    arguments: str
-
-
-class FunctionCallOutput(RequestModel):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: MixedContent
-
-
-class ReasoningItem(RequestModel):
-    """Thoughts that came before the next item."""
-
-    type: Literal["reasoning"]
-    content: Content | None = None
-    summary: Content | None = None
-
-
-def _typed(item: Any) -> Any:
-    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
-
-
-class InputItem(
-    RootModel[
-        Annotated[
-            Annotated[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem, Field(discriminator="type")],
-            BeforeValidator(_typed),
-        ]
-    ]
-):
-    pass
-
-
-class FunctionTool(RequestModel):
-    """Tools of OpenAI's own, such as `web_search`, are refused."""
-
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: ToolSchema = Field(default=None, description="JSON schema of the arguments.")
-    strict: bool | None = None
-
-
-class ChosenFunction(RequestModel):
-    type: Literal["function"]
-    name: str
-
-
-class AllowedFunctions(RequestModel):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"] = "auto"
-    tools: Items[ChosenFunction] = Field(min_length=1)
+from tgi_server.router.schemas.response_input import InputItem
+from tgi_server.router.schemas.response_tools import ResponseTool, ToolSelection
 
 
 class TextFormat(RequestModel):
     """The form of the answer."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"description"})
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -137,28 +26,39 @@ class TextFormat(RequestModel):
     strict: bool | None = None
 
 
-class TextOptions(RefusingModel):
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+class TextOptions(RequestModel):
+    reported: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: TextFormat = TextFormat()
 
 
 class ReasoningOptions(RequestModel):
+    """Thoughts are sent as they are: there are no summaries of them."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "mode", "summary"})
+
     effort: str | None = Field(default=None, description="How much to think, for templates that know it.")
+
+
+class ContextEdit(LeftOut):
+    """Compaction on the server: a conversation that becomes too long is refused instead."""
+
+    known: ClassVar[frozenset[str]] = frozenset({"compaction"})
 
 
 @takes_options(Dialect.RESPONSES)
 class ResponsesRequest(TextParameters):
+    harmless: ClassVar[frozenset[str]] = TextParameters.harmless | {
+        *("access_programs", "background_options", "image", "max_tool_calls", "personality", "stream_options")
+    }
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TextParameters.refused,
-        "background": (False,),
-        "conversation": (),
         "n": (1,),
         "prompt": (),
         "truncation": ("disabled",),
         # Of chats, which have other names here.
         **dict.fromkeys(("documents", "logprobs", "max_completion_tokens", "max_tokens", "messages"), ()),
-        **dict.fromkeys(("reasoning_effort", "response_format", "structured_outputs", "verbosity"), ()),
+        **dict.fromkeys(("reasoning_effort", "response_format", "structured_outputs"), ()),
         **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex"), ()),
     }
 
@@ -168,8 +68,9 @@ class ResponsesRequest(TextParameters):
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")
     store: bool = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
     stream: bool = False
-    tools: Items[FunctionTool] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions | None = "auto"
+    tools: Items[ResponseTool] | None = Field(default=None, description="Tools that the model may call.")
+    tool_choice: Literal["auto", "none", "required"] | ToolSelection | None = "auto"
+    context_management: Items[ContextEdit] | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = TextOptions()
     reasoning: ReasoningOptions | None = None
@@ -177,6 +78,19 @@ class ResponsesRequest(TextParameters):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [InputItem.model_validate({"role": "user", "content": self.input})]
+        return self.input
+
+
+class InputTokensRequest(ResponsesRequest):
+    """The body of /v1/responses/input_tokens: what decides about the answer alone is ignored."""
+
+    input: str | Items[InputItem] = Field(default=[])
 
 
 class OutputText(ResponseModel, kw_only=True):
@@ -213,10 +127,43 @@ class OutputFunctionCall(ResponseModel, kw_only=True):
     status: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 
-OutputItem = Annotated[Any, one_of(OutputMessageItem, OutputReasoning, OutputFunctionCall)]
+class OutputFreeFormCall(ResponseModel, kw_only=True):
+    """A call of a tool whose input is text."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    status: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+
+
+class OutputShellAction(ResponseModel, kw_only=True):
+    type: Literal["exec"] = "exec"
+    command: list[str]
+    env: dict[str, str]
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class OutputShellCall(ResponseModel, kw_only=True):
+    type: Literal["local_shell_call"] = "local_shell_call"
+    id: str
+    status: str
+    call_id: str
+    action: OutputShellAction
+
+
+AnyOutputItem = OutputMessageItem | OutputReasoning | OutputFunctionCall | OutputFreeFormCall | OutputShellCall
+OutputItem = Annotated[
+    Any, one_of(OutputMessageItem, OutputReasoning, OutputFunctionCall, OutputFreeFormCall, OutputShellCall)
+]
 
 
 class InputTokensDetails(ResponseModel, kw_only=True):
@@ -284,6 +231,7 @@ class ResponseEvent(ResponseModel, kw_only=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[ChatCompletionLogprob] | UnsetType = UNSET
 
 
@@ -291,3 +239,18 @@ class DeletedResponse(ResponseModel, kw_only=True):
     id: str
     object: Literal["response.deleted"] = "response.deleted"
     deleted: bool = True
+
+
+class CountedInput(ResponseModel, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class InputItemList(ResponseModel, kw_only=True):
+    """A page of the items that a stored response answers. `has_more`: there are items after the last of the page."""
+
+    object: Literal["list"] = "list"
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

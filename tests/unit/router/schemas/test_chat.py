@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tgi_server.router.schemas.chat import ChatRequest, NamedTool, Tool, ToolChoice, ToolFunction
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.chat_tools import NamedTool, Tool, ToolChoice, ToolFunction
 
 
 def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:

@@ -7,11 +7,18 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_create_params
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 from pydantic import BaseModel, Tag
 
 from tests.sdk_types import undecided
 from tgi_server.router.schemas.base import Items, LeftOut, Refused, RequestModel, by_type
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.completions import CompletionRequest
+from tgi_server.router.schemas.encoding import EmbeddingsRequest
 from tgi_server.router.schemas.messages import CountTokensRequest, MessagesRequest
+from tgi_server.router.schemas.responses import InputTokensRequest, ResponsesRequest
 
 SDK_TYPES: list[tuple[Any, type[BaseModel]]] = [
     (message_create_params.MessageCreateParamsNonStreaming, MessagesRequest),
@@ -20,6 +27,14 @@ SDK_TYPES: list[tuple[Any, type[BaseModel]]] = [
     (beta_create_params.MessageCreateParamsStreaming, MessagesRequest),
     (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
     (beta_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
+    (chat_create_params.CompletionCreateParamsNonStreaming, ChatRequest),
+    (chat_create_params.CompletionCreateParamsStreaming, ChatRequest),
+    (completion_create_params.CompletionCreateParamsNonStreaming, CompletionRequest),
+    (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+    (response_create_params.ResponseCreateParamsNonStreaming, ResponsesRequest),
+    (response_create_params.ResponseCreateParamsStreaming, ResponsesRequest),
+    (input_token_count_params.InputTokenCountParams, InputTokensRequest),
+    (embedding_create_params.EmbeddingCreateParams, EmbeddingsRequest),
 ]
 
 

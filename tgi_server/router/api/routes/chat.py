@@ -1,6 +1,6 @@
 """/v1/chat/completions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter
@@ -12,7 +12,14 @@ from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
 from tgi_server.router.api.encoding import event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.routes.chat_answer import ChatAnswer, Delta, PieceWriter, WholeChoice, delta_of
+from tgi_server.router.api.routes.chat_answer import (
+    ChatAnswer,
+    Delta,
+    FreeFormCalls,
+    PieceWriter,
+    WholeChoice,
+    delta_of,
+)
 from tgi_server.router.api.routes.chat_prompt import ChatPrompt, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.openai import DONE, envelope, usage_of
 from tgi_server.router.schemas.chat import (
@@ -25,7 +32,8 @@ from tgi_server.router.schemas.chat import (
 )
 from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
-from tgi_server.router.text.answer_reader import Piece
+from tgi_server.router.text.answer_reader import AnswerPart, Piece
+from tgi_server.router.text.free_form import ClientTool
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 
@@ -73,7 +81,7 @@ class ChatChoices:
                 checked,
                 ChatAnswer(
                     None if prompt.reader is None else prompt.reader(),
-                    writer(index),
+                    FreeFormCalls(writer(index), prompt.client_tools) if prompt.client_tools else writer(index),
                     service.text.tokenizer,
                     prompt.logprobs,
                     show_thoughts=prompt.show_thoughts,
@@ -93,7 +101,7 @@ class ChatChoices:
 async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
     number = prompt.checked.options.n
     end = AllEnded(number)
-    written = [WholeChoice() for _ in range(number)]
+    written = [WholeChoice(prompt.client_tools) for _ in range(number)]
     choices = ChatChoices.begin(exchange, prompt, written.__getitem__, end)
     await exchange.wait_for(end.future)
     logprobs = prompt.logprobs is not None
@@ -127,7 +135,8 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
 
     end = exchange.stream_end(outbox, sequences=prompt.checked.options.n, last_words=last_words, trailer=DONE)
     chunks = _Chunks(outbox, chunk, usage if usage_so_far else None, logprobs=prompt.logprobs is not None)
-    choices = ChatChoices.begin(exchange, prompt, lambda index: _StreamedChoice(chunks, index), end)
+    tools = prompt.client_tools
+    choices = ChatChoices.begin(exchange, prompt, lambda index: _StreamedChoice(chunks, index, tools), end)
     return exchange.stream(outbox, characters=len(prompt.text))
 
 
@@ -159,8 +168,13 @@ class _StreamedChoice:
 
     chunks: _Chunks
     index: int
+    tools: Mapping[str, ClientTool]
     begun: bool = False
+    free_form: bool = False  # the last call
 
     def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
-        self.chunks.write(self.index, delta_of(piece, first=not self.begun), logprobs, reason)
+        if piece.part is AnswerPart.CALL:
+            self.free_form = piece.text in self.tools
+        delta = delta_of(piece, first=not self.begun, free_form=self.free_form)
+        self.chunks.write(self.index, delta, logprobs, reason)
         self.begun = True

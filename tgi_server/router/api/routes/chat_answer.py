@@ -1,6 +1,7 @@
 """One choice of a chat response, as it is generated and as it is written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 from uuid import uuid4
 
@@ -11,12 +12,14 @@ from tgi_server.contract import FinishReason
 from tgi_server.router.api.encoding import known_logprob
 from tgi_server.router.api.routes.openai import finish_reason
 from tgi_server.router.schemas.chat import (
+    CalledFreeFormTool,
     CalledFunction,
     ChatCompletionComplete,
     ChatCompletionLogprob,
     ChatCompletionLogprobs,
     ChatCompletionTopLogprob,
     DeltaToolCall,
+    FreeFormPiece,
     Function,
     MadeToolCall,
     ReasoningDelta,
@@ -26,6 +29,7 @@ from tgi_server.router.schemas.chat import (
     ToolCallMessage,
 )
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
+from tgi_server.router.text.free_form import ClientTool, ToolKind, free_form_input
 from tgi_server.router.text.templated_reader import Reader
 from tgi_server.router.text.token_stream import AnyStream
 from tgi_server.router.text.tokenizer import TextTokenizer
@@ -123,10 +127,43 @@ class ChatAnswer:
         return "tool_calls" if called and not cut_off else finish_reason(reason)
 
 
+class FreeFormCalls:
+    """Passes pieces on. The arguments of calls whose input is text become that text, in one piece."""
+
+    def __init__(self, writer: PieceWriter, tools: Mapping[str, ClientTool]) -> None:
+        """tools: by the names that the model knows."""
+        self._writer = writer
+        self._names = {name for name, tool in tools.items() if tool.kind is ToolKind.FREE_FORM}
+        self._call: int | None = None
+        self._arguments: list[str] = []
+        self._logprobs: list[ChatCompletionLogprob] = []
+
+    def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
+        if self._call is not None and piece.part is AnswerPart.ARGUMENTS:
+            self._arguments.append(piece.text)
+            self._logprobs += logprobs
+            if reason is not None:
+                self._end(reason)
+            return
+        if self._call is not None:
+            self._end(None)
+        if piece.part is AnswerPart.CALL and piece.text in self._names:
+            self._call = piece.call
+        self._writer.piece(piece, logprobs, reason)
+
+    def _end(self, reason: str | None) -> None:
+        assert self._call is not None
+        text = free_form_input("".join(self._arguments))
+        self._writer.piece(Piece(AnswerPart.ARGUMENTS, text, self._call), self._logprobs, reason)
+        self._call, self._arguments, self._logprobs = None, [], []
+
+
 class WholeChoice:
     """Collects the pieces of a choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Mapping[str, ClientTool] = MappingProxyType({})) -> None:
+        """tools: those whose input is text."""
+        self._tools = tools
         self._texts: dict[AnswerPart, list[str]] = {part: [] for part in AnswerPart}
         self._arguments: list[list[str]] = []
         self._ids: list[str] = []
@@ -165,15 +202,18 @@ class WholeChoice:
     def complete(self, index: int, *, logprobs: bool) -> ChatCompletionComplete:
         """Returns the whole choice. logprobs: they were requested."""
         thoughts = self.thoughts or UNSET
-        calls = [
-            MadeToolCall(id=own or call_id(), function=CalledFunction(name=name, arguments=arguments))
-            for name, arguments, own in self.calls
-        ]
+        calls = [self._made(*call) for call in self.calls]
         message: TextMessage | ToolCallMessage = TextMessage(content=self.text, reasoning_content=thoughts)
         if calls:
             message = ToolCallMessage(content=self.text or None, reasoning_content=thoughts, tool_calls=calls)
         entries = ChatCompletionLogprobs(content=self._logprobs) if logprobs else None
         return ChatCompletionComplete(index=index, message=message, logprobs=entries, finish_reason=self._reason)
+
+    def _made(self, name: str, arguments: str, own: str) -> MadeToolCall:
+        if name in self._tools:
+            custom = CalledFreeFormTool(name=name, input=arguments)
+            return MadeToolCall(id=own or call_id(), type="custom", custom=custom)
+        return MadeToolCall(id=own or call_id(), function=CalledFunction(name=name, arguments=arguments))
 
 
 def call_id() -> str:
@@ -184,14 +224,22 @@ def call_id() -> str:
 Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 
-def delta_of(piece: Piece, *, first: bool) -> Delta:
-    """Returns a piece as the `delta` of a chunk. first: of its choice, which has the role: clients join what comes."""
+def delta_of(piece: Piece, *, first: bool, free_form: bool = False) -> Delta:
+    """Returns a piece as the `delta` of a chunk. first: of its choice, which has the role: clients join what comes.
+
+    free_form: it belongs to a call of a tool whose input is text.
+    """
     role = "assistant" if first else UNSET
     match piece.part:
         case AnswerPart.TEXT:
             return TextDelta(role=role, content=piece.text)
         case AnswerPart.THOUGHT:
             return ReasoningDelta(role=role, reasoning_content=piece.text)
+        case AnswerPart.CALL if free_form:
+            custom = FreeFormPiece(name=piece.text, input="")
+            call = DeltaToolCall(index=piece.call, id=piece.id or call_id(), type="custom", custom=custom)
+        case AnswerPart.ARGUMENTS if free_form:
+            call = DeltaToolCall(index=piece.call, custom=FreeFormPiece(input=piece.text))
         case AnswerPart.CALL:
             function = Function(name=piece.text, arguments="")
             call = DeltaToolCall(index=piece.call, id=piece.id or call_id(), type="function", function=function)

@@ -1,7 +1,7 @@
 """A chat that is to be answered, whichever interface it came by: its plan, and the prompt."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.exchange import Exchange
@@ -10,14 +10,15 @@ from tgi_server.router.api.routes.prompt_images import check_images, with_images
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.chat import (
+from tgi_server.router.schemas.chat import ChatRequest, ImageChunk, Message, RefusalChunk, TextChunk
+from tgi_server.router.schemas.chat_tools import (
     AllowedTools,
-    ChatRequest,
-    ImageChunk,
-    Message,
+    FreeFormCall,
+    NamedFreeForm,
     NamedTool,
-    RefusalChunk,
-    TextChunk,
+    OfferedFreeForm,
+    Tool,
+    ToolCall,
     ToolChoice,
 )
 from tgi_server.router.service import Service
@@ -29,6 +30,7 @@ from tgi_server.router.text.conversation import (
     template_variables,
     thinking_switches,
 )
+from tgi_server.router.text.free_form import ClientTool, ToolKind, free_form_arguments, free_form_tool
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.templated_reader import Reader
@@ -37,18 +39,25 @@ from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """A chat that is to be answered. use: the tools that the answer may call. show_thoughts: they are sent."""
+    """A chat that is to be answered.
+
+    use: the tools that the answer may call. show_thoughts: they are sent. client_tools: by the names that the model
+    knows, those of `use` that are no plain functions to the client. unenforced: constraints that are left to the model,
+    each as a line.
+    """
 
     dialect: Dialect
     conversation: Conversation
     use: ToolUse
     options: GenerationOptions
     show_thoughts: bool = True
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
+    unenforced: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat as text, and as what the scheduler takes.
+    """A chat as text, and as what the scheduler takes. client_tools: as in the plan.
 
     reader: makes what takes an answer apart; None: all of an answer is text.
     """
@@ -57,6 +66,7 @@ class ChatPrompt:
     checked: PreparedRequest
     reader: Callable[[], Reader] | None
     show_thoughts: bool = True
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
     @property
     def logprobs(self) -> int | None:
@@ -73,7 +83,9 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
     report = replace(options.report, logprobs=bool(request.logprobs))
     options = replace(options, report=report, grammar=requested_form(request))
     use = tools_of(request)
-    return ChatPlan(Dialect.CHAT, conversation_of(request, use), use, options, request.include_reasoning)
+    conversation = conversation_of(request, use)
+    tools, left = free_form_tools(request)
+    return ChatPlan(Dialect.CHAT, conversation, use, options, request.include_reasoning, tools, left)
 
 
 async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> ChatPrompt:
@@ -107,7 +119,8 @@ async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> C
         size=size,
         thinking=thinking,
     )
-    return ChatPrompt(prompt.text, checked, readers, made.show_thoughts)
+    checked = replace(checked, unenforced=(*made.unenforced, *checked.unenforced))
+    return ChatPrompt(prompt.text, checked, readers, made.show_thoughts, made.client_tools)
 
 
 def render(service: Service, conversation: Conversation) -> RenderedPrompt:
@@ -119,9 +132,28 @@ def render(service: Service, conversation: Conversation) -> RenderedPrompt:
 
 def tools_of(request: ChatRequest) -> ToolUse:
     """Returns the tools that the answer may call. Raises InvalidTool."""
-    functions = (tool.function for tool in request.tools or ())
-    tools = [ToolSpec(each.name, each.description, each.arguments, each.strict) for each in functions]
+    tools: list[ToolSpec] = []
+    for tool in request.tools or ():
+        match tool.root:
+            case Tool(function=each):
+                tools.append(ToolSpec(each.name, each.description, each.arguments, each.strict))
+            case OfferedFreeForm(custom=each):
+                form = each.format and each.format.grammar
+                grammar = (form.syntax, form.definition) if form else ()
+                tools.append(free_form_tool(each.name, each.description, *grammar))
     return chosen_tools(tools, _choice(request))
+
+
+def free_form_tools(request: ChatRequest) -> tuple[dict[str, ClientTool], list[str]]:
+    """Returns the tools whose input is text, and their grammars that are left to the model, each as a line."""
+    tools: dict[str, ClientTool] = {}
+    unenforced: list[str] = []
+    for index, tool in enumerate(request.tools or ()):
+        if isinstance(each := tool.root, OfferedFreeForm):
+            tools[each.custom.name] = ClientTool(each.custom.name, ToolKind.FREE_FORM)
+            if each.custom.format and each.custom.format.grammar and each.custom.format.grammar.syntax == "lark":
+                unenforced.append(f"tools.{index}.custom.format (lark)")
+    return tools, unenforced
 
 
 def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
@@ -138,9 +170,7 @@ def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
 
 
 def _turn(message: Message, place: str) -> Turn:
-    calls = (
-        PastCall(call.id, call.function.name, call.function.arguments, call.type) for call in message.tool_calls or ()
-    )
+    calls = (_past_call(call.root) for call in message.tool_calls or ())
     return Turn(
         message.role,
         _parts(message, place),
@@ -151,9 +181,15 @@ def _turn(message: Message, place: str) -> Turn:
     )
 
 
+def _past_call(call: ToolCall | FreeFormCall) -> PastCall:
+    if isinstance(call, FreeFormCall):
+        return PastCall(call.id, call.custom.name, free_form_arguments(call.custom.input))
+    return PastCall(call.id, call.function.name, call.function.arguments, call.type)
+
+
 def _parts(message: Message, place: str) -> tuple[str | ImageSource, ...]:
     """Returns the texts and images of a message. place: where it stands in the request."""
-    content = message.content.root if message.content is not None else ""
+    content = message.content.root if message.content is not None else message.refusal or ""
     if isinstance(content, str):
         return (content,)
     parts: list[str | ImageSource] = []
@@ -173,10 +209,10 @@ def _choice(request: ChatRequest) -> Choice | None:
     match (request.tool_choice or ToolChoice("auto")).root:
         case "none":
             return None
-        case NamedTool(function=function):
+        case NamedTool(function=function) | NamedFreeForm(custom=function):
             return Choice(required=True, only=[function.name], parallel=False)
         case AllowedTools(allowed_tools=allowed):
-            names = [each.function.name for each in allowed.tools]
+            names = [each.function.name if isinstance(each, NamedTool) else each.custom.name for each in allowed.tools]
             return Choice(allowed.mode == "required", names, request.parallel_tool_calls)
         case mode:
             return Choice(mode == "required", parallel=request.parallel_tool_calls)

@@ -39,7 +39,7 @@ from tgi_server.router.schemas.decisions import (
     SystemOneResponse,
     SystemOneUsage,
 )
-from tgi_server.router.schemas.responses import FunctionCall, FunctionCallOutput
+from tgi_server.router.schemas.response_input import CallOutput, FunctionCall
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation, Turn, thinking_switches
 from tgi_server.router.text.decisions import (
@@ -249,8 +249,10 @@ def _turns(request: DecisionsRequest) -> list[Turn]:
     items = [each.root for each in request.input]
     calls = {each.call_id for each in items if isinstance(each, FunctionCall)}
     for each in items:
-        if isinstance(each, FunctionCallOutput) and each.call_id not in calls:
-            raise InvalidRequest(f"`input` has an output of the call {each.call_id[:100]!r}, which it does not have")
+        if isinstance(each, CallOutput) and each.call_id not in calls:
+            raise InvalidRequest(
+                f"`input` has an output of the call {(each.call_id or '')[:100]!r}, which it does not have"
+            )
     return input_turns(items)
 
 

@@ -1,36 +1,47 @@
 """The items of a response: built from the pieces of an answer, and sent as events meanwhile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import UNSET
 
 from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.responses import (
+    AnyOutputItem,
+    OutputFreeFormCall,
     OutputFunctionCall,
     OutputMessageItem,
     OutputReasoning,
+    OutputShellAction,
+    OutputShellCall,
     OutputText,
     ReasoningText,
 )
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
+from tgi_server.router.text.free_form import ClientTool, ToolKind, read_arguments
 
 # Sends an event, given its type and its members.
 Emit = Callable[[str, dict[str, Any]], None]
 
-_KINDS = {
-    AnswerPart.TEXT: "message",
-    AnswerPart.THOUGHT: "reasoning",
-    AnswerPart.CALL: "function_call",
-    AnswerPart.ARGUMENTS: "function_call",
+_KINDS = {AnswerPart.TEXT: "message", AnswerPart.THOUGHT: "reasoning"}
+_CALLS = {
+    ToolKind.FUNCTION: "function_call",
+    ToolKind.FREE_FORM: "custom_tool_call",
+    ToolKind.LOCAL_SHELL: "local_shell_call",
 }
-# What each kind is written as: the kind of id, and the events of its pieces.
-_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+# The ids of each kind, and the events of its pieces.
+_IDS = {
+    **{"message": "msg", "reasoning": "rs"},
+    **{"function_call": "fc", "custom_tool_call": "ctc", "local_shell_call": "lsh"},
+}
 _EVENTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
 
 
@@ -38,23 +49,23 @@ _EVENTS = {
 class ResponseItem:
     """An item of a response.
 
-    name, call_id: of a function call, whose arguments are the text.
+    tool, called, call_id: of a call, the tool, the name by which the model called it, and the id. Its text has the
+    arguments, or the input of a tool whose input is text.
     """
 
     kind: str
     id: str
-    name: str = ""
+    tool: ClientTool | None = None
+    called: str = ""
     call_id: str = ""
     status: str = "in_progress"
     text: str = ""
     logprobs: list[ChatCompletionLogprob] = field(default_factory=list)
 
-    def shown(self) -> OutputMessageItem | OutputReasoning | OutputFunctionCall:
+    def shown(self) -> AnyOutputItem:
         """Returns the item as it is sent, without content while it is in progress."""
-        if self.kind == "function_call":
-            return OutputFunctionCall(
-                id=self.id, status=self.status, call_id=self.call_id, name=self.name, arguments=self.text
-            )
+        if self.tool is not None:
+            return self._shown_call(self.tool)
         begun = self.status == "in_progress"
         if self.kind == "reasoning":
             return OutputReasoning(
@@ -62,9 +73,29 @@ class ResponseItem:
             )
         return OutputMessageItem(id=self.id, status=self.status, content=[] if begun else [self.text_part()])
 
+    def _shown_call(self, tool: ClientTool) -> AnyOutputItem:
+        call: dict[str, Any] = {"id": self.id, "status": self.status, "call_id": self.call_id}
+        if tool.kind is ToolKind.LOCAL_SHELL:
+            return OutputShellCall(**call, action=_shell_action(read_arguments(self.text)))
+        namespace = UNSET if tool.namespace is None else tool.namespace
+        if tool.kind is ToolKind.FREE_FORM:
+            return OutputFreeFormCall(**call, name=tool.name, namespace=namespace, input=self.text)
+        return OutputFunctionCall(**call, name=tool.name, namespace=namespace, arguments=self.text)
+
     def text_part(self) -> OutputText:
         """Returns the text of a message."""
         return OutputText(text=self.text, logprobs=self.logprobs)
+
+
+def _shell_action(arguments: Mapping[str, Any]) -> OutputShellAction:
+    """Returns the arguments of `local_shell` as its action. Those that are missing were cut off."""
+    command, env = arguments.get("command"), arguments.get("env")
+    return OutputShellAction(
+        command=[str(each) for each in command] if isinstance(command, list) else [],
+        env={name: str(value) for name, value in env.items()} if isinstance(env, dict) else {},
+        timeout_ms=arguments.get("timeout_ms"),
+        working_directory=arguments.get("working_directory"),
+    )
 
 
 class ResponseItems:
@@ -72,7 +103,9 @@ class ResponseItems:
     length, or by a stop sequence within a call. thoughts: pieces of these.
     """
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, tools: Mapping[str, ClientTool]) -> None:
+        """tools: those that are no plain functions, by the names that the model knows."""
+        self._tools = tools
         self.items: list[ResponseItem] = []
         self.reason: str | None = None
         self.incomplete = False
@@ -82,7 +115,7 @@ class ResponseItems:
         self._pieces: list[str] = []
         self._logprobs: list[ChatCompletionLogprob] = []
 
-    def shown(self) -> list[OutputMessageItem | OutputReasoning | OutputFunctionCall]:
+    def shown(self) -> list[AnyOutputItem]:
         """Returns the items as they are sent."""
         return [item.shown() for item in self.items]
 
@@ -92,26 +125,30 @@ class ResponseItems:
         else:
             self._logprobs += logprobs
         if reason is not None:
-            in_call = self._open is not None and self._open.kind == "function_call"
+            in_call = self._open is not None and self._open.tool is not None
             self.reason, self.incomplete = reason, reason == "length" or (in_call and reason != "tool_calls")
             self._close("incomplete" if self.incomplete else "completed")
 
     def _take(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob]) -> None:
-        kind = _KINDS[piece.part]
-        if piece.part is AnswerPart.CALL or self._open is None or self._open.kind != kind:
+        same = self._open is not None and self._open.kind == _KINDS.get(piece.part, self._open.kind)
+        if piece.part is AnswerPart.CALL or self._open is None or not same:
             self._close("completed")
-            self._open = self._begin(kind, piece)
+            self._open = self._begin(piece)
+        kind = self._open.kind
         self.thoughts += piece.part is AnswerPart.THOUGHT
         if piece.part is not AnswerPart.CALL and piece.text:
             self._pieces.append(piece.text)
             entries = {"logprobs": list(logprobs)} if kind == "message" else {}
-            self._emit(f"{_EVENTS[kind]}.delta", {**self._place(self._open), "delta": piece.text, **entries})
+            if kind in _EVENTS:
+                self._emit(f"{_EVENTS[kind]}.delta", {**self._place(self._open), "delta": piece.text, **entries})
         self._logprobs += logprobs
 
-    def _begin(self, kind: str, piece: Piece) -> ResponseItem:
-        item = ResponseItem(kind, new_id(_IDS[kind]))
-        if kind == "function_call":
-            item.name, item.call_id = piece.text, piece.id or call_id()
+    def _begin(self, piece: Piece) -> ResponseItem:
+        tool = self._tools.get(piece.text, ClientTool(piece.text)) if piece.part is AnswerPart.CALL else None
+        kind = _KINDS[piece.part] if tool is None else _CALLS[tool.kind]
+        item = ResponseItem(kind, new_id(_IDS[kind]), tool)
+        if tool is not None:
+            item.called, item.call_id = piece.text, piece.id or call_id()
         self._pieces, self._logprobs = [], []
         self.items.append(item)
         self._emit("response.output_item.added", {"output_index": len(self.items) - 1, "item": item.shown()})
@@ -124,9 +161,13 @@ class ResponseItems:
         if item is None:
             return
         item.status, item.text = status, "".join(self._pieces)
-        place, done = self._place(item), f"{_EVENTS[item.kind]}.done"
-        if item.kind == "function_call":
-            self._emit(done, {**place, "name": item.name, "arguments": item.text})
+        place, done = self._place(item), f"{_EVENTS.get(item.kind)}.done"
+        if item.kind == "function_call" and item.tool is not None:
+            self._emit(done, {**place, "name": item.tool.name, "arguments": item.text})
+        elif item.kind == "custom_tool_call":
+            self._emit(done, {**place, "input": item.text})
+        elif item.kind == "local_shell_call":
+            pass  # which has no events of its own
         elif item.kind == "reasoning":
             self._emit(done, {**place, "text": item.text})
         else:
@@ -137,4 +178,4 @@ class ResponseItems:
 
     def _place(self, item: ResponseItem) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self.items) - 1}
-        return place if item.kind == "function_call" else {**place, "content_index": 0}
+        return place if item.tool is not None else {**place, "content_index": 0}

@@ -1,45 +1,62 @@
 """A request for a response as the chat that is to be answered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
+from pydantic_core import from_json
 
 from tgi_server.contract import Grammar
 from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.routes.chat_prompt import ChatPlan
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
+from tgi_server.router.api.routes.response_tools import OfferedTools
+from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.responses import (
-    AllowedFunctions,
-    ChosenFunction,
+from tgi_server.router.schemas.response_input import (
+    AdditionalTools,
+    AnyItem,
+    CallOutput,
+    FreeFormCall,
     FunctionCall,
-    FunctionCallOutput,
-    FunctionTool,
     InputImage,
+    InputItem,
     InputMessage,
+    InputPart,
+    ItemReference,
+    LocalShellCall,
+    LocalShellOutput,
     ReasoningItem,
-    ResponsesRequest,
-    TextOptions,
+    RefusalPart,
     TextPart,
 )
+from tgi_server.router.schemas.responses import ResponsesRequest, TextOptions
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation, PastCall, Turn, template_variables
+from tgi_server.router.text.free_form import LOCAL_SHELL, free_form_arguments, name_for_model
 from tgi_server.router.text.grammar import ANY_OBJECT, WHOLE_SCHEMA, json_grammar
-from tgi_server.router.text.tools import Choice, ToolSpec, chosen_tools
+from tgi_server.router.text.tools import ToolUse, chosen_tools
 
 LOGPROBS = "message.output_text.logprobs"
+# The kinds of ids of items.
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 _TURNS = msgspec.json.Decoder(list[Turn])
 
 
-def input_turns(items: str | Sequence[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem]) -> list[Turn]:
+def resolved(items: Sequence[InputItem], stored: Mapping[str, bytes]) -> list[InputItem]:
+    """Returns the items of an input, with those that references name. stored: these as JSON, by id."""
+    return [
+        InputItem.model_validate(from_json(stored[item.root.id])) if isinstance(item.root, ItemReference) else item
+        for item in items
+    ]
+
+
+def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
     """Returns an input as turns of a conversation. Calls and thoughts belong to one turn of the assistant."""
-    if isinstance(items, str):
-        return [Turn("user", (items,))]
     turns: list[Turn] = []
     calls: list[PastCall] = []  # of the last turn
     thoughts = ""
@@ -50,18 +67,30 @@ def input_turns(items: str | Sequence[InputMessage | FunctionCall | FunctionCall
             calls.clear()
         turns.append(turn)
 
+    def call(made: PastCall) -> None:
+        if not turns or turns[-1].role != "assistant":
+            begin(Turn("assistant"))
+        calls.append(made)
+
     for index, item in enumerate(items):
         match item:
             case InputMessage(role=role, content=content):
                 begin(Turn(role, _parts(content, f"input[{index}].content")))
-            case FunctionCall(call_id=call_id, name=name, arguments=arguments):
-                if not turns or turns[-1].role != "assistant":
-                    begin(Turn("assistant"))
-                calls.append(PastCall(call_id, name, arguments))
-            case FunctionCallOutput(call_id=call_id, output=output):
+            case FunctionCall(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
+                call(PastCall(call_id, name_for_model(name, namespace), arguments))
+            case FreeFormCall(call_id=call_id, name=name, namespace=namespace, input=text):
+                call(PastCall(call_id, name_for_model(name, namespace), free_form_arguments(text)))
+            case LocalShellCall(call_id=call_id, action=action):
+                shown = action.model_dump(exclude={"type"}, exclude_none=True, exclude_defaults=True)
+                call(PastCall(call_id, LOCAL_SHELL, shown))
+            case CallOutput(call_id=call_id, output=output):
                 begin(Turn("tool", _parts(output, f"input[{index}].output"), tool_call_id=call_id))
+            case LocalShellOutput(id=own_id, call_id=call_id, output=text):
+                begin(Turn("tool", (text,), tool_call_id=call_id or own_id))
             case ReasoningItem(content=content, summary=summary):
                 thoughts = _text(content or summary or ())
+                continue
+            case _:  # tools, and what is left out
                 continue
         if thoughts and turns[-1].role == "assistant":
             turns[-1] = replace(turns[-1], reasoning=thoughts)
@@ -80,7 +109,8 @@ def output_turns(output: Sequence[ResponseItem]) -> list[Turn]:
         elif item.kind == "reasoning":
             turn = replace(turn, reasoning=item.text)
         else:
-            turn = replace(turn, calls=(*turn.calls, PastCall(item.call_id, item.name, item.text)))
+            arguments = free_form_arguments(item.text) if item.kind == "custom_tool_call" else item.text
+            turn = replace(turn, calls=(*turn.calls, PastCall(item.call_id, item.called, arguments)))
     return [turn] if output else []
 
 
@@ -94,40 +124,58 @@ def turns_from_json(text: bytes) -> list[Turn]:
     return _TURNS.decode(b"[%b]" % text)
 
 
-def plan_response(service: Service, request: ResponsesRequest, turns: Sequence[Turn]) -> ChatPlan:
-    """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
+def shown_input(items: Sequence[InputItem]) -> dict[str, bytes]:
+    """Returns the items of an input as a stored response has them: as JSON, by id."""
+    shown: dict[str, bytes] = {}
+    for item in items:
+        content = {"id": "", **item.root.model_dump(by_alias=True, exclude_none=True)}
+        content["id"] = identity = new_id(_IDS.get(content["type"], "item"))
+        if isinstance(item.root, InputMessage):
+            kind = "output_text" if item.root.role == "assistant" else "input_text"
+            texts = [{**part, "type": kind} if part["type"] == "text" else part for part in content["content"]]
+            content |= {"status": "completed", "content": texts}
+        elif isinstance(item.root, CallOutput) and len(item.root.output) == 1 and item.root.output[0].type == "text":
+            content["output"] = item.root.output[0].text
+        shown[identity] = to_json(content)
+    return shown
+
+
+def requested_tools(request: ResponsesRequest, items: Sequence[InputItem]) -> OfferedTools:
+    """Returns the tools of a request, and of its input."""
+    offered = OfferedTools()
+    offered.add(request.tools or (), "tools")
+    for index, item in enumerate(items):
+        if isinstance(item.root, AdditionalTools):
+            offered.add(item.root.tools, f"input.{index}.tools")
+    return offered
+
+
+def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use: ToolUse) -> Conversation:
+    """Returns the conversation whose next message is the response. turns: so far. use: the tools that are shown."""
     if request.instructions:
         turns = [Turn("system", (request.instructions,)), *turns]
-    use = chosen_tools(list(map(_function, request.tools or ())), _choice(request))
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables = template_variables(request.chat_template_kwargs, effort=effort)
+    return Conversation(turns, use.shown, variables, may_call=bool(use.tools))
+
+
+def plan_response(
+    service: Service, request: ResponsesRequest, turns: Sequence[Turn], offered: OfferedTools
+) -> ChatPlan:
+    """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
+    use = chosen_tools(offered.specs, offered.choice(request))
     options = openai_options(service, request, Dialect.RESPONSES)
     logprobs = LOGPROBS in (request.include or ())
     top = options.report.top_n_tokens if logprobs else 0
     report = replace(options.report, logprobs=logprobs, top_n_tokens=top)
-    effort = request.reasoning.effort if request.reasoning is not None else None
-    variables = template_variables(request.chat_template_kwargs, effort=effort)
     return ChatPlan(
         Dialect.RESPONSES,
-        Conversation(turns, use.shown, variables, may_call=bool(use.tools)),
+        response_conversation(request, turns, use),
         use,
         replace(options, report=report, grammar=_form(request)),
+        client_tools=offered.client_tools,
+        unenforced=offered.unenforced,
     )
-
-
-def _function(tool: FunctionTool) -> ToolSpec:
-    return ToolSpec(tool.name, tool.description, tool.parameters, tool.strict)
-
-
-def _choice(request: ResponsesRequest) -> Choice | None:
-    """Returns the choice of tools; None: no tool may be called."""
-    match request.tool_choice or "auto":
-        case "none":
-            return None
-        case ChosenFunction(name=name):
-            return Choice(required=True, only=[name], parallel=False)
-        case AllowedFunctions(mode=mode, tools=tools):
-            return Choice(mode == "required", [tool.name for tool in tools], request.parallel_tool_calls)
-        case mode:
-            return Choice(mode == "required", parallel=request.parallel_tool_calls)
 
 
 def _form(request: ResponsesRequest) -> Grammar | None:
@@ -141,18 +189,19 @@ def _form(request: ResponsesRequest) -> Grammar | None:
     return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,), strict=bool(form.strict))
 
 
-def _parts(content: Sequence[TextPart | InputImage], place: str) -> tuple[str | ImageSource, ...]:
+def _parts(content: Sequence[InputPart], place: str) -> tuple[str | ImageSource, ...]:
     """Returns the images of a content, and its texts, joined where no image stands between them. place: of the list."""
     parts: list[str | ImageSource] = []
     for index, part in enumerate(content):
         if isinstance(part, InputImage):
             parts.append(ImageSource(part.image_url, f"{place}[{index}]", part.detail))
-        elif parts and isinstance(last := parts[-1], str):
-            parts[-1] = last + part.text
-        else:
-            parts.append(part.text)
+        elif isinstance(part, TextPart | RefusalPart):
+            if parts and isinstance(last := parts[-1], str):
+                parts[-1] = last + part.text
+            else:
+                parts.append(part.text)
     return tuple(parts) or ("",)
 
 
-def _text(content: Sequence[TextPart]) -> str:
+def _text(content: Sequence[TextPart | RefusalPart]) -> str:
     return "".join(part.text for part in content)

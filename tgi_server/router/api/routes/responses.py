@@ -1,10 +1,11 @@
 """/v1/responses, and /v1/embeddings, which is refused by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from time import time
 from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,23 +18,40 @@ from tgi_server.router.api.encoding import JSON, json_response, named_event, to_
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, owner_of, respond_to
 from tgi_server.router.api.routes.chat import ChatChoices
-from tgi_server.router.api.routes.chat_prompt import ChatPlan, prompt_for_chat
+from tgi_server.router.api.routes.chat_prompt import ChatPlan, prompt_for_chat, render
+from tgi_server.router.api.routes.prompt_images import with_images
 from tgi_server.router.api.routes.response_items import ResponseItems
 from tgi_server.router.api.routes.response_request import (
     input_turns,
     output_turns,
     plan_response,
+    requested_tools,
+    resolved,
+    response_conversation,
+    shown_input,
     turns_from_json,
     turns_to_json,
 )
+from tgi_server.router.api.routes.tokenize import tokens_of
 from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
-from tgi_server.router.errors import NoSuchResponse, PayloadTooLarge, PreviousResponseNotFound
+from tgi_server.router.errors import (
+    InvalidRequest,
+    NoSuchItem,
+    NoSuchResponse,
+    NotSupported,
+    PayloadTooLarge,
+    PreviousResponseNotFound,
+)
 from tgi_server.router.options import Dialect, rows
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
+from tgi_server.router.schemas.response_input import ItemReference
 from tgi_server.router.schemas.responses import (
+    CountedInput,
     DeletedResponse,
     IncompleteDetails,
+    InputItemList,
     InputTokensDetails,
+    InputTokensRequest,
     OutputTokensDetails,
     ResponseEvent,
     ResponseObject,
@@ -41,6 +59,9 @@ from tgi_server.router.schemas.responses import (
     ResponseUsage,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.text.conversation import Conversation
+from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.tools import chosen_tools
 
 _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
@@ -49,9 +70,10 @@ _KEPT_ERRORS: Responses = {
 # Options that a response repeats of its request, and what it does not repeat.
 _REPEATED = {"temperature", "top_p", "max_output_tokens", "top_logprobs"}
 _NOT_REPEATED = {
-    *("input", "include", "stream", "model", "chat_template_kwargs"),
+    *("input", "include", "stream", "model", "chat_template_kwargs", "context_management"),
     *({name for row in rows(Dialect.RESPONSES) for name in row.names} - _REPEATED),
 }
+_LONGEST_PAGE = 100
 Status = Literal["in_progress", "completed", "incomplete"]
 _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -81,6 +103,25 @@ def response_routes(service: Service) -> APIRouter:
         service.capacity.take(1, owner)
         return _PlacedResponse(stored.response, lambda: service.capacity.give_back(1, owner))
 
+    @router.get(
+        "/v1/responses/{response_id}/input_items",
+        summary="The items that a stored response answers",
+        response_class=Response,
+        responses=_KEPT_ERRORS | answered_by(InputItemList),
+        openapi_extra=_ID,
+    )
+    async def input_items(request: Request) -> Response:
+        stored = kept.get(tenant_of(request), request.path_params["response_id"])
+        return json_response(_page(stored.input, request.query_params))
+
+    @router.post(
+        "/v1/responses/input_tokens",
+        summary="The number of tokens that an input becomes",
+        **endpoint(OPENAI_ERRORS, InputTokensRequest, CountedInput),
+    )
+    async def input_tokens(request: Request) -> Response:
+        return await respond_to(service, request, InputTokensRequest, lambda *asked: _count(kept, *asked))
+
     @router.delete(
         "/v1/responses/{response_id}",
         summary="Forget a response",
@@ -93,6 +134,15 @@ def response_routes(service: Service) -> APIRouter:
         kept.delete(tenant_of(request), response_id)
         return json_response(DeletedResponse(id=response_id))
 
+    async def conversations(_: Request) -> Response:
+        raise NotSupported("/v1/conversations is not supported here; use `previous_response_id` of /v1/responses")
+
+    async def background(_: Request) -> Response:
+        raise NotSupported("responses in the background are not supported here; close the connection to cancel one")
+
+    for path in ("/v1/conversations", "/v1/conversations/{rest:path}"):
+        router.add_api_route(path, conversations, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    router.add_api_route("/v1/responses/{response_id}/cancel", background, methods=["POST"], include_in_schema=False)
     return router
 
 
@@ -114,28 +164,25 @@ class _PlacedResponse(Response):
 
 async def _respond(kept: StoredResponses, exchange: Exchange, request: ResponsesRequest) -> Response:
     service, tenant = exchange.service, exchange.tenant
-    earlier = b""
-    if request.previous_response_id is not None:
-        try:
-            earlier = kept.get(tenant, request.previous_response_id).turns
-        except NoSuchResponse as error:
-            raise PreviousResponseNotFound(str(error)) from None
-    exchange.size += len(earlier)
+    earlier, referred = _stored(kept, tenant, request)
+    exchange.size += len(earlier) + sum(map(len, referred.values()))
 
-    def prepare() -> tuple[bytes, ChatPlan, _Response]:
-        given = request.input
-        turns = input_turns(given if isinstance(given, str) else [item.root for item in given])
+    def prepare() -> tuple[bytes, dict[str, bytes], ChatPlan, _Response]:
+        items = resolved(request.items, referred)
+        turns = input_turns([each.root for each in items])
         conversation = turns_to_json(earlier, turns)
         if len(conversation) > (most := service.policy.payload_limit):
             raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")
-        plan = plan_response(service, request, [*turns_from_json(earlier), *turns])
-        return conversation, plan, _Response(request, plan.options.adapter_id or service.model.names[0])
+        offered = requested_tools(request, items)
+        plan = plan_response(service, request, [*turns_from_json(earlier), *turns], offered)
+        shown = shown_input(items) if request.store else {}
+        return conversation, shown, plan, _Response(request, plan.options.adapter_id or service.model.names[0])
 
-    conversation, plan, response = await service.text.threads.handle_text(exchange.size, prepare, at_once=SMALL)
+    conversation, given, plan, response = await service.text.threads.handle_text(exchange.size, prepare, at_once=SMALL)
     prompt = await prompt_for_chat(exchange, lambda: plan)
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
-    items = ResponseItems(emit)
+    items = ResponseItems(emit, prompt.client_tools)
     for kind in ("response.created", "response.in_progress"):
         emit(kind, {"response": response.shown("in_progress")})
 
@@ -146,7 +193,8 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         shown = response.shown(status, items.shown(), _usage(choices, items), reason)
         if request.store:
             turns = turns_to_json(conversation, output_turns(items.items))
-            kept.add(tenant, response.id, StoredResponse(to_json(shown), turns))
+            output = {item.id: to_json(item) for item in shown.output}
+            kept.add(tenant, response.id, StoredResponse(to_json(shown), turns, given, output))
         return status, shown
 
     def last_words() -> bytes:
@@ -161,6 +209,62 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     assert isinstance(end, AllEnded)
     await exchange.wait_for(end.future)
     return exchange.respond(finish()[1], characters=len(prompt.text), streams=choices.streams)
+
+
+def _stored(kept: StoredResponses, tenant: str, request: ResponsesRequest) -> tuple[bytes, dict[str, bytes]]:
+    """Returns the turns before the input, and the stored items that it refers to, by id; all as JSON.
+
+    Raises PreviousResponseNotFound, or NoSuchItem.
+    """
+    earlier = b""
+    if request.previous_response_id is not None:
+        try:
+            earlier = kept.get(tenant, request.previous_response_id).turns
+        except NoSuchResponse as error:
+            raise PreviousResponseNotFound(str(error)) from None
+    references = (item.root.id for item in request.items if isinstance(item.root, ItemReference))
+    return earlier, {item_id: kept.item(tenant, item_id) for item_id in references}
+
+
+async def _count(kept: StoredResponses, exchange: Exchange, request: InputTokensRequest) -> Response:
+    """Responds with the number of tokens of the prompt."""
+    service = exchange.service
+    earlier, referred = _stored(kept, exchange.tenant, request)
+    exchange.size += len(earlier) + sum(map(len, referred.values()))
+
+    def prepare() -> tuple[Conversation, RenderedPrompt]:
+        items = resolved(request.items, referred)
+        offered = requested_tools(request, items)
+        use = chosen_tools(offered.specs, offered.choice(request))
+        conversation = response_conversation(
+            request, [*turns_from_json(earlier), *input_turns([each.root for each in items])], use
+        )
+        return conversation, render(service, conversation)
+
+    conversation, prompt = await service.text.threads.run(exchange.size, prepare)
+    prompt = await with_images(service, exchange.request, prompt, conversation.images)
+    _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
+    return exchange.respond_with_values(CountedInput(input_tokens=len(tokens)), tokens=len(tokens))
+
+
+def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList:
+    """Returns a page of the items of an input, by default the last ones first. Raises InvalidRequest."""
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _LONGEST_PAGE):
+        raise InvalidRequest(f"`limit` is {limit[:20]!r}; it must be 1 to {_LONGEST_PAGE}")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"`order` is {order[:20]!r}; it must be asc or desc")
+    names = list(items) if order == "asc" else list(items)[::-1]
+    if after is not None and after not in items:
+        raise NoSuchItem(after)
+    rest = names[names.index(after) + 1 :] if after is not None else names
+    page = rest[: int(limit)]
+    return InputItemList(
+        data=[msgspec.Raw(items[name]) for name in page],
+        first_id=page[0] if page else None,
+        last_id=page[-1] if page else None,
+        has_more=len(rest) > len(page),
+    )
 
 
 def _nothing(kind: str, members: dict[str, Any]) -> None:

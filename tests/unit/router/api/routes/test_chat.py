@@ -100,3 +100,28 @@ async def test_the_first_delta_of_each_choice_has_the_role(client: httpx.AsyncCl
     for index in (0, 1):
         roles = [each["delta"].get("role") for each in streamed if each["index"] == index]
         assert roles == ["assistant"] + [None] * (len(roles) - 1)
+
+
+async def test_a_tool_whose_input_is_text_is_called_alike_whole_and_streamed(
+    client: httpx.AsyncClient, scheduler: ScriptedScheduler
+):
+    text = 'print("é")\n'
+    scheduler.texts = [json.dumps({"name": "run", "arguments": {"input": text}})]
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(.|\\n)+"}}
+    tools = [{"type": "custom", "custom": {"name": "run", "description": "Runs Python.", "format": grammar}}]
+    for choice in ("auto", "required", {"type": "custom", "custom": {"name": "run"}}):
+        (chosen,) = (await chat(client, tools=tools, tool_choice=choice))["choices"]
+        (call,) = chosen["message"]["tool_calls"]
+        assert (call["type"], call["custom"]) == ("custom", {"name": "run", "input": text})
+    pieces = [each["delta"]["tool_calls"][0] for each in await chunks(client, tools=tools)]
+    assert (pieces[0]["type"], pieces[0]["custom"]["name"]) == ("custom", "run")
+    assert "".join(each["custom"]["input"] for each in pieces) == text
+    scheduler.texts = ["Well."]
+    said = [*MESSAGES, chosen["message"], {"role": "tool", "tool_call_id": call["id"], "content": "done"}]
+    assert (await chat(client, messages=said, tools=tools))["choices"][0]["message"]["content"] == "Well."
+
+
+async def test_tools_of_others_servers_are_left_out_and_reported(client: httpx.AsyncClient):
+    body = {"messages": MESSAGES, "tools": [*TOOLS, {"type": "web_search"}]}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "tools.1 (web_search)")

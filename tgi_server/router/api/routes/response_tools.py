@@ -1,0 +1,97 @@
+"""The tools of /v1/responses as functions of the model, and back."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tgi_server.router.schemas.response_tools import (
+    AllowedTool,
+    AllowedTools,
+    ChosenLocalShell,
+    ChosenNamespace,
+    ChosenTool,
+    FreeFormTool,
+    FunctionTool,
+    LocalShellTool,
+    NamespacedTool,
+    NamespaceTool,
+    ResponseTool,
+)
+from tgi_server.router.schemas.responses import ResponsesRequest
+from tgi_server.router.text.free_form import (
+    LOCAL_SHELL,
+    ClientTool,
+    ToolKind,
+    free_form_tool,
+    local_shell_tool,
+    name_for_model,
+)
+from tgi_server.router.text.tools import Choice, ToolSpec
+
+
+@dataclass(slots=True)
+class OfferedTools:
+    """The tools of a request.
+
+    specs: as functions of the model. client_tools: those that are no plain functions, by the names that the model
+    knows. unenforced: grammars that are left to the model, each as a line.
+    """
+
+    specs: list[ToolSpec] = field(default_factory=list)
+    client_tools: dict[str, ClientTool] = field(default_factory=dict)
+    unenforced: list[str] = field(default_factory=list)
+
+    def add(self, tools: Iterable[ResponseTool | NamespacedTool], place: str, namespace: str | None = None) -> None:
+        """Adds tools. place: of their list in the request."""
+        for index, tool in enumerate(tools):
+            match tool.root:
+                case FunctionTool() as function:
+                    name = name_for_model(function.name, namespace)
+                    self.specs.append(ToolSpec(name, function.description, function.parameters, function.strict))
+                    if namespace is not None:
+                        self.client_tools[name] = ClientTool(function.name, namespace=namespace)
+                case FreeFormTool() as custom:
+                    self._add_free_form(custom, f"{place}.{index}", namespace)
+                case LocalShellTool():
+                    self.specs.append(local_shell_tool())
+                    self.client_tools[LOCAL_SHELL] = ClientTool(LOCAL_SHELL, ToolKind.LOCAL_SHELL)
+                case NamespaceTool() as inner:
+                    self.add(inner.tools, f"{place}.{index}.tools", inner.name)
+
+    def _add_free_form(self, tool: FreeFormTool, place: str, namespace: str | None) -> None:
+        name = name_for_model(tool.name, namespace)
+        form = tool.format
+        grammar = (form.syntax, form.definition) if form is not None and form.syntax is not None else ()
+        self.specs.append(free_form_tool(name, tool.description, *grammar))
+        self.client_tools[name] = ClientTool(tool.name, ToolKind.FREE_FORM, namespace)
+        if "lark" in grammar[:1]:
+            self.unenforced.append(f"{place}.format (lark)")
+
+    def choice(self, request: ResponsesRequest) -> Choice | None:
+        """Returns the choice of tools; None: no tool may be called."""
+        chosen = request.tool_choice or "auto"
+        if isinstance(chosen, str):
+            required = chosen == "required"
+            return None if chosen == "none" else Choice(required, parallel=request.parallel_tool_calls)
+        match chosen.root:
+            case AllowedTools(mode=mode, tools=tools):
+                names = list(self._names(each.root if isinstance(each, AllowedTool) else each for each in tools))
+                return Choice(mode == "required", names, request.parallel_tool_calls) if names else None
+            case one:
+                return Choice(required=True, only=list(self._names([one])), parallel=False)
+
+    def _names(self, chosen: Iterable[object]) -> Iterator[str]:
+        """Yields the names by which the model calls what was chosen."""
+        for each in chosen:
+            match each:
+                case ChosenTool(name=name, namespace=namespace):
+                    yield self._name(name, namespace)
+                case ChosenLocalShell():
+                    yield LOCAL_SHELL
+                case ChosenNamespace(name=namespace):
+                    yield from (name for name, tool in self.client_tools.items() if tool.namespace == namespace)
+
+    def _name(self, name: str, namespace: str | None) -> str:
+        if namespace is not None or any(spec.name == name for spec in self.specs):
+            return name_for_model(name, namespace)
+        found: Sequence[str] = [known for known, tool in self.client_tools.items() if tool.name == name]
+        return found[0] if len(found) == 1 else name

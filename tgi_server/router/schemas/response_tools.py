@@ -1,0 +1,177 @@
+"""Tools of /v1/responses."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, RootModel, Tag
+
+from tgi_server.router.schemas.base import Items, LeftOut, Name, Refused, RequestModel, ToolSchema, by_type
+
+_TOOL_NOTES = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
+
+
+class FunctionTool(RequestModel):
+    harmless: ClassVar[frozenset[str]] = _TOOL_NOTES
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: ToolSchema = Field(default=None, description="JSON schema of the arguments.")
+    strict: bool | None = None
+
+
+class InputFormat(RequestModel):
+    """The form of a text. A `regex` is enforced; the model is told of a `lark` grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str = ""
+
+
+class FreeFormTool(RequestModel):
+    """A tool whose input is text."""
+
+    harmless: ClassVar[frozenset[str]] = _TOOL_NOTES
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class LocalShellTool(RequestModel):
+    """Runs commands on the client's machine."""
+
+    type: Literal["local_shell"]
+
+
+class LeftOutTool(LeftOut):
+    """A tool that OpenAI's servers run, or one whose calls this server could not show."""
+
+    known: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+            *("file_search", "computer", "computer_use", "computer_use_preview", "code_interpreter", "mcp"),
+            *("image_generation", "tool_search", "shell", "apply_patch", "programmatic_tool_calling"),
+        }
+    )
+
+
+class NamespacedTool(
+    RootModel[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[FreeFormTool, Tag("custom")]
+            | Annotated[LeftOutTool, Tag("other")],
+            by_type("function", "custom"),
+        ]
+    ]
+):
+    pass
+
+
+class NamespaceTool(RequestModel):
+    """Functions that the model calls by `<namespace>__<name>`."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Items[NamespacedTool]
+
+
+class ResponseTool(
+    RootModel[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[FreeFormTool, Tag("custom")]
+            | Annotated[LocalShellTool, Tag("local_shell")]
+            | Annotated[NamespaceTool, Tag("namespace")]
+            | Annotated[LeftOutTool, Tag("other")],
+            by_type("function", "custom", "local_shell", "namespace"),
+        ]
+    ]
+):
+    pass
+
+
+class ChosenTool(RequestModel):
+    """`namespace`: of the tool, if several have one of that name."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class ChosenLocalShell(RequestModel):
+    type: Literal["local_shell"]
+
+
+class ChosenNamespace(RequestModel):
+    """All tools of a namespace."""
+
+    type: Literal["namespace"]
+    name: str
+
+
+class LeftOutChoice(LeftOut):
+    """A tool that was left out."""
+
+    known: ClassVar[frozenset[str]] = LeftOutTool.known
+
+
+class AllowedTool(
+    RootModel[
+        Annotated[
+            Annotated[ChosenTool, Tag("function")]
+            | Annotated[ChosenTool, Tag("custom")]
+            | Annotated[ChosenLocalShell, Tag("local_shell")]
+            | Annotated[ChosenNamespace, Tag("namespace")]
+            | Annotated[LeftOutChoice, Tag("other")],
+            by_type("function", "custom", "local_shell", "namespace"),
+        ]
+    ]
+):
+    pass
+
+
+class AllowedTools(RequestModel):
+    """Some of the tools; one of them may or must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[AllowedTool] = Field(min_length=1)
+
+
+class RefusedChoice(Refused):
+    reason: ClassVar[str] = "such a tool cannot be called here"
+
+    type: Literal[
+        "file_search",
+        "web_search",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "computer",
+        "computer_use",
+        "computer_use_preview",
+        "image_generation",
+        "code_interpreter",
+        "mcp",
+        "programmatic_tool_calling",
+        "apply_patch",
+        "shell",
+    ]
+
+
+class ToolSelection(
+    RootModel[
+        Annotated[
+            Annotated[ChosenTool, Tag("function")]
+            | Annotated[ChosenTool, Tag("custom")]
+            | Annotated[ChosenLocalShell, Tag("local_shell")]
+            | Annotated[ChosenNamespace, Tag("namespace")]
+            | Annotated[AllowedTools, Tag("allowed_tools")]
+            | Annotated[RefusedChoice, Tag("other")],
+            by_type("function", "custom", "local_shell", "namespace", "allowed_tools"),
+        ]
+    ]
+):
+    pass

@@ -1,0 +1,86 @@
+"""Tools that are no functions to their client, as the functions that they are to the model."""
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic_core import from_json
+
+from tgi_server.router.text.tools import ToolSpec
+
+_INPUT = "input"
+LOCAL_SHELL = "local_shell"
+_SHELL_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+        "env": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+
+
+class ToolKind(Enum):
+    """The kinds of tools in OpenAI's interface. The model calls all of them as functions."""
+
+    FUNCTION = "function"
+    FREE_FORM = "custom"
+    LOCAL_SHELL = "local_shell"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A tool as its client knows it. The model knows it by another name if it has a namespace."""
+
+    name: str
+    kind: ToolKind = ToolKind.FUNCTION
+    namespace: str | None = None
+
+
+def name_for_model(name: str, namespace: str | None) -> str:
+    """Returns the name by which the model calls a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def free_form_tool(name: str, description: str | None, syntax: str | None = None, definition: str = "") -> ToolSpec:
+    """Returns a tool whose input is text as a function with one argument.
+
+    syntax: of the grammar of that text: `regex`, which is enforced, or `lark`, which the model is only told.
+    """
+    text: dict[str, Any] = {"type": "string"}
+    lines = [description] if description else []
+    if syntax == "regex":
+        text["pattern"] = f"^(?:{definition})$"
+    elif syntax is not None:
+        lines.append(f"`{_INPUT}` is a text of this grammar ({syntax}):\n{definition}")
+    parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    return ToolSpec(name, "\n\n".join(lines) or None, parameters)
+
+
+def free_form_arguments(text: str) -> str:
+    """Returns the input of such a tool as the arguments of the function."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def free_form_input(arguments: str) -> str:
+    """Returns the input of such a tool. arguments: of the function, as JSON; cut off or not."""
+    found = read_arguments(arguments).get(_INPUT, "")
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def read_arguments(arguments: str) -> dict[str, Any]:
+    """Returns the arguments of a call that may have been cut off."""
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def local_shell_tool() -> ToolSpec:
+    """Returns OpenAI's tool `local_shell`, whose commands the client runs, as a function."""
+    return ToolSpec(LOCAL_SHELL, "Runs a command on the user's machine and returns its output.", _SHELL_PARAMETERS)
