@@ -75,7 +75,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredAgents:
     """The results of a number of agents at once. cold: seconds to the first token of the system prompt alone.
 
     called: answers that had to be calls, and were calls with arguments in JSON; asked: their number.
@@ -147,7 +147,7 @@ def tools(count: int) -> list[dict[str, Any]]:
 class Agent:
     """One agent: its conversation, and the requests of it."""
 
-    def __init__(self, url: str, model: str, plan: Plan, system: str, seed: str, into: Measured) -> None:
+    def __init__(self, url: str, model: str, plan: Plan, system: str, seed: str, into: MeasuredAgents) -> None:
         self._url = url
         self._model = model
         self._plan = plan
@@ -208,9 +208,9 @@ def request_body(model: str, messages: Sequence[ChatMessage], plan: Plan, new_to
     return json.dumps(body | streaming | {"tools": tools(plan.tools), "tool_choice": tool_choice}).encode()
 
 
-async def measure(name: str, url: str, model: str, agents: int, plan: Plan, seed: str, limit: float) -> Measured:
+async def measure(name: str, url: str, model: str, agents: int, plan: Plan, seed: str, limit: float) -> MeasuredAgents:
     """Runs so many agents at once. Raises ServerUnavailable, BadReply if the system prompt cannot be computed."""
-    result = Measured(name, agents)
+    result = MeasuredAgents(name, agents)
     system = f"You are one of {agents} agents of team {seed}. {text(Random(seed), plan.system_words)}"
     messages: list[ChatMessage] = [{"role": "system", "content": system}, {"role": "user", "content": "Are you there?"}]
     with closing(Connection(url)) as connection:
@@ -226,7 +226,7 @@ async def measure(name: str, url: str, model: str, agents: int, plan: Plan, seed
     return result
 
 
-async def _measure_all(arguments: argparse.Namespace, name: str, url: str) -> list[Measured]:
+async def _measure_all(arguments: argparse.Namespace, name: str, url: str) -> list[MeasuredAgents]:
     plan = Plan(
         arguments.turns,
         arguments.tools,
@@ -246,7 +246,7 @@ async def _measure_all(arguments: argparse.Namespace, name: str, url: str) -> li
     return results
 
 
-async def _run(arguments: argparse.Namespace, servers: Sequence[ServerCommand]) -> list[Measured]:
+async def _run(arguments: argparse.Namespace, servers: Sequence[ServerCommand]) -> list[MeasuredAgents]:
     if arguments.url is not None:
         return await _measure_all(arguments, "server", arguments.url)
     results = []

@@ -98,7 +98,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def finish(results: object, output: Path | None) -> None:
     """Prints what a command has measured as one line of JSON, and writes it to the file where one is given."""
-    line = json.dumps(results, default=lambda value: asdict(value) if is_dataclass(value) else str(value))
+    line = json.dumps(
+        results,
+        default=lambda value: asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value),
+    )
     print(line)
     if output is not None:
         output.write_text(line + "\n")

@@ -25,7 +25,7 @@ _SEALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemoryPlace:
     """The descriptor of a process by which a memory can be opened. inode: of the memory, as numbers are reused."""
 
     process: int
@@ -40,7 +40,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.place = Place(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+        self.place = MemoryPlace(os.getpid(), descriptor, os.fstat(descriptor).st_ino)
 
     @classmethod
     def of(cls, parts: Sequence[memoryview | bytes]) -> "list[SharedBytes]":
@@ -60,7 +60,7 @@ class SharedMemory:
         return shared
 
     @classmethod
-    def open(cls, place: Place) -> Self:
+    def open(cls, place: MemoryPlace) -> Self:
         """Opens the memory of another process. Raises OSError if it is gone, or could change."""
         # A number may have come to mean something else, which must not be waited for.
         path = f"/proc/{place.process}/fd/{place.descriptor}"
@@ -89,7 +89,7 @@ class SharedMemory:
 class SharedBytes:
     """A part of a memory. memory: None in a process that has not opened it."""
 
-    place: Place
+    place: MemoryPlace
     start: int
     size: int
     memory: SharedMemory | None = None

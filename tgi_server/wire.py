@@ -16,7 +16,7 @@ from tgi_server.contract import (
     Tensor,
     ThoughtBudget,
 )
-from tgi_server.shared_bytes import Place, SharedBytes
+from tgi_server.shared_bytes import MemoryPlace, SharedBytes
 
 _GRAMMAR_TYPES = {
     GrammarKind.REGEX: pb.Grammar.REGEX,
@@ -153,7 +153,7 @@ def shared_to_message(data: SharedBytes) -> pb.SharedBytes:
 
 
 def shared_from_message(message: pb.SharedBytes) -> SharedBytes:
-    place = Place(message.process, message.descriptor, message.inode)
+    place = MemoryPlace(message.process, message.descriptor, message.inode)
     return SharedBytes(place, message.start, message.size)
 
 

@@ -25,15 +25,15 @@ from benchmarks.report import finish, tell
 from benchmarks.serve import first_model
 from benchmarks.servers import OURS, ServerDidNotStart, add_peer_arguments, chosen_peers, running
 from benchmarks.tasks import bfcl, calls, choices, extraction, functions
-from benchmarks.tasks.case import Case
-from benchmarks.tasks.results import AnswersFile, Result, ask, print_tables, rows
+from benchmarks.tasks.case import TaskCase
+from benchmarks.tasks.results import AnswersFile, TaskResult, ask, print_tables, rows
 from benchmarks.workloads import positive
 
 _LOGS = Path("runs/logs")
-Side = tuple[str, list[Result]]
+Side = tuple[str, list[TaskResult]]
 
 
-def all_cases(package: Path | None) -> list[Case]:
+def all_cases(package: Path | None) -> list[TaskCase]:
     """Returns the cases of all families. package: of bfcl-eval. Raises ValueError if it has no data."""
     folder = bfcl.data_folder(package)
     if folder is None:
@@ -43,9 +43,9 @@ def all_cases(package: Path | None) -> list[Case]:
     return [*(each for made in own for each in made), *public]
 
 
-def chosen_cases(cases: Sequence[Case], families: Sequence[str], first: int | None) -> list[Case]:
+def chosen_cases(cases: Sequence[TaskCase], families: Sequence[str], first: int | None) -> list[TaskCase]:
     """Returns the cases of families whose names contain one of the texts; of each family the `first` ones."""
-    chosen: dict[str, list[Case]] = {}
+    chosen: dict[str, list[TaskCase]] = {}
     for case in cases:
         if not families or any(each in case.family for each in families):
             chosen.setdefault(case.family, []).append(case)
@@ -54,14 +54,14 @@ def chosen_cases(cases: Sequence[Case], families: Sequence[str], first: int | No
 
 def _earlier(files: Sequence[Path], families: Set[str]) -> list[Side]:
     """Returns the results of earlier runs in some families, by server. Raises ValueError."""
-    sides: dict[str, list[Result]] = {}
+    sides: dict[str, list[TaskResult]] = {}
     for file in files:
         for name, results in AnswersFile(file).read().items():
             sides.setdefault(f"{name}, earlier", []).extend(each for each in results if each.family in families)
     return list(sides.items())
 
 
-async def _run(arguments: argparse.Namespace, cases: Sequence[Case]) -> list[Side]:
+async def _run(arguments: argparse.Namespace, cases: Sequence[TaskCase]) -> list[Side]:
     if arguments.url is not None:
         return [await _ask("server", arguments.url, arguments, cases)]
     sides: list[Side] = []
@@ -74,10 +74,10 @@ async def _run(arguments: argparse.Namespace, cases: Sequence[Case]) -> list[Sid
     return sides
 
 
-async def _ask(name: str, url: str, arguments: argparse.Namespace, cases: Sequence[Case]) -> Side:
+async def _ask(name: str, url: str, arguments: argparse.Namespace, cases: Sequence[TaskCase]) -> Side:
     model = arguments.model or await first_model(url, None)
 
-    def note(result: Result) -> None:
+    def note(result: TaskResult) -> None:
         if result.failure is not None and result.offered:
             tell(f"  {name}: {result.family} {result.name}: {result.failure}")
         if arguments.answers is not None:

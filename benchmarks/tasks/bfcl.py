@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks.calls import tool_of, valid_calls
-from benchmarks.tasks.case import CHAT, Answer, Case, Verdict, chat, matches
+from benchmarks.tasks.case import CHAT, TaskAnswer, TaskCase, TaskVerdict, chat, matches
 
 _CATEGORIES = ("simple_python", "multiple", "parallel", "irrelevance")
 _OF_EACH = 25
@@ -42,11 +42,11 @@ def data_folder(package: Path | None) -> DataFolder | None:
     raise ValueError(f"{package} is not a wheel or a folder of bfcl-eval; `pip download --no-deps bfcl-eval` gets one")
 
 
-def cases(folder: DataFolder) -> list[Case]:
+def cases(folder: DataFolder) -> list[TaskCase]:
     return [each for category in _CATEGORIES for each in _cases_of(folder, category)]
 
 
-def _cases_of(folder: DataFolder, category: str) -> list[Case]:
+def _cases_of(folder: DataFolder, category: str) -> list[TaskCase]:
     name = f"BFCL_v4_{category}.json"
     questions = _lines(folder / name)
     answers = (
@@ -60,7 +60,7 @@ def _lines(file: DataFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _case(category: str, question: Mapping[str, Any], truth: Sequence[Mapping[str, Any]]) -> Case:
+def _case(category: str, question: Mapping[str, Any], truth: Sequence[Mapping[str, Any]]) -> TaskCase:
     tools = [
         tool_of(openai_name(each["name"]), each["description"], schema_of(each["parameters"]))
         for each in question["function"]
@@ -71,15 +71,15 @@ def _case(category: str, question: Mapping[str, Any], truth: Sequence[Mapping[st
         for name, arguments in call.items()
     ]
 
-    def score(answer: Answer) -> Verdict:
+    def score(answer: TaskAnswer) -> TaskVerdict:
         valid = valid_calls(answer, tools)
         if valid is False:
-            return Verdict(0.0, valid)
+            return TaskVerdict(0.0, valid)
         got = [{"name": each.name, "arguments": json.loads(each.arguments)} for each in answer.calls]
-        return Verdict(float(matches(expected, got)), valid)
+        return TaskVerdict(float(matches(expected, got)), valid)
 
     body = chat(question["question"][0], _MAX_TOKENS, tools=tools, tool_choice="auto")
-    return Case(f"bfcl: {category}", question["id"], CHAT, body, score)
+    return TaskCase(f"bfcl: {category}", question["id"], CHAT, body, score)
 
 
 def openai_name(name: str) -> str:

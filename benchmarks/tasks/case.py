@@ -14,7 +14,7 @@ ANYTHING = "anything"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TaskCall:
     """A call of a tool. arguments: the text, as the server sent it."""
 
     name: str
@@ -22,29 +22,30 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TaskAnswer:
     """What a server answered. body: the whole response; text, calls and finish_reason: those of a chat."""
 
     body: dict[str, Any]
     text: str = ""
-    calls: Sequence[Call] = ()
+    calls: Sequence[TaskCall] = ()
     finish_reason: str | None = None
 
     @classmethod
-    def read(cls, body: dict[str, Any]) -> "Answer":
+    def read(cls, body: dict[str, Any]) -> "TaskAnswer":
         """Raises LookupError, TypeError for what is not a response."""
         if "choices" not in body:
             return cls(body)
         choice = body["choices"][0]
         message = choice["message"]
         calls = [
-            Call(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls") or ()
+            TaskCall(each["function"]["name"], each["function"]["arguments"])
+            for each in message.get("tool_calls") or ()
         ]
         return cls(body, message.get("content") or "", calls, choice.get("finish_reason"))
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TaskVerdict:
     """score: 0 to 1. valid: whether the answer matches the schemas it was bound by; None where there were none.
 
     loss: the negative log-probability of the right answer, where the server reports probabilities.
@@ -56,14 +57,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TaskCase:
     """A request. family: the row of the table it counts in; a colon separates the group from the kind."""
 
     family: str
     name: str
     path: str
     body: Mapping[str, Any]
-    score: Callable[[Answer], Verdict] = field(repr=False)
+    score: Callable[[TaskAnswer], TaskVerdict] = field(repr=False)
 
 
 def read_data(name: str) -> dict[str, Any]:

@@ -6,7 +6,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.tasks.case import CHAT, DECISIONS, Answer, Case, Verdict, chat, json_format, plain, read_data, user
+from benchmarks.tasks.case import (
+    CHAT,
+    DECISIONS,
+    TaskAnswer,
+    TaskCase,
+    TaskVerdict,
+    chat,
+    json_format,
+    plain,
+    read_data,
+    user,
+)
 
 _MAX_TOKENS = 100
 _YES_NO = ("yes", "no")
@@ -14,8 +25,8 @@ NORMALIZATIONS = ("none", "orders", "calibration")
 SCORINGS = ("labels", "sequences")
 
 
-def cases() -> list[Case]:
-    made: list[Case] = []
+def cases() -> list[TaskCase]:
+    made: list[TaskCase] = []
     for number, data in enumerate(read_data("choices")["cases"]):
         options = _rotated(data["options"], number) if data["kind"] == "choice" else list(_YES_NO)
         right = data["answer"] if data["kind"] == "choice" else _YES_NO[not data["answer"]]
@@ -38,25 +49,27 @@ def _prompt(data: Mapping[str, Any], options: Sequence[str]) -> list[dict[str, A
     return [user(f"{data['input']}\n\n{data['question']}\nAnswer with one of these only: {', '.join(options)}.")]
 
 
-def _by_grammar(number: int, data: Mapping[str, Any], options: Sequence[str], right: str) -> Case:
+def _by_grammar(number: int, data: Mapping[str, Any], options: Sequence[str], right: str) -> TaskCase:
     schema = {"type": "string", "enum": options}
 
-    def score(answer: Answer) -> Verdict:
+    def score(answer: TaskAnswer) -> TaskVerdict:
         try:
             chosen = json.loads(answer.text)
         except ValueError:
-            return Verdict(0.0, valid=False)
-        return Verdict(float(chosen == right), chosen in options)
+            return TaskVerdict(0.0, valid=False)
+        return TaskVerdict(float(chosen == right), chosen in options)
 
     body = chat(_prompt(data, options), _MAX_TOKENS, response_format=json_format("answer", schema))
-    return Case(f"{data['kind']}: by grammar", f"choices-{number}", CHAT, body, score)
+    return TaskCase(f"{data['kind']}: by grammar", f"choices-{number}", CHAT, body, score)
 
 
-def _freely(number: int, data: Mapping[str, Any], options: Sequence[str], right: str) -> Case:
-    def score(answer: Answer) -> Verdict:
-        return Verdict(float(named_option(answer.text, options) == right))
+def _freely(number: int, data: Mapping[str, Any], options: Sequence[str], right: str) -> TaskCase:
+    def score(answer: TaskAnswer) -> TaskVerdict:
+        return TaskVerdict(float(named_option(answer.text, options) == right))
 
-    return Case(f"{data['kind']}: free", f"choices-{number}", CHAT, chat(_prompt(data, options), _MAX_TOKENS), score)
+    return TaskCase(
+        f"{data['kind']}: free", f"choices-{number}", CHAT, chat(_prompt(data, options), _MAX_TOKENS), score
+    )
 
 
 def named_option(text: str, options: Sequence[str]) -> str | None:
@@ -75,19 +88,19 @@ def named_option(text: str, options: Sequence[str]) -> str | None:
 
 def _decided(
     number: int, data: Mapping[str, Any], options: Sequence[str], right: str, scoring: str, normalization: str
-) -> Case:
+) -> TaskCase:
     question: dict[str, Any] = {"type": "predicate", "instructions": data["question"]}
     if data["kind"] == "choice":
         question |= {"type": "choice", "choices": [{"value": each} for each in options]}
 
-    def score(answer: Answer) -> Verdict:
+    def score(answer: TaskAnswer) -> TaskVerdict:
         probability = _probabilities(answer.body["answers"][0])
         best = max(options, key=lambda each: probability[each])
-        return Verdict(float(best == right), loss=-math.log(max(probability[right], 1e-9)))
+        return TaskVerdict(float(best == right), loss=-math.log(max(probability[right], 1e-9)))
 
     body = {"input": data["input"], "questions": [question], "scoring": scoring, "normalization": normalization}
     family = f"{data['kind']}: decisions, {scoring}, {normalization}"
-    return Case(family, f"choices-{number}", DECISIONS, body, score)
+    return TaskCase(family, f"choices-{number}", DECISIONS, body, score)
 
 
 def _probabilities(answer: Mapping[str, Any]) -> dict[str, float]:

@@ -8,9 +8,9 @@ import jsonschema
 
 from benchmarks.tasks.case import (
     CHAT,
-    Answer,
-    Case,
-    Verdict,
+    TaskAnswer,
+    TaskCase,
+    TaskVerdict,
     chat,
     json_format,
     matches,
@@ -24,29 +24,29 @@ _MAX_TOKENS = 300
 _MISSING: dict[str, Any] = {}
 
 
-def cases() -> list[Case]:
+def cases() -> list[TaskCase]:
     data = read_data("extraction")
     return [_record(number, each, data["schemas"][each["schema"]]) for number, each in enumerate(data["cases"])]
 
 
-def span_cases() -> list[Case]:
+def span_cases() -> list[TaskCase]:
     return [_span(number, each) for number, each in enumerate(read_data("spans")["cases"])]
 
 
-def _record(number: int, data: Mapping[str, Any], schema: Mapping[str, Any]) -> Case:
+def _record(number: int, data: Mapping[str, Any], schema: Mapping[str, Any]) -> TaskCase:
     name = data["schema"]
     messages = [system(f"Extract the {name} from the user's text as JSON."), user(data["text"])]
 
-    def score(answer: Answer) -> Verdict:
+    def score(answer: TaskAnswer) -> TaskVerdict:
         got, valid = parsed(answer.text, schema)
         right, all_ = _members(data["expected"], got)
-        return Verdict(right / all_, valid)
+        return TaskVerdict(right / all_, valid)
 
     body = chat(messages, _MAX_TOKENS, response_format=json_format(name, schema))
-    return Case("extraction", f"extraction-{number}", CHAT, body, score)
+    return TaskCase("extraction", f"extraction-{number}", CHAT, body, score)
 
 
-def _span(number: int, data: Mapping[str, Any]) -> Case:
+def _span(number: int, data: Mapping[str, Any]) -> TaskCase:
     text = data["text"]
     schema = {
         "type": "object",
@@ -54,16 +54,16 @@ def _span(number: int, data: Mapping[str, Any]) -> Case:
         "required": ["answer"],
         "additionalProperties": False,
     }
-    asked = f"{text}\n\n{data['question']} Answer with words of the text, as JSON."
+    asked = f"{text}\n\n{data['question']} TaskAnswer with words of the text, as JSON."
 
-    def score(answer: Answer) -> Verdict:
+    def score(answer: TaskAnswer) -> TaskVerdict:
         got, valid = parsed(answer.text, schema)
         span = got.get("answer", "") if isinstance(got, dict) else ""
         right = plain(str(span)) in map(plain, data["answers"])
-        return Verdict(float(right), valid and span in text)
+        return TaskVerdict(float(right), valid and span in text)
 
     body = chat([user(asked)], _MAX_TOKENS, response_format=json_format("answer", schema))
-    return Case("spans", f"spans-{number}", CHAT, body, score)
+    return TaskCase("spans", f"spans-{number}", CHAT, body, score)
 
 
 def parsed(text: str, schema: Mapping[str, Any]) -> tuple[Any, bool]:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.tasks.case import CHAT, Answer, Case, Verdict, chat, read_data, user
+from benchmarks.tasks.case import CHAT, TaskAnswer, TaskCase, TaskVerdict, chat, read_data, user
 
 _MAX_TOKENS = 500
 _CPU_SECONDS, _SECONDS, _MEMORY = 5, 20, 1 << 29
@@ -23,17 +23,17 @@ os._exit({_PASSED} if all([eval(test, names) for test in sys.argv[1:]]) else 1)
 """
 
 
-def cases() -> list[Case]:
+def cases() -> list[TaskCase]:
     return [_case(number, each) for number, each in enumerate(read_data("functions")["cases"])]
 
 
-def _case(number: int, data: Mapping[str, Any]) -> Case:
-    asked = f"Write a Python function `{data['signature']}`. {data['task']} Answer with the code only."
+def _case(number: int, data: Mapping[str, Any]) -> TaskCase:
+    asked = f"Write a Python function `{data['signature']}`. {data['task']} TaskAnswer with the code only."
 
-    def score(answer: Answer) -> Verdict:
-        return Verdict(float(passes(code_of(answer.text), data["tests"])))
+    def score(answer: TaskAnswer) -> TaskVerdict:
+        return TaskVerdict(float(passes(code_of(answer.text), data["tests"])))
 
-    return Case("functions", f"functions-{number}", CHAT, chat([user(asked)], _MAX_TOKENS), score)
+    return TaskCase("functions", f"functions-{number}", CHAT, chat([user(asked)], _MAX_TOKENS), score)
 
 
 def code_of(text: str) -> str:

@@ -12,16 +12,16 @@ from statistics import fmean
 
 from benchmarks.connection import Connection, ServerUnavailable, TimedResponse
 from benchmarks.report import number, table, tell
-from benchmarks.tasks.case import DECISIONS, Answer, Case, Verdict
+from benchmarks.tasks.case import DECISIONS, TaskAnswer, TaskCase, TaskVerdict
 
 # A server that does not have a route answers its requests with one of these.
 _NOT_OFFERED = (404, 405, 501)
 _OVERLOADED, _ATTEMPTS, _PAUSE_SECONDS = 429, 20, 0.5
-_WRONG = Verdict(0.0)
+_WRONG = TaskVerdict(0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TaskResult:
     """A case and its answer. response: the body, as JSON or as text. failure: why there is no answer to score.
 
     offered: False if the server does not have the route.
@@ -29,7 +29,7 @@ class Result:
 
     family: str
     name: str
-    verdict: Verdict
+    verdict: TaskVerdict
     seconds: float
     cut_off: bool = False
     failure: str | None = None
@@ -39,7 +39,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TaskRow:
     """The results of a family, or of several. valid: the share of answers bound by a schema that match it.
 
     cut_off: answers that reached `max_tokens`; failed: requests without an answer. seconds: of a request, in the mean.
@@ -55,7 +55,7 @@ class Row:
     seconds: float
 
     @classmethod
-    def of(cls, family: str, results: Sequence[Result]) -> "Row":
+    def of(cls, family: str, results: Sequence[TaskResult]) -> "TaskRow":
         valid = [each.verdict.valid for each in results if each.verdict.valid is not None]
         losses = [each.verdict.loss for each in results if each.verdict.loss is not None]
         return cls(
@@ -76,32 +76,32 @@ class AnswersFile:
 
     path: Path
 
-    def append(self, server: str, result: Result) -> None:
+    def append(self, server: str, result: TaskResult) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"server": server, **asdict(result)}) + "\n")
 
-    def read(self) -> dict[str, list[Result]]:
+    def read(self) -> dict[str, list[TaskResult]]:
         """Returns the results of each server. Raises ValueError for what is not such a file."""
-        sides: dict[str, list[Result]] = {}
+        sides: dict[str, list[TaskResult]] = {}
         try:
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 fields = json.loads(line)
-                fields["verdict"] = Verdict(**fields["verdict"])
-                sides.setdefault(fields.pop("server"), []).append(Result(**fields))
+                fields["verdict"] = TaskVerdict(**fields["verdict"])
+                sides.setdefault(fields.pop("server"), []).append(TaskResult(**fields))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path} has no answers that --answers wrote: {error}") from error
         return sides
 
 
 async def ask(
-    url: str, model: str, cases: Sequence[Case], users: int, limit: float, note: Callable[[Result], None]
-) -> list[Result]:
+    url: str, model: str, cases: Sequence[TaskCase], users: int, limit: float, note: Callable[[TaskResult], None]
+) -> list[TaskResult]:
     """Asks all cases, `users` at once, in their order. limit: seconds for one request. note: gets results as they come.
 
     A failed request is a wrong answer. Returns the results in the order of the cases.
     """
     waiting = list(enumerate(cases))[::-1]
-    results: dict[int, Result] = {}
+    results: dict[int, TaskResult] = {}
 
     async def work() -> None:
         with closing(Connection(url)) as connection:
@@ -116,10 +116,10 @@ async def ask(
     return [results[place] for place in range(len(cases))]
 
 
-async def _ask(connection: Connection, model: str, case: Case, limit: float) -> Result:
+async def _ask(connection: Connection, model: str, case: TaskCase, limit: float) -> TaskResult:
     request = {"model": model, **case.body}
     started = time.perf_counter()
-    result = Result(case.family, case.name, _WRONG, 0.0, request=request)
+    result = TaskResult(case.family, case.name, _WRONG, 0.0, request=request)
     try:
         response = await _response(connection, case.path, json.dumps(request).encode(), limit)
     except ServerUnavailable as error:
@@ -131,7 +131,7 @@ async def _ask(connection: Connection, model: str, case: Case, limit: float) -> 
         return replace(result, failure=f"status {response.status}: {text[:300]}", offered=offered)
     try:
         body = json.loads(text)
-        answer = Answer.read(body)
+        answer = TaskAnswer.read(body)
         verdict = await asyncio.to_thread(case.score, answer)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return replace(result, failure=f"cannot be read: {type(error).__name__} {error}", response=text[:2000])
@@ -148,26 +148,26 @@ async def _response(connection: Connection, path: str, body: bytes, limit: float
     return await connection.request("POST", path, body, limit)
 
 
-def rows(results: Iterable[Result]) -> list[Row]:
+def rows(results: Iterable[TaskResult]) -> list[TaskRow]:
     """Returns a row for each family, and before those of a group one for all of them. Routes that a server does not
     have are left out.
     """
-    families: dict[str, list[Result]] = {}
+    families: dict[str, list[TaskResult]] = {}
     for each in results:
         if each.offered:
             group = each.family.partition(":")[0]
             families.setdefault(group, []).append(each)
             if each.family != group:
                 families.setdefault(each.family, []).append(each)
-    return [Row.of(family, each) for family, each in families.items() if not _mixed(family, each)]
+    return [TaskRow.of(family, each) for family, each in families.items() if not _mixed(family, each)]
 
 
-def _mixed(family: str, results: Sequence[Result]) -> bool:
+def _mixed(family: str, results: Sequence[TaskResult]) -> bool:
     """Returns True for a group whose families are the same questions asked in several ways: it has no score."""
     return len({each.name for each in results}) < len(results)
 
 
-def print_tables(sides: Sequence[tuple[str, Sequence[Result]]]) -> None:
+def print_tables(sides: Sequence[tuple[str, Sequence[TaskResult]]]) -> None:
     """Prints the scores of all servers side by side, and what else there is to tell of each answer."""
     of_sides = [(name, {row.family: row for row in rows(results)}) for name, results in sides]
     names = [name for name, _ in of_sides]
@@ -187,7 +187,7 @@ def print_tables(sides: Sequence[tuple[str, Sequence[Result]]]) -> None:
             print(table(("family", "right", "loss"), cells))
 
 
-def _cell(row: Row | None, kind: str) -> str:
+def _cell(row: TaskRow | None, kind: str) -> str:
     if row is None:
         return "-"
     match kind:

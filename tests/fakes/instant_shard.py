@@ -43,7 +43,7 @@ _COLUMNS = {"embed": 1_024, "rank": 1_000}
 
 def _encoder(task: str, folder: Path) -> pb.Encoder:
     labels = [f"label {number}" for number in range(_COLUMNS[task])] if task == "rank" else []
-    shape = {"vocab_size": _VOCAB_SIZE, "max_tokens": 8_192, "columns": _COLUMNS[task]}
+    shape: dict[str, Any] = {"vocab_size": _VOCAB_SIZE, "max_tokens": 8_192, "columns": _COLUMNS[task]}
     return pb.Encoder(task=task, model_id=task, folder=str(folder), model_type="instant", labels=labels, **shape)
 
 

@@ -40,10 +40,10 @@ def test_losses_are_bounded(
     full = pytestconfig.getoption("full")
     bounds = BOUNDS | (MORE_BOUNDS if full else {})
     tokens, output = str(ALL_TOKENS if full else QUICK_TOKENS), tmp_path / "table.json"
-    options = ("--work", COPIES, "--tokens", tokens, "--output", output, "--only", *bounds)
+    options = ("--work", str(COPIES), "--tokens", tokens, "--output", str(output), "--only", *bounds)
     with capfd.disabled():
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.perplexity", model_path(name), "--table", *options],
+            [sys.executable, "-m", "benchmarks.perplexity", str(model_path(name)), "--table", *options],
             cwd=ROOT,
             timeout=ALL_SECONDS if full else QUICK_SECONDS,
             check=True,

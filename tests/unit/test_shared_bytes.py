@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.shared_bytes import Place, SharedBytes, SharedMemory
+from tgi_server.shared_bytes import MemoryPlace, SharedBytes, SharedMemory
 from tgi_server.wire import shared_from_message, shared_to_message, shares_memory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory without a name")
@@ -34,7 +34,7 @@ def other_process() -> Iterator[tuple[subprocess.Popen[str], list[SharedBytes]]]
     ) as process:
         assert process.stdout is not None
         pid, descriptor, inode, start, size = map(int, process.stdout.readline().split())
-        place = Place(pid, descriptor, inode)
+        place = MemoryPlace(pid, descriptor, inode)
         yield process, [SharedBytes(place, 0, 5), SharedBytes(place, start, size)]
         process.kill()
 
@@ -82,9 +82,9 @@ def test_a_number_that_means_something_else_is_refused() -> None:
     reader, writer = os.pipe()
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     others = (
-        Place(place.process, place.descriptor, place.inode + 1),
-        Place(place.process, reader, os.fstat(reader).st_ino),
-        Place(place.process, unsealed, os.fstat(unsealed).st_ino),
+        MemoryPlace(place.process, place.descriptor, place.inode + 1),
+        MemoryPlace(place.process, reader, os.fstat(reader).st_ino),
+        MemoryPlace(place.process, unsealed, os.fstat(unsealed).st_ino),
     )
     for other in others:
         with pytest.raises(OSError, match="its memory is"):

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from benchmarks.tasks import __main__ as command
 from benchmarks.tasks import bfcl, calls, choices, extraction, functions
-from benchmarks.tasks.case import DECISIONS, Answer, Call, Case, Verdict, chat, matches, user
+from benchmarks.tasks.case import DECISIONS, TaskAnswer, TaskCall, TaskCase, TaskVerdict, chat, matches, user
 from benchmarks.tasks.choices import named_option
 from benchmarks.tasks.functions import code_of, passes
 from benchmarks.tasks.results import AnswersFile, ask, rows
@@ -33,8 +33,8 @@ def saying(text: str, finish_reason: str = "stop") -> dict[str, Any]:
     return {"choices": [{"message": {"content": text}, "finish_reason": finish_reason}]}
 
 
-def calling(*made: tuple[str, Any]) -> Answer:
-    return Answer({}, calls=[Call(name, json.dumps(arguments)) for name, arguments in made])
+def calling(*made: tuple[str, Any]) -> TaskAnswer:
+    return TaskAnswer({}, calls=[TaskCall(name, json.dumps(arguments)) for name, arguments in made])
 
 
 @pytest.mark.parametrize(
@@ -67,36 +67,36 @@ def test_every_family_has_thirty_to_sixty_cases() -> None:
 def test_calls_are_right_in_any_order_and_valid_by_their_schemas() -> None:
     (case,) = [each for each in calls.cases() if "hall and in the bathroom" in json.dumps(each.body)]
     hall, bathroom = ({"room": room, "on": False} for room in ("hall", "Bathroom"))
-    assert case.score(calling(("set_light", bathroom), ("set_light", hall))) == Verdict(1.0, True)
-    assert case.score(calling(("set_light", hall))) == Verdict(0.0, True)
-    assert case.score(calling(("set_light", {"room": "hall"}))) == Verdict(0.0, False)
-    assert case.score(calling(("no_such_tool", {}))) == Verdict(0.0, False)
-    assert case.score(Answer({}, "They are off.")) == Verdict(0.0, None)
+    assert case.score(calling(("set_light", bathroom), ("set_light", hall))) == TaskVerdict(1.0, True)
+    assert case.score(calling(("set_light", hall))) == TaskVerdict(0.0, True)
+    assert case.score(calling(("set_light", {"room": "hall"}))) == TaskVerdict(0.0, False)
+    assert case.score(calling(("no_such_tool", {}))) == TaskVerdict(0.0, False)
+    assert case.score(TaskAnswer({}, "They are off.")) == TaskVerdict(0.0, None)
 
 
 def test_no_call_is_right_where_none_fits_and_a_result_has_to_be_told() -> None:
     none = next(each for each in calls.cases() if each.family == "calls: none")
-    assert none.score(Answer({}, "Canberra")).score == 1
+    assert none.score(TaskAnswer({}, "Canberra")).score == 1
     assert none.score(calling(("set_light", {"room": "hall", "on": True}))).score == 0
     result = next(each for each in calls.cases() if "Bergen" in json.dumps(each.body))
-    assert result.score(Answer({}, "It rains at 7 degrees.")).score == 1
-    assert result.score(Answer({}, "It is sunny.")).score == 0
+    assert result.score(TaskAnswer({}, "It rains at 7 degrees.")).score == 1
+    assert result.score(TaskAnswer({}, "It is sunny.")).score == 0
 
 
 def test_right_members_of_a_record_count_one_by_one() -> None:
     case = extraction.cases()[0]
     right = {"name": "Maria Keller", "age": 34, "city": "Hamburg", "occupation": "architect"}
-    assert case.score(Answer({}, json.dumps(right))) == Verdict(1.0, True)
-    assert case.score(Answer({}, json.dumps(right | {"age": 35}))) == Verdict(0.75, True)
-    assert case.score(Answer({}, json.dumps({"name": "Maria Keller"}))) == Verdict(0.25, False)
-    assert case.score(Answer({}, "Maria")) == Verdict(0.0, False)
+    assert case.score(TaskAnswer({}, json.dumps(right))) == TaskVerdict(1.0, True)
+    assert case.score(TaskAnswer({}, json.dumps(right | {"age": 35}))) == TaskVerdict(0.75, True)
+    assert case.score(TaskAnswer({}, json.dumps({"name": "Maria Keller"}))) == TaskVerdict(0.25, False)
+    assert case.score(TaskAnswer({}, "Maria")) == TaskVerdict(0.0, False)
 
 
 def test_a_span_is_a_piece_of_the_text() -> None:
     case = extraction.span_cases()[0]
-    assert case.score(Answer({}, '{"answer": "180 degrees"}')) == Verdict(1.0, True)
-    assert case.score(Answer({}, '{"answer": "200 degrees"}')) == Verdict(0.0, False)
-    assert case.score(Answer({}, '{"answer": "round tin"}')) == Verdict(0.0, True)
+    assert case.score(TaskAnswer({}, '{"answer": "180 degrees"}')) == TaskVerdict(1.0, True)
+    assert case.score(TaskAnswer({}, '{"answer": "200 degrees"}')) == TaskVerdict(0.0, False)
+    assert case.score(TaskAnswer({}, '{"answer": "round tin"}')) == TaskVerdict(0.0, True)
 
 
 def test_free_text_names_one_option() -> None:
@@ -114,7 +114,7 @@ def test_decisions_are_scored_by_the_likeliest_option_and_the_loss_of_the_right_
         {"value": each["value"], "probability": 0.7 if each["value"] == "billing" else 0.1}
         for each in case.body["questions"][0]["choices"]
     ]
-    verdict = case.score(Answer({"answers": [{"type": "choice", "probabilities": probabilities}]}))
+    verdict = case.score(TaskAnswer({"answers": [{"type": "choice", "probabilities": probabilities}]}))
     assert (verdict.score, verdict.loss) == (1.0, pytest.approx(0.3567, abs=1e-4))
 
 
@@ -173,13 +173,13 @@ async def test_answers_are_asked_for_scored_and_added_up(tmp_path: Path) -> None
             return web.json_response({"error": "too busy"}, status=500)
         return web.json_response(saying(asked, "length" if asked == "long" else "stop"))
 
-    def case(family: str, asked: str) -> Case:
-        return Case(
-            family, asked, "/v1/chat/completions", chat([user(asked)], 5), lambda got: Verdict(got.text == "yes")
+    def case(family: str, asked: str) -> TaskCase:
+        return TaskCase(
+            family, asked, "/v1/chat/completions", chat([user(asked)], 5), lambda got: TaskVerdict(got.text == "yes")
         )
 
     cases = [case("a: x", "yes"), case("a: x", "fail"), case("a: y", "long")]
-    decision = Case("b", "1", DECISIONS, {}, lambda _: Verdict(1.0))
+    decision = TaskCase("b", "1", DECISIONS, {}, lambda _: TaskVerdict(1.0))
     answers = AnswersFile(tmp_path / "answers.jsonl")
     async with serving(answer) as url:
         results = await ask(url, "m", [*cases, decision], 2, 10, lambda result: answers.append("server", result))
@@ -224,7 +224,7 @@ async def test_an_overloaded_server_is_asked_again() -> None:
             return web.json_response({"error": "overloaded"}, status=429)
         return web.json_response(saying("yes"))
 
-    case = Case("a", "1", "/v1/chat/completions", chat([user("q")], 5), lambda got: Verdict(got.text == "yes"))
+    case = TaskCase("a", "1", "/v1/chat/completions", chat([user("q")], 5), lambda got: TaskVerdict(got.text == "yes"))
     async with serving(answer) as url:
         (result,) = await ask(url, "m", [case], 1, 10, lambda _: None)
     assert (asked, result.verdict.score, result.failure) == (["q", "q"], 1.0, None)

@@ -73,7 +73,7 @@ class Threads(Protocol):
         """Returns what `work` returns, computed outside the event loop."""
 
 
-class Account(Protocol):
+class ImageAccount(Protocol):
     """Counts the bytes that are held for a request. Raises RouterError when there are too many."""
 
     def hold(self, size: int) -> None: ...
@@ -92,7 +92,7 @@ class ImageClient:
 
     name: str
     namespace: str
-    account: Account
+    account: ImageAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class ImageReader:
 
 
 @contextmanager
-def _held(account: Account) -> Iterator[Callable[[int], None]]:
+def _held(account: ImageAccount) -> Iterator[Callable[[int], None]]:
     """Yields a function that counts bytes until the context ends."""
     held = 0
 

@@ -15,7 +15,7 @@ from tgi_server.contract import Tensor
 from tgi_server.router.errors import DecodingFailed
 from tgi_server.router.fairness import FairQueue
 from tgi_server.router.media.messages import SIZE, ImageResult, ImageTask, UnusableImage, read, write
-from tgi_server.shared_bytes import Place, SharedBytes, SharedMemory
+from tgi_server.shared_bytes import MemoryPlace, SharedBytes, SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class _Worker:
         """Opens the memory that the tensors of an image are in, which the worker then closes. Raises OSError."""
         if result.descriptor < 0:
             return None
-        memory = SharedMemory.open(Place(self._process.pid, result.descriptor, result.inode))
+        memory = SharedMemory.open(MemoryPlace(self._process.pid, result.descriptor, result.inode))
         self._tasks.write(b"\0")
         self._tasks.flush()
         return memory
