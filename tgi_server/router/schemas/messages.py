@@ -55,7 +55,7 @@ class OfferedTool(RequestModel):
     strict: bool | None = None
 
 
-class ClientTool(RequestModel):
+class MessagesClientTool(RequestModel):
     """A tool of Anthropic's that the client runs: its description and schema are known here."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({*_TOOL_NOTES, "input_examples", "max_characters"})
@@ -73,7 +73,7 @@ class ClientTool(RequestModel):
     strict: bool | None = None
 
 
-class LeftOutTool(LeftOut):
+class MessagesLeftOutTool(LeftOut):
     """A tool that Anthropic's servers run, or one whose results this server could not show."""
 
     known: ClassVar[frozenset[str]] = frozenset(
@@ -93,16 +93,16 @@ class MessageTool(
     RootModel[
         Annotated[
             Annotated[OfferedTool, Tag("custom")]
-            | Annotated[ClientTool, Tag("client")]
-            | Annotated[LeftOutTool, Tag("other")],
-            by_type("custom", default="custom", client=known_types(ClientTool)),
+            | Annotated[MessagesClientTool, Tag("client")]
+            | Annotated[MessagesLeftOutTool, Tag("other")],
+            by_type("custom", default="custom", client=known_types(MessagesClientTool)),
         ]
     ]
 ):
     pass
 
 
-class ToolSelection(RequestModel):
+class MessagesToolSelection(RequestModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, description="The tool to call; with the type `tool`.")
     disable_parallel_tool_use: bool = False
@@ -155,7 +155,9 @@ class MessagesParameters(RefusingModel):
         Items[TextBlock] | None, BeforeValidator(as_blocks, json_schema_input_type=str | Items[TextBlock] | None)
     ] = Field(default=None, description="What the system says.")
     tools: Items[MessageTool] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: ToolSelection | None = Field(default=None, description="Whether it may, must, or must not call one.")
+    tool_choice: MessagesToolSelection | None = Field(
+        default=None, description="Whether it may, must, or must not call one."
+    )
     thinking: ThinkingOptions | None = Field(default=None, description="Whether to think; unset: no.")
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = Field(

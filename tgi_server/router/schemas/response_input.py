@@ -91,7 +91,7 @@ class FunctionCall(RequestModel):
     arguments: str
 
 
-class FreeFormCall(RequestModel):
+class ResponsesFreeFormCall(RequestModel):
     """An earlier call of a tool whose input is text."""
 
     harmless: ClassVar[frozenset[str]] = _CALL_NOTES
@@ -194,7 +194,7 @@ def _typed(item: Any) -> Any:
 AnyItem = (
     InputMessage
     | FunctionCall
-    | FreeFormCall
+    | ResponsesFreeFormCall
     | LocalShellCall
     | CallOutput
     | LocalShellOutput
@@ -211,7 +211,7 @@ class InputItem(
             Annotated[
                 Annotated[InputMessage, Tag("message")]
                 | Annotated[FunctionCall, Tag("function_call")]
-                | Annotated[FreeFormCall, Tag("custom_tool_call")]
+                | Annotated[ResponsesFreeFormCall, Tag("custom_tool_call")]
                 | Annotated[LocalShellCall, Tag("local_shell_call")]
                 | Annotated[CallOutput, Tag("function_call_output")]
                 | Annotated[CallOutput, Tag("custom_tool_call_output")]

@@ -27,7 +27,7 @@ class InputFormat(RequestModel):
     definition: str = ""
 
 
-class FreeFormTool(RequestModel):
+class ResponsesFreeFormTool(RequestModel):
     """A tool whose input is text."""
 
     harmless: ClassVar[frozenset[str]] = _TOOL_NOTES
@@ -44,7 +44,7 @@ class LocalShellTool(RequestModel):
     type: Literal["local_shell"]
 
 
-class LeftOutTool(LeftOut):
+class ResponsesLeftOutTool(LeftOut):
     """A tool that OpenAI's servers run, or one whose calls this server could not show."""
 
     known: ClassVar[frozenset[str]] = frozenset(
@@ -60,8 +60,8 @@ class NamespacedTool(
     RootModel[
         Annotated[
             Annotated[FunctionTool, Tag("function")]
-            | Annotated[FreeFormTool, Tag("custom")]
-            | Annotated[LeftOutTool, Tag("other")],
+            | Annotated[ResponsesFreeFormTool, Tag("custom")]
+            | Annotated[ResponsesLeftOutTool, Tag("other")],
             by_type("function", "custom"),
         ]
     ]
@@ -82,10 +82,10 @@ class ResponseTool(
     RootModel[
         Annotated[
             Annotated[FunctionTool, Tag("function")]
-            | Annotated[FreeFormTool, Tag("custom")]
+            | Annotated[ResponsesFreeFormTool, Tag("custom")]
             | Annotated[LocalShellTool, Tag("local_shell")]
             | Annotated[NamespaceTool, Tag("namespace")]
-            | Annotated[LeftOutTool, Tag("other")],
+            | Annotated[ResponsesLeftOutTool, Tag("other")],
             by_type("function", "custom", "local_shell", "namespace"),
         ]
     ]
@@ -115,7 +115,7 @@ class ChosenNamespace(RequestModel):
 class LeftOutChoice(LeftOut):
     """A tool that was left out."""
 
-    known: ClassVar[frozenset[str]] = LeftOutTool.known
+    known: ClassVar[frozenset[str]] = ResponsesLeftOutTool.known
 
 
 class AllowedTool(
@@ -133,7 +133,7 @@ class AllowedTool(
     pass
 
 
-class AllowedTools(RequestModel):
+class ResponsesAllowedTools(RequestModel):
     """Some of the tools; one of them may or must be called."""
 
     type: Literal["allowed_tools"]
@@ -168,7 +168,7 @@ class ToolSelection(
             | Annotated[ChosenTool, Tag("custom")]
             | Annotated[ChosenLocalShell, Tag("local_shell")]
             | Annotated[ChosenNamespace, Tag("namespace")]
-            | Annotated[AllowedTools, Tag("allowed_tools")]
+            | Annotated[ResponsesAllowedTools, Tag("allowed_tools")]
             | Annotated[RefusedChoice, Tag("other")],
             by_type("function", "custom", "local_shell", "namespace", "allowed_tools"),
         ]

@@ -96,7 +96,7 @@ def _shared(schema: Any) -> Iterator[str]:
     for name in _BRANCHES:
         if isinstance(branches := schema.get(name), list) and _others_speak(schema, name):
             yield from (each["$ref"] for each in branches if _refers(each))
-    yield from (each["$ref"] for name in _CONDITIONS if _refers(each := schema.get(name)))
+    yield from (each["$ref"] for each in map(schema.get, _CONDITIONS) if isinstance(each, dict) and _refers(each))
     if _refers(schema) and not _MEMBERS.isdisjoint(schema.keys() - {"$ref"}):
         yield schema["$ref"]
     for name, value in schema.items():

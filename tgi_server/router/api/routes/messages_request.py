@@ -11,8 +11,8 @@ from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.messages import (
-    ClientTool,
-    LeftOutTool,
+    MessagesClientTool,
+    MessagesLeftOutTool,
     MessagesParameters,
     MessagesRequest,
     OfferedTool,
@@ -70,11 +70,13 @@ def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> 
 def tools_of(request: MessagesParameters) -> ToolUse:
     """Returns the tools that the answer may call. Raises InvalidTool."""
     offered = (tool.root for tool in request.tools or ())
-    return chosen_tools([_tool(each) for each in offered if not isinstance(each, LeftOutTool)], _choice(request))
+    return chosen_tools(
+        [_tool(each) for each in offered if not isinstance(each, MessagesLeftOutTool)], _choice(request)
+    )
 
 
-def _tool(tool: OfferedTool | ClientTool) -> ToolSpec:
-    if isinstance(tool, ClientTool):
+def _tool(tool: OfferedTool | MessagesClientTool) -> ToolSpec:
+    if isinstance(tool, MessagesClientTool):
         return client_tool(tool.type, tool.name, tool.strict)
     description = tool.description
     if tool.input_examples:

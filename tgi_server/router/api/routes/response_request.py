@@ -20,7 +20,6 @@ from tgi_server.router.schemas.response_input import (
     AdditionalTools,
     AnyItem,
     CallOutput,
-    FreeFormCall,
     FunctionCall,
     InputImage,
     InputItem,
@@ -31,6 +30,7 @@ from tgi_server.router.schemas.response_input import (
     LocalShellOutput,
     ReasoningItem,
     RefusalPart,
+    ResponsesFreeFormCall,
     TextPart,
 )
 from tgi_server.router.schemas.responses import ResponsesRequest, TextOptions
@@ -78,7 +78,7 @@ def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
                 begin(Turn(role, _parts(content, f"input[{index}].content")))
             case FunctionCall(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
                 call(PastCall(call_id, name_for_model(name, namespace), arguments))
-            case FreeFormCall(call_id=call_id, name=name, namespace=namespace, input=text):
+            case ResponsesFreeFormCall(call_id=call_id, name=name, namespace=namespace, input=text):
                 call(PastCall(call_id, name_for_model(name, namespace), free_form_arguments(text)))
             case LocalShellCall(call_id=call_id, action=action):
                 shown = action.model_dump(exclude={"type"}, exclude_none=True, exclude_defaults=True)

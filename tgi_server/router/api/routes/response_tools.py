@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 from tgi_server.router.schemas.response_tools import (
     AllowedTool,
-    AllowedTools,
     ChosenLocalShell,
     ChosenNamespace,
     ChosenTool,
-    FreeFormTool,
     FunctionTool,
     LocalShellTool,
     NamespacedTool,
     NamespaceTool,
+    ResponsesAllowedTools,
+    ResponsesFreeFormTool,
     ResponseTool,
 )
 from tgi_server.router.schemas.responses import ResponsesRequest
@@ -49,7 +49,7 @@ class OfferedTools:
                     self.specs.append(ToolSpec(name, function.description, function.parameters, function.strict))
                     if namespace is not None:
                         self.client_tools[name] = ClientTool(function.name, namespace=namespace)
-                case FreeFormTool() as custom:
+                case ResponsesFreeFormTool() as custom:
                     self._add_free_form(custom, f"{place}.{index}", namespace)
                 case LocalShellTool():
                     self.specs.append(local_shell_tool())
@@ -57,7 +57,7 @@ class OfferedTools:
                 case NamespaceTool() as inner:
                     self.add(inner.tools, f"{place}.{index}.tools", inner.name)
 
-    def _add_free_form(self, tool: FreeFormTool, place: str, namespace: str | None) -> None:
+    def _add_free_form(self, tool: ResponsesFreeFormTool, place: str, namespace: str | None) -> None:
         name = name_for_model(tool.name, namespace)
         form = tool.format
         grammar = (form.syntax, form.definition) if form is not None and form.syntax is not None else ()
@@ -73,7 +73,7 @@ class OfferedTools:
             required = chosen == "required"
             return None if chosen == "none" else Choice(required, parallel=request.parallel_tool_calls)
         match chosen.root:
-            case AllowedTools(mode=mode, tools=tools):
+            case ResponsesAllowedTools(mode=mode, tools=tools):
                 names = list(self._names(each.root if isinstance(each, AllowedTool) else each for each in tools))
                 return Choice(mode == "required", names, request.parallel_tool_calls) if names else None
             case one:

@@ -244,7 +244,8 @@ async def _count(kept: StoredResponses, exchange: Exchange, request: InputTokens
     conversation, prompt = await service.text.threads.run(exchange.size, prepare)
     prompt = await with_images(service, exchange.request, prompt, conversation.images)
     _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
-    return exchange.respond_with_values(CountedInput(input_tokens=len(tokens)), tokens=len(tokens))
+    exchange.read_tokens = len(tokens)
+    return await exchange.respond_with_values(lambda: CountedInput(input_tokens=len(tokens)), size=1)
 
 
 def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList:
