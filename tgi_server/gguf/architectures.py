@@ -90,7 +90,19 @@ def architecture_of(file: Gguf) -> Architecture:
 
 def config_of(file: Gguf) -> Config:
     """Returns the content of config.json for a file. Raises GgufError."""
-    kind, given = architecture_of(file), Metadata(file)
+    try:
+        return _config_of(file, architecture_of(file))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of numbers that no model has
+        if isinstance(error, GgufError):
+            raise
+        raise GgufError(
+            f"{file.path}: the metadata of {file.architecture} do not describe a model "
+            f"({type(error).__name__}: {error}); download the file again"
+        ) from error
+
+
+def _config_of(file: Gguf, kind: Architecture) -> Config:
+    given = Metadata(file)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise GgufError(f"{file.path} has no tensor token_embd.weight; is it the file of a language model?")
@@ -115,10 +127,12 @@ def config_of(file: Gguf) -> Config:
     if (eps := given.get("attention.layer_norm_rms_epsilon")) is not None:
         config["rms_norm_eps"] = eps
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        place = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        config[f"{name}_token_id"] = place if place in range(embedding.shape[0]) else None
     config |= kind.config(given)
     if "rope_parameters" not in config:
         config["rope_parameters"] = configuration.rope(given)
+    configuration.check_whole_rotation(given, config)
     return {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
 
 

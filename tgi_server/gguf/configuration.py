@@ -23,7 +23,7 @@ def rope(given: Metadata) -> Config:
         rope |= {f"{name}_factor": given.values(f"rope_factors_{name}.weight") for name in ("long", "short")}
         if (attention := given.get("rope.scaling.attn_factor")) is not None:
             rope["attention_factor"] = attention
-    elif scaling in ("linear", "yarn") and factor and factor != 1:
+    elif scaling in ("linear", "yarn") and factor and given.number("rope.scaling.factor") != 1:
         rope |= {"rope_type": scaling, "factor": factor}
         if scaling == "yarn":
             rope["original_max_position_embeddings"] = original or given.number("context_length")
@@ -44,6 +44,19 @@ def _llama3_rope(given: Metadata, theta: float) -> Config:
             settings = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
             return {"rope_type": "llama3", "factor": factor, **settings}
     raise GgufError(f"{given.file.path}: rope_freqs.weight are not those of Llama 3, which is not served")
+
+
+def check_whole_rotation(given: Metadata, config: Config) -> None:
+    """Raises GgufError for a part of each head's rotation in a family of models that rotates whole heads."""
+    rope = config["rope_parameters"] or {}
+    if any("partial_rotary_factor" in each for each in (rope, *rope.values()) if isinstance(each, dict)):
+        return
+    size = given.number("rope.dimension_count", given.head_dim)
+    if rope and size != given.head_dim:
+        raise GgufError(
+            f"{given.file.path}: {given.file.architecture}.rope.dimension_count is {size}, and a head has "
+            f"{given.head_dim} numbers; a rotation of a part of them is not served for this architecture"
+        )
 
 
 def partial_rope(given: Metadata) -> Config:

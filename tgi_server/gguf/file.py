@@ -25,6 +25,8 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _TEXT, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+# Bounds of what a header takes in memory; published models have less than a tenth of these.
+_MOST_ENTRIES, _MOST_VALUES = 1 << 17, 1 << 22
 # The least bytes of a pair of metadata, and of what says where a tensor is.
 _LEAST_PAIR, _LEAST_INFO = 13, 24
 
@@ -68,6 +70,8 @@ def read_gguf(path: Path, *, texts: bool = True) -> Gguf:
     texts: with the tokenizer's lists of texts, which may take a hundred megabytes.
     """
     parts = [_read(part, texts) for part in gguf_parts(path)]
+    for number, part in enumerate(parts):
+        _check_part(part, number, len(parts))
     tensors: dict[str, GgufTensor] = {}
     for part in parts:
         if again := part.tensors.keys() & tensors.keys():
@@ -78,6 +82,17 @@ def read_gguf(path: Path, *, texts: bool = True) -> Gguf:
     if len(parts) > 1 and expected != len(tensors):
         raise GgufError(f"the parts of {path} have {len(tensors)} tensors, not {expected}; download them again")
     return Gguf(first.path, first.metadata, tensors, " ".join(part.fingerprint for part in parts))
+
+
+def _check_part(part: Gguf, number: int, count: int) -> None:
+    """Raises GgufError if a file says that it is another part, numbered from 0, than its name tells."""
+    found, of = part.metadata.get("split.no", number), part.metadata.get("split.count", count)
+    # Splitting a small model may leave it in one part, whatever that is called.
+    if isinstance(found, int) and isinstance(of, int) and (of > 1 or count > 1) and (found, of) != (number, count):
+        raise GgufError(
+            f"{part.path} is part {found + 1} of {of} of a model; put all parts into one folder and name the first "
+            f"NAME-00001-of-{of:05}.gguf, and so on"
+        )
 
 
 def _read(path: Path, texts: bool) -> Gguf:
@@ -96,7 +111,10 @@ def _read(path: Path, texts: bool) -> Gguf:
         raise GgufError(f"{path} {what}; little-endian files of versions 2 and 3 are read")
     tensor_count, pair_count = header.number("<Q"), header.number("<Q")
     header.check(tensor_count * _LEAST_INFO + pair_count * _LEAST_PAIR)
-    metadata = {header.text(): header.value(header.number("<I")) for _ in range(pair_count)}
+    for count, what in ((tensor_count, "tensors"), (pair_count, "metadata")):
+        if count > _MOST_ENTRIES:
+            raise GgufError(f"{path} has {count:,} {what}; at most {_MOST_ENTRIES:,} are read")
+    metadata = dict(header.pair() for _ in range(pair_count))
     infos = [header.tensor() for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
@@ -139,6 +157,7 @@ class _Header:
         self._path = path
         self._texts = texts
         self._data = data.data
+        self._values = 0
         self.place = 0
 
     def check(self, size: int) -> None:
@@ -161,12 +180,14 @@ class _Header:
         self.place += size
         return found.decode("utf-8", "replace")
 
-    def value(self, kind: int) -> Any:
+    def pair(self) -> tuple[str, Any]:
+        """Returns the name and the value of an entry of the metadata."""
+        name, kind = self.text(), self.number("<I")
         if kind == _TEXT:
-            return self.text()
+            return name, self.text()
         if kind == _ARRAY:
-            return self._array(self.number("<I"), self.number("<Q"))
-        return self.number(self._form(kind))
+            return name, self._array(name, self.number("<I"), self.number("<Q"))
+        return name, self.number(self._form(kind))
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         """Returns the name, the number of the type, the shape and the offset of a tensor."""
@@ -178,19 +199,23 @@ class _Header:
             raise GgufError(f"{self._path}: tensor {name} has the shape {list(shape)}; download it again")
         return name, self.number("<I"), shape, self.number("<Q")
 
-    def _array(self, kind: int, count: int) -> list[Any]:
+    def _array(self, name: str, kind: int, count: int) -> list[Any]:
+        form = "<Q" if kind == _TEXT else self._form(kind)  # texts begin with their length
+        size = count * struct.calcsize(form)
+        self.check(size)
+        self._values += count
+        if self._values > _MOST_VALUES:
+            raise GgufError(
+                f"{self._path}: {name} has {count:,} values; at most {_MOST_VALUES:,} of all lists together are read"
+            )
         if kind == _TEXT:
-            self.check(count * 8)
             if self._texts:
                 return [self.text() for _ in range(count)]
             for _ in range(count):
-                size = self.number("<Q")
-                self.check(size)
-                self.place += size
+                length = self.number("<Q")
+                self.check(length)
+                self.place += length
             return []
-        form = self._form(kind)
-        size = count * struct.calcsize(form)
-        self.check(size)
         found = struct.unpack_from(f"<{count}{form[1]}", self._data, self.place)
         self.place += size
         return list(found)

@@ -1,5 +1,6 @@
 """The metadata of a GGUF file, by their names without that of the architecture."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,27 @@ class Metadata:
         found = self.get(name, default)
         if isinstance(found, list) and found and all(each == found[0] for each in found):
             found = found[0]
-        if not isinstance(found, int | float):
+        if not isinstance(found, int | float) or not math.isfinite(found):
             what = "differs between layers, which is not served" if isinstance(found, list) else f"is {found!r}"
-            raise GgufError(f"{self.file.path}: {self.file.architecture}.{name} {what}; a number is needed")
+            raise GgufError(f"{self._name(name)} {what}; a number is needed")
         return found
 
     def most(self, name: str, default: Any = None) -> Any:
-        """Returns the largest of the layers' numbers."""
-        found = self.get(name, default)
-        return max(found, default=default) if isinstance(found, list) else self.number(name, default)
+        """Returns the largest of the layers' numbers. Raises GgufError."""
+        return max(self._numbers(name, default))
 
     def least(self, name: str) -> Any:
-        """Returns the smallest of the layers' numbers."""
-        found = self.get(name)
-        return min(found) if isinstance(found, list) and found else self.number(name)
+        """Returns the smallest of the layers' numbers. Raises GgufError."""
+        return min(self._numbers(name))
+
+    def _numbers(self, name: str, default: Any = None) -> list[Any]:
+        """Returns the layers' numbers, or the one of all layers."""
+        found = self.get(name, default)
+        if not isinstance(found, list) or not found:
+            return [self.number(name, default)]
+        if any(not isinstance(each, int | float) or not math.isfinite(each) for each in found):
+            raise GgufError(f"{self._name(name)} is {found!r:.100}; numbers are needed")
+        return found
 
     def of_layers(self, name: str, default: Any = None) -> list[Any]:
         """Returns a value for each layer."""
@@ -45,8 +53,17 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """The number of layers, without those that only draft."""
-        return int(self.number("block_count") - self.get("nextn_predict_layers", 0))
+        """The number of layers, without those that only draft. Raises GgufError unless each may have a tensor."""
+        count, most = self.number("block_count"), len(self.file.tensors)
+        if not isinstance(count, int) or not 1 <= count <= most:
+            raise GgufError(f"{self._name('block_count')} is {count}; a whole number from 1 to {most} is needed")
+        drafting = self.number("nextn_predict_layers", 0)
+        if drafting not in range(count):
+            raise GgufError(f"{self._name('nextn_predict_layers')} is {drafting}; there are {count} layers in all")
+        return int(count - drafting)
+
+    def _name(self, name: str) -> str:
+        return f"{self.file.path}: {self.file.architecture}.{name}"
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors

@@ -15,6 +15,8 @@ def gguf_parts(path: Path) -> list[Path]:
     """Returns all files of the model that a file belongs to, in order. Raises GgufError when one is missing."""
     match = _PART.fullmatch(path.name)
     count = int(match[3]) if match else 1
+    if match and not 1 <= int(match[2]) <= count:
+        raise GgufError(f"{path} has a name that no part of a model has: parts are numbered from 1; rename the file")
     names = (
         [f"{match[1]}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)] if match else [path.name]
     )

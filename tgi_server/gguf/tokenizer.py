@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tgi_server.gguf.control_tokens import ends_of_generation, looks_like_control
 from tgi_server.gguf.file import Gguf
 from tgi_server.gguf.paths import GgufError
 
 # Types of tokens in `tokenizer.ggml.token_type`.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _SPACES_BACK = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -116,23 +117,6 @@ _BEGINS = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "jina-v5-nano"),
     "tekken",
 }
-# Tokens that end a reply, whatever the metadata call them.
-_END_OF_TURN = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<end_of_utterance>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<EOT>",
-    "_<EOT>",
-)
 
 
 class Vocabulary:
@@ -146,6 +130,7 @@ class Vocabulary:
         kinds = self.get("token_type") or [1] * len(self.tokens)
         if not self.tokens or len(kinds) != len(self.tokens):
             raise GgufError(f"{file.path} has {len(self.tokens)} tokens and {len(kinds)} types of them")
+        kinds = [_type_of(text, kind) for text, kind in zip(self.tokens, kinds, strict=True)]
         self.special = [place for place, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)]
         self.user_defined = [place for place, kind in enumerate(kinds) if kind == _USER_DEFINED]
         # Phi-3's tokens take the spaces behind them along.
@@ -154,10 +139,15 @@ class Vocabulary:
     def get(self, name: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}", default)
 
-    def token(self, name: str) -> str | None:
-        """Returns the text of a token that has a name, such as bos; None if there is none."""
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token that has a name, such as bos; None if there is none in the vocabulary."""
         place = self.get(f"{name}_token_id")
-        return self.tokens[place] if isinstance(place, int) and 0 <= place < len(self.tokens) else None
+        return place if isinstance(place, int) and 0 <= place < len(self.tokens) else None
+
+    def token(self, name: str) -> str | None:
+        """Returns the text of a token that has a name; None if there is none."""
+        place = self.token_id(name)
+        return None if place is None else self.tokens[place]
 
     def merges(self) -> list[tuple[str, str]]:
         """Returns the pairs that are merged, the first ones first."""
@@ -172,19 +162,23 @@ class Vocabulary:
 
     def end_ids(self) -> list[int]:
         """Returns the tokens that end a reply, the one of the metadata first."""
-        named = [self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-        known = set(_END_OF_TURN)
-        found = [place for place in (*self.special, *self.user_defined) if self.tokens[place] in known]
-        texts = {self.tokens[place] for place in found}
-        if {"<|return|>", "<|call|>"} <= texts:  # of gpt-oss, which goes on behind <|end|>
-            found = [place for place in found if self.tokens[place] not in ("<|end|>", "<|endoftext|>")]
-        return list(dict.fromkeys(each for each in (*named, *found) if isinstance(each, int)))
+        named = [self.token_id(name) for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]
+        ends = ends_of_generation({self.tokens[place] for place in self.special})
+        found = [place for place in self.special if self.tokens[place] in ends]
+        return list(dict.fromkeys(each for each in (*named, *found) if each is not None))
 
     def _texts(self, name: str) -> list[str]:
         found = self.get(name)
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
             raise GgufError(f"{self.path} has no tokenizer.ggml.{name}; name a tokenizer with --tokenizer-name")
         return found
+
+
+def _type_of(text: str, kind: int) -> int:
+    """Returns the type of a token: that of the file, unless its text says that it is a control token."""
+    if kind not in (_UNKNOWN, _BYTE) and looks_like_control(text, added=kind == _USER_DEFINED):
+        return _CONTROL
+    return kind
 
 
 def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float], without: set[int]) -> list[tuple[str, str]]:

@@ -194,10 +194,61 @@ def test_special_tokens_and_templates_become_the_configuration() -> None:
     }
 
 
-def test_the_end_of_a_turn_ends_a_reply_too() -> None:
-    tokens = ["a", "<|endoftext|>", "<|im_end|>", "<|im_start|>"]
-    file = file_of(ggml__model="gpt2", ggml__tokens=tokens, ggml__token_type=[1, 3, 3, 3], ggml__eos_token_id=1)
-    assert Vocabulary(file).end_ids() == [1, 2]
+@pytest.mark.parametrize(
+    ("marks", "ends"),
+    [
+        (["<|endoftext|>", "<|im_end|>", "<|im_start|>"], ["<|endoftext|>", "<|im_end|>"]),
+        (["<eos>", "<turn|>", "<|turn>", "<|tool_response>"], ["<eos>", "<turn|>", "<|tool_response>"]),
+        (["<eos>", "<|tool_response>", "</s>"], ["<eos>", "<|tool_response>"]),  # of Gemma 4, where </s> is HTML
+        (["[EOS]", "[EOT]", "[BOS]"], ["[EOS]", "[EOT]"]),
+        (["<|return|>", "<|call|>", "<|end|>"], ["<|return|>", "<|call|>"]),  # of gpt-oss, which goes on after <|end|>
+        (["<|flush|>", "<|calls|>", "<|end|>"], ["<|flush|>", "<|calls|>"]),  # of Solar Open, likewise
+        (["<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"], 4),
+        (["</s>", "[e~[", "<|eom_id|>", "<|END_OF_TURN_TOKEN|>"], 4),
+    ],
+)
+def test_ends_of_generation_are_those_of_llama_cpp(marks: list[str], ends: list[str] | int) -> None:
+    file = file_of(
+        ggml__model="gpt2",
+        ggml__tokens=["a", *marks],
+        ggml__token_type=[1] + [3] * len(marks),
+        ggml__eos_token_id=1,
+    )
+    expected = marks[:ends] if isinstance(ends, int) else ends
+    assert [marks[place - 1] for place in Vocabulary(file).end_ids()] == expected
+
+
+@pytest.mark.parametrize("kind", [0, 1, 5], ids=["undefined", "normal", "unused"])
+def test_tokens_that_look_like_marks_are_control_tokens(kind: int) -> None:
+    marks = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|turn>",
+        "<turn|>",
+        "<start_of_turn>",
+        "<\uff5cUser\uff5c>",
+        "<|file_sep|>",
+    ]
+    words = ["<s>", "<b>", "<?>", "<|>", "<|", "|>", "<div>", "[a]", "</s>"]
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *marks, *words]
+    file = file_of(
+        ggml__model="gpt2",
+        ggml__pre="qwen2",
+        ggml__tokens=tokens,
+        ggml__token_type=[1] * len(letters) + [kind] * (len(marks) + len(words)),
+        ggml__merges=[],
+        ggml__eos_token_id=tokens.index("<|im_end|>"),
+    )
+    found = tokenizer_json(file)["added_tokens"]
+    assert [each["content"] for each in found if each["special"]] == marks
+    assert ids(file, "".join(marks)) == [tokens.index(mark) for mark in marks]
+    assert [tokens[place] for place in Vocabulary(file).end_ids()] == ["<|im_end|>", "<turn|>", "<|file_sep|>"]
+
+
+def test_tokens_that_the_metadata_name_beyond_the_vocabulary_are_none() -> None:
+    file = file_of(ggml__model="gpt2", ggml__tokens=["a", "<|im_end|>"], ggml__eos_token_id=7, ggml__eot_token_id=-1)
+    assert Vocabulary(file).end_ids() == [1]
 
 
 @pytest.mark.parametrize(
