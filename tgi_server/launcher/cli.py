@@ -16,7 +16,14 @@ from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from tgi_server.launcher import commands
 from tgi_server.launcher.environment import describe_environment
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError, ProcessEndedError
-from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, shard_count
+from tgi_server.launcher.machine import (
+    check_address,
+    check_gpus,
+    check_port,
+    check_shards,
+    is_ip_address,
+    shard_count,
+)
 from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
@@ -45,7 +52,8 @@ def main(
 
     Exit codes: 0 stopped by a signal, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
-    settings = read_settings(LauncherSettings, program, sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    settings = read_settings(LauncherSettings, program, arguments)
     if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
         settings = settings.model_copy(update={"model_id": encoder})
     configure_logging(
@@ -54,6 +62,8 @@ def main(
     if settings.env:
         for line in describe_environment().splitlines():
             logger.info("%s", line)
+    if not any(each.partition("=")[0] == "--hostname" for each in arguments):
+        settings = _with_address(settings)
     logger.info("settings: %s", settings.describe())
     for variable in sorted(_NO_EFFECT & os.environ.keys()):
         logger.warning("the variable %s of TGI has no effect here", variable)
@@ -71,6 +81,25 @@ def main(
         logger.error("%s; the server has stopped", error)
         sys.exit(error.status)
     logger.info("stopped")
+
+
+def _with_address(settings: LauncherSettings) -> LauncherSettings:
+    """Returns settings that listen on all addresses where the variable HOSTNAME has a name that is not this machine's.
+
+    Container engines and shells set it, and nobody meant that as an address. TGI does the same.
+    """
+    try:
+        check_address(settings.hostname, "--hostname")
+    except CannotStartError:
+        if is_ip_address(settings.hostname):
+            return settings  # which is reported as for the flag
+        logger.warning(
+            "the variable HOSTNAME is %r, which is not an address of this machine; listening on all addresses. "
+            "--hostname chooses one",
+            settings.hostname,
+        )
+        return settings.model_copy(update={"hostname": "0.0.0.0"})
+    return settings
 
 
 async def _launch(settings: LauncherSettings, on_ready: Callable[[], None] | None) -> None:

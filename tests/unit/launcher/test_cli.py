@@ -70,6 +70,29 @@ def test_a_port_in_use_is_told_before_anything_is_started(
     assert told == (FAILED, f"port {port} is in use; choose another with --port")
 
 
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "pod_with_underscores"])
+def test_a_host_name_of_the_environment_that_is_not_known_means_all_addresses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], name: str
+):
+    monkeypatch.setenv("HOSTNAME", name)
+    with socket.create_server(("0.0.0.0", 0)) as taken:  # which ends the launcher after the address has been taken
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("sys.argv", ["text-generation-launcher", "--prometheus-port=0", f"--port={port}"])
+        with pytest.raises(SystemExit):
+            cli.main()
+    assert f"port {port} is in use" in capsys.readouterr().err
+    assert f"HOSTNAME is {name!r}, which is not an address of this machine; listening on all" in caplog.text
+
+
+def test_a_host_name_of_the_command_line_that_is_not_known_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOSTNAME", "no-such-host.invalid")
+    told = complaint(monkeypatch, capsys, "--hostname=no-such-host.invalid")
+    reason = "the host name no-such-host.invalid is not known; give an address of this machine"
+    assert told == (FAILED, f"--hostname: {reason}")
+
+
 def test_shards_for_all_gpus_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, line = complaint(monkeypatch, capsys, "--sharded=true")
