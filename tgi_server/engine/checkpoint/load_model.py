@@ -25,6 +25,7 @@ from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, lo
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
 from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.settings_check import check_padding, check_rotary_settings
 from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, fingerprint, stored_dtype
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
@@ -52,26 +53,32 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json; is it a model folder in transformers format?")
-    for name in ("config.json", "generation_config.json"):
-        _check_object(path / name)
+    check_rotary_settings(path / "config.json", _read_object(path / "config.json"))
+    _read_object(path / "generation_config.json")
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever a setting of the wrong kind leads to, or code that came with the model
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
         raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(cause or error)}") from error
-    return found.get_text_config(decoder=True) if found.model_type in _TEXT_ALONE else found
+    text_config = found.get_text_config(decoder=True)
+    check_padding(path / "config.json", text_config)
+    return text_config if found.model_type in _TEXT_ALONE else found
 
 
-def _check_object(file: Path) -> None:
-    """Raises UnsupportedModel for a file that has no JSON object: `transformers` finds that late or never."""
+def _read_object(file: Path) -> dict[str, Any]:
+    """Returns the object of a file, an empty one if there is no file.
+
+    Raises UnsupportedModel for a file without a JSON object: `transformers` finds that late or never.
+    """
     if not file.is_file():
-        return
+        return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UnsupportedModel(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{file} is not a JSON object; download it again")
+    return content
 
 
 def load_model(config: EngineConfig, device: torch.device, choose_dtype: ChooseDtype | None = None) -> PreTrainedModel:

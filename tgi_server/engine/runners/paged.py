@@ -218,7 +218,7 @@ class PagedRunner(Runner):
             return replace(inputs, rotary=rotary)
         on_device = copy_to_device(torch.cat(rows), self._device)
         images = ImageTokens(on_device, torch.cat(embeddings), [torch.cat(each) for each in zip(*added, strict=True)])
-        filler = self._config.get_text_config(decoder=True).pad_token_id or 0
+        filler = max(self._config.get_text_config(decoder=True).pad_token_id or 0, 0)
         tokens = inputs.tokens.index_fill(0, on_device, filler)  # the model may know no token of that number
         return replace(inputs, tokens=tokens, images=images, rotary=rotary)
 

@@ -121,6 +121,46 @@ def test_settings_that_cannot_be_are_reported_in_one_line(settings, message, tmp
         load_model(EngineConfig(tmp_path), torch.device("meta"))
 
 
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+GEMMA_ROPE = {"full_attention": ROPE | {"factor": "8"}, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": "2.0"}}, r"rope_scaling\.factor is '2\.0'; a number is needed"),
+        ({"rope_parameters": ROPE | {"factor": "4"}}, r"rope_parameters\.factor is '4'; a number is needed"),
+        ({"rope_parameters": ROPE | {"factor": None}}, r"rope_parameters\.factor is None; a number is needed"),
+        ({"rope_parameters": ROPE | {"factor": 0}}, r"rope_parameters\.factor is 0; a number above 0 is needed"),
+        ({"rope_parameters": ROPE | {"rope_theta": "1e4"}}, r"rope_parameters\.rope_theta is '1e4'; a number"),
+        ({"rope_parameters": ROPE | {"rope_theta": float("nan")}}, r"rope_parameters\.rope_theta is nan; a number"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, "1"]}},
+            r"\.short_factor\[1\] is '1'; a number",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "low_freq_factor": "1"}}, r"\.low_freq_factor is '1'; a number"),
+        ({"text_config": {"rope_scaling": {"factor": "2"}}}, r"text_config\.rope_scaling\.factor is '2'; a number"),
+        ({"rope_parameters": GEMMA_ROPE}, r"rope_parameters\.full_attention\.factor is '8'; a number is needed"),
+        ({"rope_theta": "10000"}, r": rope_theta is '10000'; a number is needed"),
+        ({"partial_rotary_factor": "0.5"}, r": partial_rotary_factor is '0\.5'; a number is needed"),
+        ({"pad_token_id": 1_000_000}, r"pad_token_id is 1000000; it must be less than vocab_size, which is \d+"),
+    ],
+)
+def test_a_setting_that_no_model_can_have_is_named(settings, message, tmp_path) -> None:
+    set_config(make("llama", tmp_path), **settings)
+    with pytest.raises(UnsupportedModel, match=rf"config\.json.*{message}") as error:
+        load_model(EngineConfig(tmp_path), torch.device("meta"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pad_token_id": -1}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "factor": None}}]
+)
+def test_settings_that_have_no_effect_may_be_anything(settings, tmp_path) -> None:
+    set_config(make("llama", tmp_path), **settings)
+    load_model(EngineConfig(tmp_path), torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "shape", "message"),
     [

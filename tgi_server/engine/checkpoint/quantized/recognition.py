@@ -150,8 +150,10 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
-    groups = list(settings["config_groups"].values())
-    layouts = {str(group.get("format") or settings.get("format")) for group in groups}
+    given = settings.get("config_groups")
+    _checked(given, "config_groups", isinstance(given, Mapping) and bool(given), "an object with a group")
+    groups = {name: _object(group, f"config_groups.{name}") for name, group in dict(given or {}).items()}
+    layouts = {str(group.get("format") or settings.get("format")) for group in groups.values()}
     if unknown := sorted(layouts - {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}):
         raise UnsupportedModel(
             f"the compressed-tensors checkpoint has the format {unknown[0]}, which is not read; {_INSTEAD}"
@@ -163,7 +165,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
         raise UnsupportedModel(
             f"the compressed-tensors checkpoint rotates activations (transform_config), which is not done; {_INSTEAD}"
         )
-    weights = [group["weights"] for group in groups]
+    weights = _weights(groups)
     bits = frozenset(int(each["num_bits"]) for each in weights)
     if "pack-quantized" in layouts and (unknown_bits := sorted(bits - {2, 4, 8})):
         raise UnsupportedModel(
@@ -179,6 +181,27 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
         return [*packed.sources(files, bits, sizes), *scaled.sources(files, block)]
 
     return Quantization(frozenset(names), f"compressed-tensors, {' and '.join(kinds)}", sources)
+
+
+def _checked(value: Any, name: str, fits: bool, needed: str) -> Any:
+    """Returns the value of a setting in quantization_config. Raises UnsupportedModel if it is not what is needed."""
+    if not fits:
+        raise UnsupportedModel(f"config.json: quantization_config.{name} is {value!r:.80}; {needed} is needed")
+    return value
+
+
+def _object(value: Any, name: str) -> Any:
+    return _checked(value, name, isinstance(value, Mapping), "an object")
+
+
+def _weights(groups: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns what each group says of weights."""
+    found = [(f"config_groups.{name}.weights", group.get("weights")) for name, group in groups.items()]
+    for name, weights in found:
+        bits = _object(weights, name).get("num_bits")
+        _checked(bits, f"{name}.num_bits", isinstance(bits, int), "a whole number")
+        _checked(weights.get("type"), f"{name}.type", weights.get("type") in ("int", "float"), "int or float")
+    return [weights for _, weights in found]
 
 
 def _fp8(settings: Mapping[str, Any]) -> Quantization:

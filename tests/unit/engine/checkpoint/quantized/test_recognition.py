@@ -122,6 +122,17 @@ def test_another_quantisation_cannot_be_requested(gptq) -> None:
             },
             "has weights packed in 3 bits; 2, 4 and 8 can be read",
         ),
+        *(
+            ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}, message)
+            for groups, message in (
+                ({"a": {"weights": None}}, r"config_groups\.a\.weights is None; an object is needed"),
+                ({"a": None}, r"config_groups\.a is None; an object is needed"),
+                ({}, r"config_groups is \{\}; an object with a group is needed"),
+                (["a"], r"config_groups is \['a'\]; an object with a group is needed"),
+                ({"a": {"weights": {"type": "int"}}}, r"config_groups\.a\.weights\.num_bits is None; a whole number"),
+                ({"a": {"weights": {"num_bits": "four"}}}, r"config_groups\.a\.weights\.num_bits is 'four'; a whole"),
+            )
+        ),
         (
             {
                 "quant_method": "compressed-tensors",
