@@ -12,7 +12,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from tgi_server.router.errors import InvalidTemplate, StartupError
-from tgi_server.router.text.template_bounds import ALLOWANCE, Allowance, BoundedEnvironment
+from tgi_server.router.text.template_allowance import Allowance, render_deadline, rendering
+from tgi_server.router.text.template_bounds import BoundedEnvironment
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAMES, TOOL_TEMPLATE, TokenizerConfig
 
 # Variables that `chat_template_kwargs` may not replace.
@@ -23,7 +24,6 @@ RESERVED = frozenset(
         "add_generation_prompt",
         "raise_exception",
         "strftime_now",
-        ALLOWANCE,
         *TOKEN_NAMES,
     }
 )
@@ -35,7 +35,8 @@ ShownContent = str | list[dict[str, Any]]
 
 # Texts by which it is found out what a template reads: messages of these roles, each with the one that is looked for.
 _SOUGHT = "haystack-needle"
-_PROBE_BYTES = 2**24
+_PROBE_CHARACTERS = 2**22
+_LONGEST_DATE = 256
 # The roles of instructions: OpenAI's name of the system is `developer`.
 INSTRUCTING = ("system", "developer")
 
@@ -116,16 +117,13 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.bound_filters()
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = _strftime_now
+        environment.bound()
         self._tokens = {"bos_token": "", "eos_token": "", **config.tokens}
         self._sources = dict(config.chat_templates)
-        try:
-            self._templates = {name: environment.from_string(text) for name, text in config.chat_templates.items()}
-        except TemplateError as error:
-            line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-            raise StartupError(f"the model's chat template is not valid Jinja{line}: {error.message}") from error
+        self._templates = {name: _compiled(environment, text) for name, text in config.chat_templates.items()}
+        self._probes_until = render_deadline()  # for all of them together
         self._in_parts = {name: self._roles_in_parts(template) for name, template in self._templates.items()}
         self._arguments_as_text = {
             name for name, template in self._templates.items() if self._takes_json(template, self._in_parts[name])
@@ -197,14 +195,14 @@ class ChatTemplate:
             messages = [*messages[:-1], {**messages[-1], "content": begun}]
         template = self._templates[self._name(tools=bool(tools))]
         try:
-            prompt = template.render(
-                **variables,
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=prefix is None and options.add_generation_prompt,
-                **{ALLOWANCE: Allowance()},
-                **self._tokens,
-            )
+            with rendering(Allowance()):
+                prompt = template.render(
+                    **variables,
+                    messages=messages,
+                    tools=tools or None,
+                    add_generation_prompt=prefix is None and options.add_generation_prompt,
+                    **self._tokens,
+                )
         except TemplateError as error:
             raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
         except Exception as error:  # a template may trip over anything that a client sends
@@ -216,6 +214,7 @@ class ChatTemplate:
         if not self._templates:
             return placeholder
         template, text = self._templates[self._name(tools=False)], as_parts(_SOUGHT)
+        self._probes_until = render_deadline()
         one, none = (self._try(template, [{"role": "user", "content": each}]) for each in (as_parts(None) + text, text))
         start = next((place for place, pair in enumerate(zip(one, none, strict=False)) if pair[0] != pair[1]), 0)
         shown = one[start : start + len(one) - len(none)].strip()
@@ -259,9 +258,10 @@ class ChatTemplate:
 
     def _try(self, template: Template, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """Returns the prompt of a probe; an empty one if the template raises an error."""
-        usual = {"tools": tools, "add_generation_prompt": True, ALLOWANCE: Allowance(_PROBE_BYTES)}
+        usual = {"tools": tools, "add_generation_prompt": True}
         try:
-            return template.render(messages=messages, **usual, **self._tokens)
+            with rendering(Allowance(_PROBE_CHARACTERS, self._probes_until)):
+                return template.render(messages=messages, **usual, **self._tokens)
         except Exception:  # a template may raise anything
             return ""
 
@@ -269,6 +269,19 @@ class ChatTemplate:
         if (tools and TOOL_TEMPLATE in self._templates) or DEFAULT_TEMPLATE not in self._templates:
             return TOOL_TEMPLATE if TOOL_TEMPLATE in self._templates else next(iter(self._templates), DEFAULT_TEMPLATE)
         return DEFAULT_TEMPLATE
+
+
+def _compiled(environment: BoundedEnvironment, source: str) -> Template:
+    """Raises StartupError for a template that is not Jinja, or that nests too deep."""
+    try:
+        return environment.from_string(source)
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise StartupError(f"the model's chat template nests too deep ({message}); use a simpler one") from None
+    except Exception as error:  # a template may trip over anything that the compiler does
+        line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        message = " ".join(str(error.message if isinstance(error, TemplateError) else error).split())
+        raise StartupError(f"the model's chat template is not valid Jinja{line}: {message}") from None
 
 
 def _probed(role: str) -> str:
@@ -301,6 +314,14 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > _LONGEST_DATE:
+        raise TemplateError(
+            f"the template's date format has {len(form)} characters; at most {_LONGEST_DATE} are allowed"
+        )
+    return datetime.now().strftime(form)
 
 
 def content_text(content: ShownContent) -> str:

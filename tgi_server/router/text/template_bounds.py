@@ -1,216 +1,251 @@
 """A Jinja sandbox that bounds the time and the memory of chat templates.
 
 Clients decide how often a template loops, and templates come from strangers: `2 ** 9 ** 9` would take hours, and
-`'a' * 9 ** 9` gigabytes.
+`'a' * 9 ** 9` gigabytes. What a template may call is a list (`template_calls`). Each operation counts what it is about
+to build (`template_allowance`).
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from sys import getsizeof
-from time import monotonic
+from contextlib import nullcontext
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import Environment, TemplateSyntaxError, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import escape
 
-# Seconds that the loops of a template may take, and bytes of all texts and lists that it builds.
-RENDER_SECONDS = 5.0
-_BYTES = 2**28
-_BITS = 4_096
-_WIDEST = 100_000
-_DEEPEST_INDENT = 100
-# Bytes of a member of a list.
-_MEMBER = 256
-_DIGITS = re.compile(r"\d+")
-# A width that is a replacement field itself.
-_CHOSEN_WIDTH = re.compile(r"\{[^{}]*\{")
-# Filters, and methods of texts, that can make a text longer; no other can.
-_FILTERS = (
-    "batch",
-    "center",
-    "format",
-    "indent",
-    "join",
-    "replace",
-    "slice",
-    "string",
-    "tojson",
-    "truncate",
-    "wordwrap",
+from tgi_server.router.text.template_allowance import MEMBER, current_allowance
+from tgi_server.router.text.template_calls import (
+    CHEAP_FILTERS,
+    COMPARING_TESTS,
+    LISTING_FILTERS,
+    NESTING,
+    TEXT_FILTERS,
+    check_callable,
+    check_filter,
+    joined_size,
+    owner_of,
+    result_size,
+    text_size,
 )
-_NO_WIDTH = "the template computes the width of a text; use a constant"
-# The template variable that holds the allowance of a rendering.
-ALLOWANCE = "_allowance"
 
-
-class Allowance:
-    """The time and the memory that one rendering has left."""
-
-    def __init__(self, size: int = _BYTES) -> None:
-        """size: bytes that the template may build."""
-        self._deadline = monotonic() + RENDER_SECONDS
-        self._size = self._bytes = size
-
-    def check_time(self) -> None:
-        """Raises TemplateError once the time is over."""
-        if monotonic() > self._deadline:
-            raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s; send fewer or shorter messages")
-
-    def take(self, size: int) -> None:
-        """Counts bytes before they are built. Raises TemplateError beyond the limit."""
-        self._bytes -= size
-        if self._bytes < 0:
-            raise TemplateError(f"the template builds more than {self._size} bytes of text")
-
-    def take_members(self, value: Any) -> None:
-        """Counts the bytes that a list takes as text; it may contain other lists many times."""
-        left = [] if isinstance(value, str) else [value]
-        while left:
-            each = left.pop()
-            members = each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
-            self.take(_MEMBER * len(members))
-            left.extend(members)
+# Characters of a template's source. Those of published models have at most some 20,000.
+_LONGEST_SOURCE = 2**18
+# The filter of loops.
+_IN_TIME = "in time"
+# Texts longer than this are compared in no time of their own.
+_LONG = 10_000
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox that checks the size of texts, lists and numbers before an operation builds them."""
+    """A sandbox that checks the size of texts, lists and numbers before an operation builds them.
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    Templates are rendered within `rendering(Allowance())`.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_shown, **options)
         self.code_generator_class = _CodeGenerator
-        self.filters["in_time"] = _in_time
+        self._functions: frozenset[int] = frozenset()
         del self.globals["lipsum"]
 
-    def bound_filters(self) -> None:
-        """Bounds the filters that are defined by now."""
-        for name in _FILTERS:
-            self.filters[f"unbounded_{name}"] = self.filters[name]
-            self.filters[name] = _bounded(name)
+    def bound(self) -> None:
+        """Bounds the filters, tests and functions that are defined by now, and removes those that no template needs."""
+        # Not among the filters of this one: `map` calls any of them by its name.
+        unbounded = ImmutableSandboxedEnvironment()
+        unbounded.filters |= self.filters
+        unbounded.filters |= {"e": _escaped, "escape": _escaped, "safe": str}
+        names = CHEAP_FILTERS | LISTING_FILTERS | TEXT_FILTERS
+        self.filters = {name: _bounded_filter(unbounded, name) for name in names}
+        self.filters[_IN_TIME] = _in_time
+        for name in COMPARING_TESTS:
+            compared: Any = self.tests[name]
+            self.tests[name] = _bounded_test(compared)
+        self._functions = frozenset(map(id, self.globals.values()))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        if len(source) > _LONGEST_SOURCE:
+            raise TemplateSyntaxError(f"it has {len(source)} characters; at most {_LONGEST_SOURCE} are allowed", 1)
         tree = super()._parse(source, name, filename)
+        for escaping in tree.find_all((nodes.EvalContextModifier, nodes.ScopedEvalContextModifier)):
+            raise TemplateSyntaxError("chat templates cannot use `autoescape`", escaping.lineno)
         for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "in_time", [], [], None, None, lineno=loop.lineno)
+            # A text that is written takes a place in a list, even if it is an empty one.
+            outputs = nodes.Const(1 + sum(len(output.nodes) for output in loop.find_all(nodes.Output)))
+            loop.iter = nodes.Filter(loop.iter, _IN_TIME, [outputs], [], None, None, lineno=loop.lineno)
         return tree
 
+    @staticmethod
+    def concat(texts: Iterable[str]) -> str:
+        """Returns what a template, a macro or a block wrote as one text."""
+        allowance = current_allowance()
+        written = []
+        for text in texts:
+            allowance.take(len(text))
+            written.append(text)
+        return "".join(written)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        context[ALLOWANCE].take(_result_size(context[ALLOWANCE], operator, left, right))
+        allowance = current_allowance()
+        allowance.take(result_size(allowance, operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+        allowance = current_allowance()
+        check_callable(obj, self._functions)
+        owner = owner_of(obj)
         if isinstance(owner, str):
-            context[ALLOWANCE].take(_text_size(context[ALLOWANCE], obj.__name__, owner, args, kwargs))
-        return super().call(context, obj, *args, **kwargs)
+            args = tuple(allowance.collected(each) if isinstance(each, Iterator) else each for each in args)
+            allowance.take(text_size(allowance, obj.__name__, owner, args, kwargs))
+        elif isinstance(obj, NESTING):
+            allowance.take(0)
+        else:
+            for value in (owner, *args, *kwargs.values()):
+                allowance.check_value(value)
+            allowance.take(sum(MEMBER * len(each) for each in (owner, *args) if isinstance(each, list | dict)))
+        with allowance.deeper() if isinstance(obj, NESTING) else nullcontext():
+            return super().call(context, obj, *args, **kwargs)
 
-    def concatenated(self, context: Context, parts: Iterable[Any]) -> str:
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        current_allowance().check_value(argument)
+        return super().getitem(obj, argument)
+
+    def sliced(self, value: Any, part: slice) -> Any:
+        """Returns a part of a text or a list."""
+        if isinstance(value, str | list | tuple):
+            size = len(range(*part.indices(len(value))))
+            current_allowance().take(size if isinstance(value, str) else MEMBER * size)
+        return value[part]
+
+    def comparable(self, value: Any) -> Any:
+        """Returns the value. Raises TemplateError if it takes too long to compare it."""
+        if isinstance(value, str):
+            if len(value) > _LONG:
+                current_allowance().check_time()
+        else:
+            current_allowance().check_value(value)
+        return value
+
+    def concatenated(self, parts: Iterable[Any]) -> str:
         """Returns the parts concatenated, as `~` does."""
-        texts = [str(_shown(context, part)) for part in parts]
-        context[ALLOWANCE].take(sum(map(getsizeof, texts)))
-        return "".join(texts)
+        return self.concat([str(_shown(part)) for part in parts])
 
 
 class _CodeGenerator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802  # jinja2 names it so
-        self.write("environment.concatenated(context, (")
+        self.write("environment.concatenated((")
         for each in node.nodes:
             self.visit(each, frame)
             self.write(", ")
         self.write("))")
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.sliced(")
+        self.visit(node.node, frame)
+        self.write(", slice(")
+        for each in (node.arg.start, node.arg.stop, node.arg.step):
+            self.visit(each or nodes.Const(None), frame)
+            self.write(", ")
+        self.write("))")
 
-@pass_context
-def _shown(context: Context, value: Any) -> Any:
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        self.write("(")
+        self._compared(node.expr, frame)
+        for operand in node.ops:
+            self.visit(operand, frame)
+        self.write(")")
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:  # noqa: N802
+        self.write(f" {_OPERATORS[node.op]} ")
+        self._compared(node.expr, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self.write("{")
+        for item in node.items:
+            self._compared(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def _compared(self, node: nodes.Expr, frame: Frame) -> None:
+        if isinstance(node, nodes.Const):
+            self.visit(node, frame)
+            return
+        self.write("environment.comparable(")
+        self.visit(node, frame)
+        self.write(")")
+
+
+_OPERATORS: Mapping[str, str] = {
+    "eq": "==",
+    "ne": "!=",
+    "gt": ">",
+    "gteq": ">=",
+    "lt": "<",
+    "lteq": "<=",
+    "in": "in",
+    "notin": "not in",
+}
+
+
+def _escaped(value: Any) -> str:
+    return str(escape(value))
+
+
+def _shown(value: Any) -> Any:
     """Returns the value that the template writes. Raises TemplateError if it is too large."""
-    context[ALLOWANCE].take_members(value)
+    if not isinstance(value, str):
+        current_allowance().take_value(value)
     return value
 
 
 @pass_context
-def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """Yields the items of a loop. Raises TemplateError once the time for rendering is over."""
-    allowance: Allowance = context[ALLOWANCE]
+def _in_time(context: Context, items: Iterable[Any], outputs: int) -> Iterator[Any]:
+    """Yields the items of a loop. outputs: how many texts its body writes at most."""
+    allowance = current_allowance()
     for item in items:
-        allowance.check_time()
+        allowance.take(MEMBER * outputs)
         yield item
 
 
-def _bounded(name: str) -> Callable[..., Any]:
+def _bounded_filter(unbounded: Environment, name: str) -> Callable[..., Any]:
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        allowance: Allowance = context[ALLOWANCE]
-        if isinstance(value, str):
-            allowance.take(_text_size(allowance, name, value, args, kwargs))
+        allowance = current_allowance()
+        allowance.check_time()
+        if name in CHEAP_FILTERS:
+            return unbounded.call_filter(name, value, args, kwargs, context)
+        check_filter(name, args, kwargs)
+        if isinstance(value, Iterator):
+            value = allowance.collected(value)
+        if name == "join":
+            value = allowance.collected(value)
+            allowance.take(joined_size(allowance, value, args[0] if args else kwargs.get("d", "")))
+        elif isinstance(value, str):
+            size = MEMBER * len(value) if name in LISTING_FILTERS else 0
+            allowance.take(size + text_size(allowance, name, value, args, kwargs))
+        elif name in LISTING_FILTERS:
+            allowance.check_value(value)
+            allowance.take(MEMBER * len(value) if hasattr(value, "__len__") else 0)
         else:
-            value = list(value) if name == "join" else value
-            allowance.take_members(value)
-        if name == "join" and isinstance(value, list):
-            joint = args[0] if args else kwargs.get("d", "")
-            allowance.take(sum(map(getsizeof, value)) + getsizeof(joint) * len(value))
-        _check_widths(args, kwargs, _DEEPEST_INDENT if name == "tojson" else _WIDEST)
-        return context.environment.call_filter(f"unbounded_{name}", value, args, kwargs, context)
+            allowance.take_value(value)
+        return unbounded.call_filter(name, value, args, kwargs, context)
 
     return bounded
 
 
-def _result_size(allowance: Allowance, operator: str, left: Any, right: Any) -> int:
-    """Returns the bytes that an operation may take. Raises TemplateError for numbers that are too large."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > _BITS and operator in ("*", "**"):
-            raise TemplateError(f"the template computes a number of more than {_BITS} bits")
-        return 0
-    if operator == "*" and (isinstance(left, int) or isinstance(right, int)):
-        text, times = (right, left) if isinstance(left, int) else (left, right)
-        return 0 if isinstance(text, float) else getsizeof(text) * max(int(times), 0)
-    if operator == "%" and isinstance(left, str):
-        if "*" in left:
-            raise TemplateError(_NO_WIDTH)
-        return _format_size(allowance, left, right if isinstance(right, tuple) else (right,), {})
-    return getsizeof(left) + getsizeof(right) if operator == "+" else 0
+def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    @pass_context
+    def bounded(context: Context, *values: Any) -> Any:
+        for value in values:
+            current_allowance().check_value(value)
+        return function(*values)
 
-
-def _text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Returns the most bytes that a method of a text, or a filter, may build. Raises TemplateError."""
-    widest = _check_widths(args, kwargs)
-    if name == "replace" and len(args) > 1:
-        old, new = str(args[0]), str(args[1])
-        return getsizeof(text) + text.count(old) * getsizeof(new)
-    if name == "join" and args:
-        return getsizeof(text) * _members(args[0]) + getsizeof(args[0])
-    if name in ("format", "format_map"):
-        return _format_size(allowance, text, args, kwargs)
-    if name in ("indent", "expandtabs", "wordwrap"):
-        return getsizeof(text) * (1 + widest) if "\n" in text or "\t" in text else getsizeof(text) + widest
-    return getsizeof(text) + widest
-
-
-def _check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = _WIDEST) -> int:
-    """Returns the largest of the numbers. Raises TemplateError for one that is too large for a width."""
-    given = [
-        len(each) if most == _DEEPEST_INDENT and isinstance(each, str) else each for each in (*args, *kwargs.values())
-    ]
-    widest = max((each for each in given if isinstance(each, int)), default=0)
-    if widest > most:
-        raise TemplateError(f"the template uses a text width of {widest}; at most {most} is allowed")
-    return max(widest, 0)
-
-
-def _format_size(allowance: Allowance, form: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    if _CHOSEN_WIDTH.search(form):
-        raise TemplateError(_NO_WIDTH)
-    widths = [len(each) for each in _DIGITS.findall(form)]
-    widest = 10 ** min(max(widths, default=0), 12)
-    values = [value for each in (*args, kwargs) for value in (each.values() if isinstance(each, Mapping) else [each])]
-    for each in values:
-        allowance.take_members(each)
-    longest = max(map(getsizeof, values), default=0)
-    return getsizeof(form) + (form.count("%") + form.count("{")) * (longest + widest)
-
-
-def _members(value: Any) -> int:
-    return len(value) if hasattr(value, "__len__") else 1
+    return bounded

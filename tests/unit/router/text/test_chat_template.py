@@ -8,7 +8,7 @@ from tgi_server import demo_model
 from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
 from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.text import template_bounds
+from tgi_server.router.text import template_allowance
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
@@ -187,7 +187,7 @@ def test_loops_are_jinjas_own(source: str):
 
 
 def test_a_template_that_loops_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(template_bounds, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(template_allowance, "RENDER_SECONDS", 0.2)
     source = "{% for m in messages %}{% for n in messages %}{% for o in messages %}{% endfor %}{% endfor %}{% endfor %}"
     assert template(source).render(HELLO, None) == ""
     with pytest.raises(InvalidTemplate, match=r"more than 0\.2 s"):
