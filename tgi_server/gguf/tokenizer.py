@@ -223,9 +223,15 @@ def tokenizer_config(file: Gguf) -> dict[str, Any]:
     """Returns the content of tokenizer_config.json: special tokens, and the chat templates."""
     words = Vocabulary(file)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-    found: dict[str, Any] = {f"{name}_token": words.token(key) for name, key in names.items()}
-    begins = words.model == "llama" or words.pre in _BEGINS
-    found["add_bos_token"] = bool(words.get("add_bos_token", begins)) and found["bos_token"] is not None
+    begins = bool(words.get("add_bos_token", words.model == "llama" or words.pre in _BEGINS))
+    marks = {*words.special, *words.user_defined}
+    found: dict[str, Any] = {
+        f"{name}_token": words.token(key)
+        for name, key in names.items()
+        # A named token is never shown, so ordinary text is none, unless texts begin with it.
+        if words.token_id(key) in marks or (begins and name == "bos")
+    }
+    found["add_bos_token"] = begins and found.get("bos_token") is not None
     found["add_eos_token"] = bool(words.get("add_eos_token", False))
     if templates := _templates(file.metadata):
         found["chat_template"] = templates

@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
+from tgi_server.grammar.added_tokens import add_missing_tokens, has_further_tokens
 from tgi_server.grammar.closing import ClosingOrder
 from tgi_server.grammar.errors import InvalidGrammar
 
@@ -33,12 +34,20 @@ def has_tokenizer(model: Path) -> bool:
 
 
 def read_definition(model: Path) -> str:
-    """Returns the content of the model's tokenizer.json, or what `transformers` makes of files of an older kind.
+    """Returns the content of the model's tokenizer.json with the tokens that other files of the folder add to it.
 
-    Raises OSError, ValueError, LookupError or TypeError.
+    Where there is none, what `transformers` makes of files of an older kind. Raises OSError, ValueError, LookupError or
+    TypeError.
     """
     file = model / "tokenizer.json"
-    return file.read_text(encoding="utf-8") if file.is_file() else _convert(model)
+    if not file.is_file():
+        return _convert(model)
+    definition = file.read_text(encoding="utf-8")
+    if not has_further_tokens(definition, model):
+        return definition
+    tokenizer = Tokenizer.from_str(definition)
+    add_missing_tokens(tokenizer, model)
+    return tokenizer.to_str()
 
 
 class GrammarTokenizer:

@@ -45,7 +45,14 @@ A = make_tokenizer().token_to_id("a")
         ({"special_tokens_map": {"eos_token": EOS}, "tokenizer_config": {"eos_token": None}}, (9,)),
         ({"tokenizer_config": {"eos_token": "a"}, "generation_config": {"eos_token_id": 5}}, (5, A)),
         ({"tokenizer_config": {"eos_token": "</s>"}, "generation_config": {"eos_token_id": 2}}, (2,)),
-        ({"tokenizer_config": {"eos_token": "no token"}, "generation_config": {"eos_token_id": 5.0}}, (5,)),
+        (
+            {
+                "tokenizer_config": {"eos_token": "beyond the vocabulary"},
+                "config": {"vocab_size": 9},
+                "generation_config": {"eos_token_id": 5.0},
+            },
+            (5,),
+        ),
         ({"generation_config": {"eos_token_id": [-1, VOCAB, "2", True, None, [3], 2.5]}}, ()),
         ({"generation_config": {"eos_token_id": float("inf")}, "config": {"eos_token_id": 7}}, (7,)),
         ({"tokenizer_config": {"eos_token": ["</s>"]}, "config": {"text_config": None}}, (9,)),

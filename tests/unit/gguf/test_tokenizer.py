@@ -246,6 +246,16 @@ def test_tokens_that_look_like_marks_are_control_tokens(kind: int) -> None:
     assert [tokens[place] for place in Vocabulary(file).end_ids()] == ["<|im_end|>", "<turn|>", "<|file_sep|>"]
 
 
+def test_ordinary_text_that_the_metadata_name_stays_text() -> None:
+    """A comma is called the first token of a text in some files, and is never put there."""
+    tokens = [",", "<|im_end|>"]
+    named = {"ggml__bos_token_id": 0, "ggml__eos_token_id": 1, "ggml__token_type": [1, 3]}
+    plain = file_of(ggml__model="gpt2", ggml__tokens=tokens, ggml__add_bos_token=False, **named)
+    assert tokenizer_config(plain) == {"eos_token": "<|im_end|>", "add_bos_token": False, "add_eos_token": False}
+    begun = file_of(ggml__model="gpt2", ggml__tokens=tokens, ggml__add_bos_token=True, **named)
+    assert tokenizer_config(begun)["bos_token"] == ","
+
+
 def test_tokens_that_the_metadata_name_beyond_the_vocabulary_are_none() -> None:
     file = file_of(ggml__model="gpt2", ggml__tokens=["a", "<|im_end|>"], ggml__eos_token_id=7, ggml__eot_token_id=-1)
     assert Vocabulary(file).end_ids() == [1]

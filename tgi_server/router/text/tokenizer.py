@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from tgi_server.grammar.added_tokens import add_missing_tokens
 from tgi_server.router.errors import StartupError
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer_config import TokenizerConfig
@@ -218,7 +219,12 @@ def tokenizer_of(model: Path) -> Tokenizer:
 def _found(model: Path) -> Tokenizer:
     file = model / "tokenizer.json"
     if file.is_file():
-        return _read(file)
+        tokenizer = _read(file)
+        try:
+            add_missing_tokens(tokenizer, model)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"cannot read the tokens that {model} adds to its tokenizer: {error}") from error
+        return tokenizer
     with tempfile.TemporaryDirectory() as folder:
         return _read(_convert(model, Path(folder)))
 

@@ -1,0 +1,102 @@
+"""Tokens that a model's folder adds to its tokenizer outside `tokenizer.json`, with the ids of `transformers`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_CONFIG, _MAP, _OLDER = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+
+
+def add_missing_tokens(tokenizer: Tokenizer, model: Path) -> bool:
+    """Adds the tokens that only other files of the folder have. Returns False if there are none.
+
+    Ids are given in the order of the files' ids: each gets the first one that is free, as in `transformers`. Tokens
+    beyond the model's vocabulary are left out: it could not read them. Raises OSError, or ValueError for a file that
+    does not have what it should.
+    """
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for token in _declared(model) if token.content not in added]
+    if not missing:
+        return False
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    bound, free = _vocabulary_size(model), max(vocabulary.values(), default=-1) + 1
+    known: dict[str, AddedToken] = {}
+    for token in missing:
+        if token.content not in vocabulary and token.content not in known:
+            if bound is not None and free >= bound:
+                continue
+            free += 1
+        known.setdefault(token.content, token)
+    return tokenizer.add_tokens(list(known.values())) > 0
+
+
+def has_further_tokens(definition: str, model: Path) -> bool:
+    """Returns True if files of the folder have tokens that a tokenizer.json does not add. Raises as the above does."""
+    declared = {token.content for token in _declared(model)}
+    content = json.loads(definition) if declared else {}
+    return not declared <= {each["content"] for each in content.get("added_tokens") or ()}
+
+
+def _declared(model: Path) -> Iterator[AddedToken]:
+    """Yields the tokens that the files add, in the order of their ids, then those that only have a name."""
+    config = _read(model / _CONFIG)
+    given = config.get("added_tokens_decoder")
+    if given is None:
+        config = _read(model / _MAP) | config
+    named = {name for key in _NAMED if (name := _content(config.get(key)))}
+    further = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    lists = list(further.values() if isinstance(further, dict) else further)
+    if given is not None:
+        for token_id in sorted(_object(given, f"{model / _CONFIG}: added_tokens_decoder"), key=_number):
+            yield _token(given[token_id], f"{model / _CONFIG}: added_tokens_decoder.{token_id}", named)
+    else:
+        older = _read(model / _OLDER)
+        for name in sorted(older, key=lambda each: _number(older[each])):
+            special = name in named or name in map(_content, lists)
+            yield AddedToken(name, special=special, normalized=not special)
+    for value in (*(config.get(key) for key in _NAMED), *lists):
+        if name := _content(value):
+            yield _token(value if isinstance(value, dict) else {"content": name}, name, {name})
+
+
+def _token(value: Any, place: str, named: set[str]) -> AddedToken:
+    content = _content(_object(value, place))
+    if content is None:
+        raise ValueError(f"{place} has no `content`; the text of a token is needed")
+    flags = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
+    return AddedToken(content, **(flags | ({"special": True} if content in named else {})))
+
+
+def _content(value: Any) -> str | None:
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) and found else None
+
+
+def _number(text: Any) -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise ValueError(f"{text!r} is not the id of an added token; a whole number is needed") from None
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {value!r:.80}; an object is needed")
+    return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return _object(json.loads(file.read_text(encoding="utf-8")), str(file)) if file.is_file() else {}
+
+
+def _vocabulary_size(model: Path) -> int | None:
+    """Returns the number of tokens that the model knows; None if its configuration does not say it."""
+    config = _read(model / "config.json")
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else {}).get("vocab_size", config.get("vocab_size"))
+    return found if isinstance(found, int) else None
