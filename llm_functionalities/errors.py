@@ -121,6 +121,10 @@ class BadResponse(EndpointFailed):
     reason = "bad_answer"
 
 
+class ResponseTooLarge(BadResponse):
+    """The response is longer than this service reads, which the request may have asked for."""
+
+
 class Rejected(ModelError):
     """The endpoint refused this request with a 4xx status, or it cannot be sent. It is at fault, not the endpoint."""
 

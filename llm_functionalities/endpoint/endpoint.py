@@ -34,6 +34,7 @@ from llm_functionalities.errors import (
     NoTimeLeft,
     NotServed,
     Rejected,
+    ResponseTooLarge,
     ServerFailed,
     Unavailable,
     WrongToken,
@@ -43,9 +44,11 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 _ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
-    **dict.fromkeys((400, 413, 422), Rejected),
-    **dict.fromkeys((401, 403), WrongToken),
+    **dict.fromkeys(range(400, 500), Rejected),
+    **dict.fromkeys((401, 403, 407), WrongToken),
     **dict.fromkeys((404, 405), NotFound),
+    # The server had no time to read the request; it failed to generate, in the words of TGI.
+    **dict.fromkeys((408, 424), ServerFailed),
     429: EndpointOverloaded,
     503: Unavailable,
 }
@@ -201,6 +204,8 @@ class Endpoint:
             raise
         except NoTimeLeft:  # others, which have more time, are answered
             self.breaker.succeeded()
+            raise
+        except ResponseTooLarge:  # says nothing of the endpoint's health, for better or worse
             raise
         except EndpointFailed as error:
             self.breaker.failed(error)

@@ -24,6 +24,7 @@ from llm_functionalities.errors import (
     ConnectionLost,
     DeadlineExceeded,
     ModelError,
+    ResponseTooLarge,
     Unreachable,
     Unread,
 )
@@ -268,7 +269,7 @@ class BoundedTransport(httpx2.BaseTransport):
 
 
 class _BoundedBody(httpx2.SyncByteStream):
-    """The bytes of a response. Raises BadResponse when there are more than `limit`."""
+    """The bytes of a response. Raises ResponseTooLarge when there are more than `limit`, BadResponse for tiny lines."""
 
     def __init__(self, stream: httpx2.SyncByteStream, call: Call, limit: int) -> None:
         self._stream = stream
@@ -282,7 +283,7 @@ class _BoundedBody(httpx2.SyncByteStream):
                 received += len(piece)
                 lines += piece.count(b"\n")
                 if received > self._limit:
-                    raise BadResponse(f"the response is longer than {self._limit} bytes")
+                    raise ResponseTooLarge(f"the response is longer than {self._limit} bytes (--max-message-bytes)")
                 if lines > self._limit // BYTES_PER_LINE:
                     raise BadResponse(f"the response has more than {self._limit // BYTES_PER_LINE} lines")
                 yield piece

@@ -1,7 +1,10 @@
 """`LLMDecisions` and `LLMEmbeddings`: questions to the model whose answers are numbers, not texts."""
 
 import json
-from collections.abc import Callable
+import sys
+from array import array
+from base64 import b64decode
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from llm_functionalities.endpoint.endpoint import Endpoint
@@ -15,6 +18,8 @@ DECISIONS = "/v1/decisions"
 MOST_QUESTIONS = 400
 MOST_OPTIONS = 255
 MOST_TEXTS = 2048
+# Texts of one request to a model server: the response with 8,192 columns has less than 3 MiB.
+PIECE_TEXTS = 64
 
 T = TypeVar("T")
 
@@ -49,16 +54,24 @@ class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
         if request.dimensions < 0:
             raise InvalidArgument(f"`dimensions` is {request.dimensions}; it must be positive, or 0 for all")
 
-        def parse(response: dict[str, Any]) -> llm_pb2.EmbedResponse | None:
-            rows = [llm_pb2.Embedding(values=each["embedding"]) for each in response["data"]]
-            return llm_pb2.EmbedResponse(embeddings=rows) if len(rows) == len(request.texts) else None
+        def ask(piece: int) -> Question[list[llm_pb2.Embedding]]:
+            texts = request.texts[piece * PIECE_TEXTS : (piece + 1) * PIECE_TEXTS]
 
-        body: dict[str, Any] = {"input": list(request.texts)}
-        body |= {"dimensions": request.dimensions} if request.dimensions else {}
-        body |= {"prompt_name": request.prompt_name} if request.prompt_name else {}
-        return await _ask(self._model, context, request.timeout, "/v1/embeddings", body, parse) or (
-            llm_pb2.EmbedResponse()
-        )
+            def parse(response: dict[str, Any]) -> list[llm_pb2.Embedding] | None:
+                rows = [llm_pb2.Embedding(values=_vector(each["embedding"])) for each in response["data"]]
+                return rows if len(rows) == len(texts) else None
+
+            body: dict[str, Any] = {"input": list(texts), "encoding_format": "base64"}
+            body |= {"dimensions": request.dimensions} if request.dimensions else {}
+            body |= {"prompt_name": request.prompt_name} if request.prompt_name else {}
+            return json_question("/v1/embeddings", body, parse)
+
+        deadline = self._model.deadline(context, request.timeout)
+        pieces = -(-len(request.texts) // PIECE_TEXTS)
+        answers = await self._model.answers(context, pieces, ask, self._model.generation(0), deadline)
+        if any(answer.value is None for answer in answers):
+            return llm_pb2.EmbedResponse()
+        return llm_pb2.EmbedResponse(embeddings=[row for answer in answers for row in answer.value or []])
 
     async def Rerank(self, request: llm_pb2.RerankRequest, context: CallContext) -> llm_pb2.RerankResponse:
         if not request.texts:
@@ -117,6 +130,16 @@ async def _ask(
     ask = json_question(route, body, parse)
     (answer,) = await model.answers(context, 1, lambda _: ask, model.generation(0), deadline)
     return answer.value
+
+
+def _vector(values: str | list[float]) -> Sequence[float]:
+    """Returns the numbers of an embedding: float32 in base64, or JSON of servers that have no base64."""
+    if not isinstance(values, str):
+        return values
+    vector = array("f", b64decode(values, validate=True))
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return vector
 
 
 def _question(asked: llm_pb2.DecisionQuestion) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ class ModelServer:
         self.refusal = (422, "grammar is not supported")
         self.answer: Any = "a fine answer"
         self.delay = 0.0
-        # A body to answer with, whatever is asked; with `raw_status`.
-        self.raw: bytes | None = None
+        # A body to answer with, whatever is asked, or a function of the request's; with `raw_status`.
+        self.raw: bytes | Callable[[dict[str, Any]], bytes] | None = None
         self.raw_status = "200 OK"
         # Of the responses of /generate, and of `raw`.
         self.headers: dict[str, str] = {}
@@ -156,7 +156,8 @@ class ModelServer:
             self.requests.append(request)
             fault = self.fault
         if self.raw is not None and request.path != "/health":
-            _send(connection, self.raw, self.raw_status, self.headers)
+            body = self.raw(request.body) if callable(self.raw) else self.raw
+            _send(connection, body, self.raw_status, self.headers)
             return True
         if fault is None:
             return self._speak(connection, request)

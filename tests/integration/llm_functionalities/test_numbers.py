@@ -1,6 +1,8 @@
 """Decisions, embeddings and rankings over gRPC: a real service, with a real model and with a stand-in."""
 
 import json
+import struct
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,7 @@ def test_embeddings_and_rankings_are_passed_on(channel: grpc.Channel, stand_in: 
     sent = stand_in.requests[-1]
     assert (sent.path, sent.body) == (
         "/v1/embeddings",
-        {"input": ["a", "b"], "dimensions": 2, "prompt_name": "query"},
+        {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 2, "prompt_name": "query"},
     )
     results = [{"index": 1, "relevance_score": 0.75}, {"index": 0, "relevance_score": 0.5}]
     stand_in.raw = json.dumps({"results": results}).encode()
@@ -90,6 +92,46 @@ def test_embeddings_and_rankings_are_passed_on(channel: grpc.Channel, stand_in: 
     assert not stub.Embed(llm_pb2.EmbedRequest()).embeddings
 
 
+def vectors(texts: list[str], columns: int, encoding: str) -> bytes:
+    """Returns what a model server responds: for each text, its number in all columns."""
+    rows: list[Any] = [[float(text) + 1 / 3] * columns for text in texts]
+    if encoding == "base64":
+        rows = [b64encode(struct.pack(f"<{columns}f", *row)).decode() for row in rows]
+    return json.dumps({"data": [{"index": index, "embedding": row} for index, row in enumerate(rows)]}).encode()
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 3), (256, 2_048), (100, 8_192)])
+def test_embeddings_of_many_texts_come_in_pieces(
+    count: int, columns: int, channel: grpc.Channel, stand_in: ModelServer
+) -> None:
+    stand_in.raw = lambda body: vectors(body["input"], columns, body["encoding_format"])
+    stub = llm_pb2_grpc.LLMEmbeddingsStub(channel)
+    embeddings = stub.Embed(llm_pb2.EmbedRequest(texts=[str(place) for place in range(count)])).embeddings
+    third = struct.unpack("f", struct.pack("f", 1 / 3))[0]
+    assert [len(each.values) for each in embeddings] == [columns] * count
+    assert [each.values[0] for each in embeddings] == pytest.approx([place + third for place in range(count)])
+
+
+def test_a_response_that_is_too_large_concerns_no_other_call(
+    channel: grpc.Channel, service: Service, stand_in: ModelServer
+) -> None:
+    stand_in.raw = b" " * (5 * 2**20)
+    stub = llm_pb2_grpc.LLMEmbeddingsStub(channel)
+    for _ in range(8):
+        response, call = stub.Embed.with_call(llm_pb2.EmbedRequest(texts=["a"]))
+        assert not response.embeddings
+        assert dict(call.trailing_metadata())["empty-reason"] == "bad_answer"
+    stand_in.raw = None
+    with service.runner() as runner:
+        assert ask(runner) == "a fine answer"
+
+
+def test_embeddings_without_one_piece_are_empty(channel: grpc.Channel, stand_in: ModelServer) -> None:
+    stand_in.raw = lambda body: vectors(body["input"], 2, "base64") if "0" in body["input"] else b"{}"
+    stub = llm_pb2_grpc.LLMEmbeddingsStub(channel)
+    assert not stub.Embed(llm_pb2.EmbedRequest(texts=[str(place) for place in range(100)])).embeddings
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -97,6 +139,8 @@ def test_embeddings_and_rankings_are_passed_on(channel: grpc.Channel, stand_in: 
         b"[1",
         b'{"data": [{"embedding": ["x"]}], "results": [{"index": 7, "relevance_score": 1}], "answers": [{}]}',
         b'{"data": [], "results": [], "answers": []}',
+        b'{"data": [{"embedding": "AAA"}]}',
+        b'{"data": [{"embedding": "AAAAAAA="}]}',
     ],
 )
 def test_a_response_of_another_form_is_an_empty_one(raw: bytes, channel: grpc.Channel, stand_in: ModelServer) -> None:

@@ -20,6 +20,7 @@ from llm_functionalities.errors import (
     NotFound,
     NoTimeLeft,
     Rejected,
+    ResponseTooLarge,
     ServerFailed,
     Unavailable,
     Unreachable,
@@ -110,8 +111,11 @@ def test_a_redirect_is_named(endpoint: Endpoint, server: ModelServer) -> None:
         (302, BadResponse),
         (422, Rejected),
         (413, Rejected),
+        (409, Rejected),
+        (414, Rejected),
+        (431, Rejected),
         ("garbage", BadResponse),
-        ("endless", BadResponse),
+        ("endless", ResponseTooLarge),
         ("interim", BadResponse),
         ("reset", ConnectionLost),
         ("hang", DeadlineExceeded),
@@ -126,6 +130,22 @@ def test_each_failure_has_its_error(
         generate(endpoint, seconds=1 if error is DeadlineExceeded else 10)
     assert endpoint.in_flight == 0
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("fault", [400, 409, 413, 414, 415, 422, 431, "endless"])
+@pytest.mark.parametrize("route", [None, "/v1/embeddings"])
+def test_what_a_request_causes_opens_no_circuit(
+    fault: str | int, route: str | None, endpoint: Endpoint, server: ModelServer
+) -> None:
+    server.fault, server.sick = fault, False
+    send = generate if route is None else lambda endpoint: endpoint.post(route, "{}", Call(Deadline.after(10)))
+    for _ in range(8):
+        with pytest.raises((Rejected, ResponseTooLarge)):
+            send(endpoint)
+    assert endpoint.breaker.closed
+    assert not endpoint.is_avoided
+    server.fault = None
+    assert generate(endpoint) == "a fine answer"
 
 
 def test_a_server_that_is_gone_opens_the_circuit_until_it_is_back(endpoint: Endpoint, server: ModelServer) -> None:
