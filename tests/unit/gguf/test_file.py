@@ -14,6 +14,7 @@ from tests.tiny_models import make
 from tgi_server.gguf.architectures import config_of
 from tgi_server.gguf.file import read_gguf
 from tgi_server.gguf.paths import GgufError
+from tgi_server.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 ROWS = np.arange(64, dtype=np.float32).reshape(2, 32)
 
@@ -170,6 +171,19 @@ def test_metadata_that_make_no_model_are_told(tmp_path: Path, metadata: dict[str
     with pytest.raises(GgufError, match=message) as error:
         config_of(read_gguf(file))
     assert "\n" not in str(error.value)
+
+
+def test_damaged_metadata_never_raise_anything_else(tmp_path: Path) -> None:
+    content = make_gguf(make("llama", tmp_path / "llama"), tmp_path)[0].read_bytes()
+    file = tmp_path / "damaged.gguf"
+    for place in range(24, 1_200, 7):
+        for value in (b"\0", b"\x06", b"\xff"):
+            file.write_bytes(content[:place] + value + content[place + 1 :])
+            with suppress(GgufError):
+                found = read_gguf(file)
+                config_of(found)
+                tokenizer_json(found)
+                tokenizer_config(found)
 
 
 def test_rotation_of_whole_heads_may_be_spelled_out(tmp_path: Path) -> None:
