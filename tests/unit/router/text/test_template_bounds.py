@@ -70,6 +70,8 @@ UNBOUNDED = [
     "{{ 'a'.encode().center(999999999) }}",
     "{{ (1).to_bytes(999999999, 'big') }}",
     "{{ ['a']|map('center', 999999999)|list }}",
+    "{{ ['a']|map('unbounded_center', 999999999)|list }}",
+    f"{TWICE * 5}{{% set n.l = [n.l] %}}{'{% endfor %}' * 5}{{{{ n.l }}}}",
     "{{ 3|round(999999999, 'ceil') }}",
     "{{ ('1' * 9000000)|int(0, 16) }}",
     "{{ ('a' * 9000000).rfind('b' + 'a' * 3000000) }}",
