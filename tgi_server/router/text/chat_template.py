@@ -203,6 +203,7 @@ class ChatTemplate:
                     add_generation_prompt=prefix is None and options.add_generation_prompt,
                     **self._tokens,
                 )
+            prompt.encode()  # a tokenizer takes no halves of surrogate pairs
         except TemplateError as error:
             raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
         except Exception as error:  # a template may trip over anything that a client sends

@@ -170,3 +170,8 @@ def test_calls_without_an_end_take_no_more_time_than_loops(monkeypatch: pytest.M
     monkeypatch.setattr(template_allowance, "RENDER_SECONDS", 0.2)
     with pytest.raises(InvalidTemplate, match=r"0\.2 s"):
         rendered("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}")
+
+
+def test_half_a_character_is_refused():
+    with pytest.raises(InvalidTemplate, match="surrogates"):
+        rendered(r"{{ '\ud800' }}")
