@@ -22,7 +22,7 @@ class Agent:
 
     packages: of its registry, in their newest versions. command: the arguments after the program, for the URL of a
     server, and a task. environment: the same for the variables. run: the call that executes a shell command.
-    ignored: fields that it sends, and that the server reports as ignored.
+    ignored: fields that it sends, and that the server reports as ignored, without places in lists.
     """
 
     name: str
@@ -115,6 +115,7 @@ AGENTS = (
         ],
         lambda url: {"OATMILL_KEY": KEY},
         lambda command: ("exec_command", {"cmd": command}),
+        ignored=frozenset({"tools (web_search)"}),
     ),
     Agent(
         "opencode",

@@ -8,7 +8,7 @@ from shared.logging import one_line
 
 # Characters: a message may repeat what a client sent.
 _LONGEST_MESSAGE = 1_000
-_OPENAI = "/v1/"
+_OPENAI = ("/v1/", "/v2/")
 ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
@@ -280,12 +280,14 @@ class NotSupported(RouterError):
 
 
 def shown_status(error: RouterError, path: str) -> int:
-    """Returns the HTTP status of an error. Below /v1/ a request that breaks a rule gets 400, where TGI has 422."""
+    """Returns the HTTP status of an error. Below /v1/ and /v2/ a request that breaks a rule gets 400, where
+    TGI has 422.
+    """
     return 400 if error.status == 422 and path.startswith(_OPENAI) else error.status
 
 
 def error_body(error: RouterError, path: str) -> dict[str, Any]:
-    """Returns the JSON object of an error: TGI's, OpenAI's below /v1/, or Anthropic's below /v1/messages."""
+    """Returns the JSON object of an error: TGI's, OpenAI's below /v1/ and /v2/, or Anthropic's below /v1/messages."""
     if path.startswith(ANTHROPIC):
         message = error.anthropic_message if isinstance(error, ContextOverflow) else str(error)
         kind = _ANTHROPIC_TYPES.get(shown_status(error, path), "api_error")

@@ -19,6 +19,7 @@ from tgi_server.router.text.encoder import Encoders
 from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.tokenizer_config import TokenizerConfig
 from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.tracing import RequestTracer
 
@@ -113,7 +114,7 @@ class TextParts:
 
     special_tokens: those that only the chat template may write; None: messages may, too. answer_form: the form in which
     the model thinks and calls tools. images: reads those of requests; None: the model reads none, because of
-    `no_images`.
+    `no_images`. config: what the model's folder says of the tokenizer.
     """
 
     tokenizer: TextTokenizer
@@ -123,6 +124,7 @@ class TextParts:
     answer_form: AnswerForm
     images: ImageReader | None = None
     no_images: str = "this model reads text only"
+    config: TokenizerConfig = field(default_factory=TokenizerConfig)
 
 
 @dataclass(frozen=True, slots=True)

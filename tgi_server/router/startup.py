@@ -180,7 +180,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                     settings.adapter_root if settings.allow_adapter_updates else None,
                     settings.max_priority,
                 ),
-                text=TextParts(threads.tokenizer, threads, template, guard, form, images, no_images),
+                text=TextParts(threads.tokenizer, threads, template, guard, form, images, no_images, config),
                 options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
                 preparer=Preparer(
                     limits,

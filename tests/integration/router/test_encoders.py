@@ -149,7 +149,7 @@ def test_rerank_of_tei(url: str, models: Models) -> None:
     assert "text" not in raw[0]
 
 
-@pytest.mark.parametrize(("path", "shown"), [("/v1/rerank", True), ("/v2/rerank", False)])
+@pytest.mark.parametrize(("path", "shown"), [("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)])
 def test_rerank_of_jina_and_cohere(path: str, shown: bool, url: str, models: Models) -> None:
     documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[3]]
     answer = post(url, path, model=str(models.ranker), query=QUERY, documents=documents, top_n=2).json()
@@ -161,6 +161,15 @@ def test_rerank_of_jina_and_cohere(path: str, shown: bool, url: str, models: Mod
     assert all(close(each["relevance_score"], scores[each["index"]]) for each in answer["results"])
     assert all(("document" in each) == shown for each in answer["results"])
     assert answer["usage"]["total_tokens"] > 0
+    assert answer["meta"]["api_version"]["version"] in ("1", "2")
+    alone = post(url, path, query=QUERY, documents=TEXTS[1], texts=None).json()["results"]
+    assert [each["index"] for each in alone] == [0]
+
+
+def test_rerank_with_the_fields_of_both_forms_has_teis(url: str) -> None:
+    answer = post(url, "/rerank", query=QUERY, texts=TEXTS, documents=TEXTS)
+    assert [set(each) for each in answer.json()] == [{"index", "score"}] * len(TEXTS)
+    assert "documents" in answer.headers["x-ignored-fields"]
 
 
 def test_predict_of_tei(url: str, models: Models) -> None:
@@ -201,6 +210,10 @@ def test_models_are_listed_and_chosen(url: str, client: openai.OpenAI, models: M
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
         ("/v1/rerank", {"query": "abcdefgh" * 40, "documents": ["a"]}, "query"),
+        ("/v2/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/v2/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v2/rerank", {"query": "a"}, "documents"),
+        ("/v2/rerank", {"query": "abcdefgh" * 40, "documents": ["a"]}, "query"),
     ],
 )
 def test_bad_requests_get_400_that_names_the_field(path: str, body: dict[str, Any], field: str, url: str) -> None:
@@ -217,6 +230,9 @@ def test_bad_requests_get_400_that_names_the_field(path: str, body: dict[str, An
         ("/rerank", {"query": "a", "texts": []}, "texts"),
         ("/rerank", {"query": "a", "texts": ["abcdefgh" * 40]}, "texts"),
         ("/rerank", {"query": "a", "texts": ["a"], "truncation_direction": "up"}, "truncation_direction"),
+        ("/rerank", {"query": "a"}, "texts"),
+        ("/rerank", {"query": "a"}, "documents"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tokenizing, SageMaker, Vertex, health, info, metrics, models, the API's description, and who may call."""
+"""SageMaker, Vertex, health, info, metrics, models, the API's description, and who may call."""
 
 import asyncio
 from typing import Any
@@ -13,20 +13,6 @@ from tgi_server.router.scheduling import health
 
 TEXT = "Rinse the rice. Then boil it."
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-async def test_tokens_of_a_prompt(router: Router):
-    tokens = (await router.post("/tokenize", inputs="Hello é!")).json()
-    assert tokens[0] == {"id": 0, "text": "", "start": 0, "stop": 0}
-    assert tokens[1]["text"] == "Hello"
-    assert (tokens[-1]["text"], tokens[-1]["start"], tokens[-1]["stop"]) == ("!", 7, 8)
-    assert (await router.post("/tokenize", inputs="")).status_code == 422
-
-
-async def test_tokens_of_a_conversation(router: Router):
-    answer = (await router.post("/chat_tokenize", messages=HELLO)).json()
-    assert answer["templated_text"] == "<|bos|><|user|>Hello<|assistant|>"
-    assert [token["text"] for token in answer["tokenize_response"]] == ["<|bos|>", "<|user|>", "Hello", "<|assistant|>"]
 
 
 async def test_the_root_answers_with_a_list_or_a_stream(router: Router):
@@ -242,14 +228,6 @@ async def test_versions(router: Router):
     told = Version((await router.http.get("/info")).json()["version"])
     assert told >= Version("3.3")
     assert version in str(told)
-
-
-async def test_the_text_of_tokens(router: Router):
-    tokens = (await router.post("/tokenize", inputs="Hello é!")).json()
-    answer = await router.post("/detokenize", tokens=[token["id"] for token in tokens])
-    assert answer.json() == {"prompt": "<|bos|>Hello é!"}
-    for tokens in ([10**6], [-1], ["a"]):
-        assert (await router.post("/detokenize", tokens=tokens)).status_code == 422
 
 
 async def test_a_prompt_is_computed_again_without_a_prefix_cache(routers: RouterFactory):

@@ -17,7 +17,8 @@ from tgi_server.router.settings import ApiKey
 
 _TENANT, _KEY = "tenant", "key"
 _ANY = "*"
-_KEPT = "/v1/responses/"
+# Chat templates may have instructions that are nobody else's business.
+_PRIVATE_PATHS = ("/v1/responses/", "/tokenizer_info")
 # Browsers let pages send these anywhere, and programs have no reason to. A third one is curl's default.
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
 
@@ -63,7 +64,7 @@ def cache_namespace(tenant: str, salt: str | None) -> str:
 
 
 class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` for every POST, and for stored responses.
+    """Requires `Authorization: Bearer KEY` for every POST, for stored responses, and for the tokenizer's settings.
 
     Health, metrics and information about the model stay open, as in TGI.
     """
@@ -77,7 +78,7 @@ class ApiKeyMiddleware:
         self._callers = {hashed: (hashed if several else "", key) for hashed, key in hashes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].startswith(_KEPT)):
+        if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].startswith(_PRIVATE_PATHS)):
             caller = self._callers.get(self._hash(_api_key(scope)))
             if caller is None:
                 await _refuse(Unauthorized("the API key is missing or wrong"), scope, receive, send)

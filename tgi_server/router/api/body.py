@@ -1,6 +1,6 @@
 """Request bodies: read no further than the limit, then taken as JSON."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -80,6 +80,24 @@ def validate(model: type[M], content: Any) -> M:
 def parse(model: type[M], body: bytes) -> M:
     """Returns the body as `model`. Raises InvalidRequest."""
     return validate(model, read_json(body))
+
+
+def form_of(content: Any, forms: Mapping[str, type[M]]) -> type[M]:
+    """Returns the model of a body that has one of several forms: that of the first field in `forms` that it has.
+
+    Raises InvalidRequest for a body without any of the fields.
+    """
+    for field, model in forms.items():
+        if isinstance(content, dict) and content.get(field) is not None:
+            return model
+    *names, last = (f"`{field}`" for field in forms)
+    raise InvalidRequest(f"the request needs {', '.join(names)} or {last}")
+
+
+def parse_form(forms: Mapping[str, type[M]], body: bytes) -> M:
+    """Returns the body as the model of its form. Raises InvalidRequest."""
+    content = read_json(body)
+    return validate(form_of(content, forms), content)
 
 
 async def read_beside_loop(threads: TokenizerThreads, body: bytes, read: Callable[[bytes], T]) -> T:

@@ -28,6 +28,7 @@ from tgi_server.router.schemas import (
     messages,
     openai,
     responses,
+    tokenize,
     warm,
 )
 from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
@@ -120,10 +121,10 @@ _EXAMPLES: dict[str, Any] = {
     "WarmRequest": {"messages": _CHAT, "ttl_seconds": 60},
     "EmbeddingsRequest": {"input": ["How do I cook rice?"]},
     "EmbedRequest": {"inputs": "How do I cook rice?"},
-    "RankRequest": {"query": "cooking rice", "texts": ["Rinse the rice.", "Sand the board."]},
+    "AnyRankRequest": {"query": "cooking rice", "texts": ["Rinse the rice.", "Sand the board."]},
     "PredictRequest": {"inputs": "I like rice."},
     "RerankRequest": {"query": "cooking rice", "documents": ["Rinse the rice.", "Sand the board."]},
-    "TokenizeRequest": {"inputs": "How do I cook rice?"},
+    "AnyTokenizeRequest": {"inputs": "How do I cook rice?"},
     "DetokenizeRequest": {"tokens": [7, 8, 9]},
 }
 _VERSION = "3.0.3"
@@ -134,8 +135,7 @@ _NULL = {"type": "null"}
 _REQUESTS: list[type[BaseModel]] = [
     generate.GenerateRequest,
     generate.CompatGenerateRequest,
-    generate.TokenizeRequest,
-    generate.DetokenizeRequest,
+    *(tokenize.AnyTokenizeRequest, tokenize.DetokenizeRequest),
     chat.ChatRequest,
     chat.MessageBody,
     completions.CompletionRequest,
@@ -145,8 +145,7 @@ _REQUESTS: list[type[BaseModel]] = [
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
     *(decisions.DecisionsRequest, decisions.SystemOneRequest),
-    *(encoding.EmbeddingsRequest, encoding.EmbedRequest, encoding.RankRequest, encoding.PredictRequest),
-    encoding.RerankRequest,
+    *(encoding.EmbeddingsRequest, encoding.EmbedRequest, encoding.AnyRankRequest, encoding.PredictRequest),
     warm.WarmRequest,
     adapters.LoadAdapterBody,
     adapters.UnloadAdapterBody,
@@ -156,7 +155,8 @@ _MESSAGE_EVENTS: tuple[type[ResponseModel], ...] = (
     *(messages.BlockStop, messages.MessageChange, messages.MessageStop, messages.Ping),
 )
 _RESPONSES: list[type[ResponseModel]] = [
-    *(generate.GenerateResponse, generate.StreamResponse, generate.SimpleToken, generate.DetokenizeResponse),
+    *(generate.GenerateResponse, generate.StreamResponse, generate.SimpleToken),
+    *(tokenize.TokenizedPrompt, tokenize.DetokenizeResponse, tokenize.TokenizerInfo),
     *(chat.ChatCompletion, chat.ChatCompletionChunk, chat.TextMessage, chat.ToolCallMessage, chat.ChatTokenizeResponse),
     *(chat.TextDelta, chat.ToolCallDelta, chat.ReasoningDelta),
     *(completions.Chunk, completions.CompletionFinal, compatibility.VertexResponse),
@@ -184,6 +184,8 @@ _GENERATED = {"type": "array", "items": _reference("GenerateResponse")}
 _PREDICTED = {"type": "array", "items": _reference("Prediction")}
 # Schemas that are no object, by the names that TGI's have.
 _NAMED: dict[str, Any] = {
+    "AnyRanks": {"anyOf": [_reference("Ranks"), _reference("RerankResponse")]},
+    "AnyTokenizeResponse": {"anyOf": [_reference("TokenizeResponse"), _reference("TokenizedPrompt")]},
     "ChatCompletionDelta": _any_of(chat.TextDelta, chat.ToolCallDelta, chat.ReasoningDelta),
     "Completion": _any_of(completions.Chunk, completions.CompletionFinal),
     "Embeddings": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},

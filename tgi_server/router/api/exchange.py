@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from itertools import islice
 from time import perf_counter
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from shared.logging import one_line
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import cache_namespace, key_of, tenant_of
-from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
+from tgi_server.router.api.body import form_of, read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.encoding import (
     compute_headers,
@@ -142,6 +142,15 @@ class Exchange:
     async def read(self, model: type[M]) -> M:
         """Returns the body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
         return await self.read_by(lambda body: self.validated(model, read_json(body)))
+
+    async def read_form(self, forms: Mapping[str, type[M]]) -> M:
+        """Returns the body as the model of its form (`form_of`). Raises as `read` does."""
+
+        def read(body: bytes) -> M:
+            content = read_json(body)
+            return self.validated(form_of(content, forms), content)
+
+        return await self.read_by(read)
 
     def validated(self, model: type[M], content: Any) -> M:
         """Returns the content of the body as `model`, with a note of unknown fields and of what is left out.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
-from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BeforeValidator, Field, RootModel, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from tgi_server.router.schemas.base import Name, RefusingModel, RequestModel, ResponseModel
@@ -131,25 +131,34 @@ def _text_of(document: Any) -> Any:
     return document["text"] if isinstance(document, dict) and isinstance(document.get("text"), str) else document
 
 
+def _in_list(documents: Any) -> Any:
+    return [documents] if isinstance(documents, str | dict) else documents
+
+
 _Document = Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | dict[str, Any])]
+_Documents = Annotated[list[_Document], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
 
 
 class RerankRequest(RefusingModel):
-    """The body of /v1/rerank and /v2/rerank, as Jina and Cohere have it."""
+    """The body of /v1/rerank, /v2/rerank and /rerank, as Jina and Cohere have it."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"priority", "user", "request_id"})
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rank_fields": (["text"],), "max_chunks_per_doc": (1,)}
 
     model: Name | None = None
     query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[_Document], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)] = Field(
-        description="Texts, or objects with a `text`."
+    documents: Annotated[_Documents, BeforeValidator(_in_list, json_schema_input_type=_Document | _Documents)] = Field(
+        description="Texts, or objects with a `text`; or one of them alone."
     )
     top_n: _TOKENS | None = Field(default=None, description="Most results. Default: all.")
-    return_documents: bool | None = Field(default=None, description="Default: true for /v1/rerank.")
+    return_documents: bool | None = Field(default=None, description="Default: false for /v2/rerank, else true.")
     max_tokens_per_doc: _TOKENS | None = Field(default=None, description="Longer documents are cut.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     instruction: str | None = Field(default=None, description="For models that answer yes or no.")
+
+
+class AnyRankRequest(RootModel[RankRequest | RerankRequest]):
+    """The body of /rerank: TEI's with `texts`, Jina's with `documents`."""
 
 
 class RankedDocument(ResponseModel, kw_only=True):

@@ -1,7 +1,7 @@
-"""Bodies of /generate, /generate_stream, / and /tokenize, as TGI has them; and of /detokenize."""
+"""Bodies of /generate, /generate_stream and /, as TGI has them."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 from pydantic import Field
@@ -11,9 +11,7 @@ from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
     NOT_EMPTY,
     RefusingModel,
-    RequestModel,
     ResponseModel,
-    UnsignedInt,
     takes_options,
 )
 from tgi_server.router.schemas.grammar import GrammarType
@@ -122,19 +120,3 @@ class SimpleToken(ResponseModel, kw_only=True):
     text: str
     start: int
     stop: int
-
-
-class TokenizeRequest(RequestModel):
-    """Parameters of a generation are ignored."""
-
-    inputs: str = Field(json_schema_extra=NOT_EMPTY)
-
-
-class DetokenizeRequest(RequestModel):
-    tokens: Annotated[list[UnsignedInt], Field(max_length=1_000_000, fail_fast=True)]
-
-
-class DetokenizeResponse(ResponseModel, kw_only=True):
-    """`prompt` is the text, special tokens included; the name is vLLM's."""
-
-    prompt: str

@@ -92,6 +92,14 @@ class TextTokenizer:
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         return encode([text], add_special_tokens=add_special_tokens)[0]
 
+    def with_special_tokens(self, encoding: Encoding) -> Encoding:
+        """Returns tokens that were made without special tokens, with those that the tokenizer adds."""
+        return self._tokenizer.post_process(encoding, None, True)
+
+    def piece(self, token_id: int) -> str:
+        """Returns a token as the vocabulary has it, such as `Ġworld`; an empty text for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def exceeds(self, text: str, tokens: int) -> bool:
         """Returns True if a long text has more than `tokens` tokens, without tokenising much more than those."""
         if len(text) <= max(_PLAUSIBLE * tokens, _PIECE):

@@ -10,6 +10,7 @@ from tgi_server.router.errors import StartupError
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
+_GENERIC_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json without a class of its own
 # The tokens that have a name of their own, which chat templates know them by, as in `transformers`.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -20,7 +21,8 @@ class TokenizerConfig:
 
     chat_templates: Jinja sources by name; most models have one, named "default". tokens: by their names in TOKEN_NAMES;
     those that the model has not are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
-    response_template: how answers are taken apart, as it is in the file; None: there is none.
+    response_template: how answers are taken apart, as it is in the file; None: there is none. tokenizer_class: the
+    name of the tokenizer's class in `transformers`.
     """
 
     tokens: Mapping[str, str] = field(default_factory=dict)
@@ -28,6 +30,7 @@ class TokenizerConfig:
     add_eos_token: bool | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     response_template: Any = None
+    tokenizer_class: str = _GENERIC_CLASS
 
     @property
     def bos_token(self) -> str | None:
@@ -57,11 +60,13 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
 
 
 def _parse(path: Path, config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:
+    named = config.get("tokenizer_class")
     return TokenizerConfig(
         tokens={name: token for name in TOKEN_NAMES if (token := _token(config.get(name))) is not None},
         add_bos_token=config.get("add_bos_token"),
         add_eos_token=config.get("add_eos_token"),
         response_template=config.get("response_template"),
+        tokenizer_class=named if isinstance(named, str) else _GENERIC_CLASS,
         chat_templates={**_inline_templates(config.get("chat_template"), path), **files},
     )
 

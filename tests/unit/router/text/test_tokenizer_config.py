@@ -21,6 +21,7 @@ def test_tokens_are_strings_or_objects(tmp_path: Path):
     write(tmp_path, bos_token="<s>", eos_token={"content": "</s>", "lstrip": False}, add_bos_token=True)
     config = read_tokenizer_config(tmp_path, None)
     assert (config.bos_token, config.eos_token) == ("<s>", "</s>")
+    assert config.tokenizer_class == "PreTrainedTokenizerFast"
     assert (config.add_bos_token, config.add_eos_token) == (True, None)
 
 

@@ -1,14 +1,12 @@
 """Other services' routes: `/` (Hugging Face endpoints), /invocations (SageMaker), /vertex (Vertex AI)."""
 
 from dataclasses import replace
-from functools import partial
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.body import read_json
 from tgi_server.router.api.documentation import GENERATION_ERRORS, endpoint
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.api.routes.chat import answer_chat
@@ -71,7 +69,7 @@ async def _generate(exchange: Exchange, request: CompatGenerateRequest) -> Respo
     return await generate_whole(exchange, request, in_list=True)
 
 
-_KINDS: dict[str, type[BaseModel]] = {
+_FORMS: dict[str, type[BaseModel]] = {
     "inputs": CompatGenerateRequest,
     "messages": ChatRequest,
     "prompt": CompletionRequest,
@@ -79,24 +77,15 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 async def _invoke(exchange: Exchange) -> Response:
-    match await exchange.read_by(partial(_any_kind, exchange)):
+    match await exchange.read_form(_FORMS):
         case CompatGenerateRequest() as request:
             return await _generate(exchange, request)
         case ChatRequest() as request:
             return await answer_chat(exchange, request)
         case CompletionRequest() as request:
             return await complete(exchange, request)
-        case _:
-            raise InvalidRequest("the request needs `inputs`, `messages` or `prompt`")
-
-
-def _any_kind(exchange: Exchange, body: bytes) -> BaseModel | None:
-    """Returns the body as the model whose member it has. Raises InvalidRequest."""
-    content = read_json(body)
-    for member, model in _KINDS.items():
-        if isinstance(content, dict) and member in content:
-            return exchange.validated(model, content)
-    return None
+        case other:
+            raise AssertionError(other)
 
 
 async def _predict(exchange: Exchange, request: VertexRequest) -> Response:

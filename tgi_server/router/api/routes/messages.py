@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from uuid import uuid4
 
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import FinishReason
+from tgi_server.router.api.body import parse
 from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, endpoint
 from tgi_server.router.api.encoding import json_response, named_event
 from tgi_server.router.api.event_stream import Outbox
@@ -22,7 +24,7 @@ from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat
 from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
 from tgi_server.router.api.routes.prompt_images import with_images
-from tgi_server.router.api.routes.tokenize import reading, tokens_of
+from tgi_server.router.api.routes.tokenize import encoded, reading, token_count
 from tgi_server.router.errors import NotSupported
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.context_management import AppliedEdits, OriginalTokens
@@ -76,7 +78,7 @@ def message_routes(service: Service) -> APIRouter:
         **endpoint(ANTHROPIC_ERRORS, CountTokensRequest, CountedTokens),
     )
     async def count_tokens(request: Request) -> Response:
-        async with reading(service, request, CountTokensRequest) as (body, size):
+        async with reading(service, request, partial(parse, CountTokensRequest)) as (body, size):
             edits = ContextEdits(service, body.context_management)
 
             def prepare() -> tuple[Conversation, RenderedPrompt]:
@@ -85,10 +87,10 @@ def message_routes(service: Service) -> APIRouter:
 
             conversation, prompt = await service.text.threads.run(size, prepare)
             prompt = await with_images(service, request, prompt, conversation.images)
-            _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
-            counted = CountedTokens(input_tokens=len(tokens))
+            tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
+            counted = CountedTokens(input_tokens=tokens)
             if edits.report is not None:
-                counted.context_management = OriginalTokens(original_input_tokens=len(tokens) + edits.saved_tokens)
+                counted.context_management = OriginalTokens(original_input_tokens=tokens + edits.saved_tokens)
             return json_response(counted)
 
     async def batches(_: Request) -> Response:

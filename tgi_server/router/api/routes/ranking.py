@@ -1,4 +1,7 @@
-"""/rerank and /predict, those of Text Embeddings Inference (TEI); /v1/rerank and /v2/rerank, Jina's and Cohere's."""
+"""/rerank and /predict, those of Text Embeddings Inference (TEI); /v1/rerank and /v2/rerank, Jina's and Cohere's.
+
+/rerank also takes Jina's form, as vLLM does.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,9 +16,10 @@ from starlette.responses import Response
 
 from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.encoding import (
+    AnyRankRequest,
     Prediction,
     PredictRequest,
     Rank,
@@ -33,6 +37,7 @@ from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 _LABEL_BYTES = 40
 # Pairs that Cohere counts as one search.
 _PAIRS_OF_A_SEARCH = 100
+_FORMS: dict[str, type[RankRequest | RerankRequest]] = {"texts": RankRequest, "documents": RerankRequest}
 
 
 def ranking_routes(service: Service) -> APIRouter:
@@ -40,11 +45,11 @@ def ranking_routes(service: Service) -> APIRouter:
 
     @router.post(
         "/rerank",
-        summary="Scores of texts for a query, as TEI has them",
-        **endpoint(REQUEST_ERRORS, RankRequest, "Ranks"),
+        summary="Scores of `texts` for a query, as TEI has them; of `documents`, as Jina has them",
+        **endpoint(REQUEST_ERRORS, AnyRankRequest, "AnyRanks"),
     )
     async def rank(request: Request) -> Response:
-        return await respond_to(service, request, RankRequest, _rank)
+        return await respond(service, request, _in_either_form)
 
     @router.post(
         "/predict",
@@ -54,20 +59,30 @@ def ranking_routes(service: Service) -> APIRouter:
     async def predict(request: Request) -> Response:
         return await respond_to(service, request, PredictRequest, _predict)
 
-    for path, shows in (("/v1/rerank", True), ("/v2/rerank", False)):
+    for version in "12":
 
-        async def rerank(request: Request, *, shows: bool = shows) -> Response:
-            return await respond_to(service, request, RerankRequest, partial(_rerank, shows=shows))
+        async def rerank(request: Request, *, version: str = version) -> Response:
+            return await respond_to(service, request, RerankRequest, partial(_rerank, version=version))
 
         router.add_api_route(
-            path,
+            f"/v{version}/rerank",
             rerank,
             methods=["POST"],
             summary="Scores of documents for a query, as Jina and Cohere have them",
             **endpoint(OPENAI_ERRORS, RerankRequest, RerankResponse),
-            operation_id=f"rerank_{path[1:3]}",
+            operation_id=f"rerank_v{version}",
         )
     return router
+
+
+async def _in_either_form(exchange: Exchange) -> Response:
+    match await exchange.read_form(_FORMS):
+        case RankRequest() as request:
+            return await _rank(exchange, request)
+        case RerankRequest() as request:
+            return await _rerank(exchange, request, version="1")
+        case other:
+            raise AssertionError(other)
 
 
 async def _rank(exchange: Exchange, request: RankRequest) -> Response:
@@ -86,15 +101,15 @@ async def _rank(exchange: Exchange, request: RankRequest) -> Response:
     return await exchange.respond_with_values(ranks, size=len(inputs))
 
 
-async def _rerank(exchange: Exchange, request: RerankRequest, *, shows: bool) -> Response:
-    """Longer documents are cut, as Jina and Cohere do."""
+async def _rerank(exchange: Exchange, request: RerankRequest, *, version: str) -> Response:
+    """Longer documents are cut, as Jina and Cohere do. version: 1 for Jina's interface, 2 for Cohere's."""
     encoder = _scorer(exchange, request.model)
     most = request.max_tokens_per_doc or request.truncate_prompt_tokens
     fitting = Fitting("documents", cut=True, most=most if most and most > 0 else None)
     pairs = [(request.query, text) for text in request.documents]
     inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
     values = await exchange.encode(encoder, inputs)
-    shows = shows if request.return_documents is None else request.return_documents
+    shows = version == "1" if request.return_documents is None else request.return_documents
     tokens = exchange.read_tokens
 
     def response() -> RerankResponse:
@@ -112,7 +127,7 @@ async def _rerank(exchange: Exchange, request: RerankRequest, *, shows: bool) ->
             ],
             usage=RerankUsage(prompt_tokens=tokens, total_tokens=tokens),
             meta={
-                "api_version": {"version": exchange.path[2]},
+                "api_version": {"version": version},
                 "billed_units": {"search_units": -(-len(pairs) // _PAIRS_OF_A_SEARCH)},
                 "tokens": {"input_tokens": tokens},
             },

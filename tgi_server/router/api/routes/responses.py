@@ -32,7 +32,7 @@ from tgi_server.router.api.routes.response_request import (
     turns_from_json,
     turns_to_json,
 )
-from tgi_server.router.api.routes.tokenize import tokens_of
+from tgi_server.router.api.routes.tokenize import encoded, token_count
 from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
 from tgi_server.router.errors import (
     InvalidRequest,
@@ -243,9 +243,9 @@ async def _count(kept: StoredResponses, exchange: Exchange, request: InputTokens
 
     conversation, prompt = await service.text.threads.run(exchange.size, prepare)
     prompt = await with_images(service, exchange.request, prompt, conversation.images)
-    _, tokens = await tokens_of(service, prompt, add_special_tokens=False)
-    exchange.read_tokens = len(tokens)
-    return await exchange.respond_with_values(lambda: CountedInput(input_tokens=len(tokens)), size=1)
+    tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
+    exchange.read_tokens = tokens
+    return await exchange.respond_with_values(lambda: CountedInput(input_tokens=tokens), size=1)
 
 
 def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList:
