@@ -37,6 +37,7 @@ SAME_BODIES = {
     "/generate_stream": ("/generate",),
     "/": ("/generate",),
     "/v1/messages/count_tokens": ("/v1/messages",),
+    "/v1/responses/input_tokens": ("/v1/responses",),
     "/chat_tokenize": ("/v1/chat/completions",),
     "/v1/warm": ("/v1/chat/completions", "/v1/completions"),
     "/v1/decisions": ("/v1/responses",),  # in its input
@@ -251,6 +252,7 @@ ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/",

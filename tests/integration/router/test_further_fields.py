@@ -116,7 +116,7 @@ async def test_forms_as_other_servers_name_them(shared_router: Router, body: dic
         {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
         {"best_of": 2},
         {"typical_p": 0.5},
-        {"regex": "a", "guided_regex": "a"},
+        {"regex": "a", "guided_regex": "b"},
         {"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}]},
     ],
 )

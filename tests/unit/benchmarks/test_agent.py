@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.agent import Measured, Plan, Request, measure
+from benchmarks.agent import MeasuredAgents, Plan, Request, measure
 
 PLAN = Plan(turns=2, tools=12, system_words=20, user_words=3, result_words=5, new_tokens=8)
 
@@ -91,7 +91,7 @@ async def test_agents_of_one_number_share_a_system_prompt_that_is_new(serve: Any
 
 
 def test_cached_tokens_that_are_not_reported_are_estimated() -> None:
-    result = Measured("server", 1, cold=10.0, cold_tokens=1000)
+    result = MeasuredAgents("server", 1, cold=10.0, cold_tokens=1000)
     result.requests = [Request(2.0, 1000, None, None), Request(1.0, 1100, None, 1000), Request(6.0, 1100, None, 1000)]
     assert result.cached_share() == pytest.approx((1000 + 500) / 2000)
     assert "~75.0" in result.row()

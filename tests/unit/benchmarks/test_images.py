@@ -1,7 +1,7 @@
 """Photographs to send, and what is measured of text streams beside them."""
 
 from benchmarks.images import Beside, photograph
-from tgi_server.router.media.fetching import data_of
+from tgi_server.router.media.data_urls import data_of
 from tgi_server.router.media.worker import decoded
 
 

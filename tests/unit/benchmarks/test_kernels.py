@@ -9,7 +9,6 @@ import torch
 
 from benchmarks import kernels as command
 from tgi_server.engine.linear import choice, trials
-from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 
@@ -50,7 +49,7 @@ def test_a_section_of_the_table_is_measured_and_replaced(tiny_model: Path, tmp_p
 
 
 def test_only_kernels_of_equal_bits_share_a_table(monkeypatch) -> None:
-    weights = choice.Weights.plain(FloatLinear, torch.bfloat16)
+    weights = choice.Weights.plain(torch.bfloat16)
     assert command.equal_bits(weights, "fma", "fma_dequant")
     times = {"fma": {1: 1.0, 64: 4.0}, "fma_dequant": {1: 3.0, 64: 2.0}, "other": {1: 0.9, 64: 9.0}}
     same = {"fma", "fma_dequant"}

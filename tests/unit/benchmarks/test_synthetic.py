@@ -22,7 +22,7 @@ from benchmarks.workloads import GREETING
 _PROCESSED = """
 import sys
 from pathlib import Path
-from tgi_server.router.media.fetching import data_of
+from tgi_server.router.media.data_urls import data_of
 from tgi_server.router.media.worker import decoded, load_processor, processed
 image = decoded(data_of(sys.argv[2]), 10**6)
 print(processed(load_processor(Path(sys.argv[1])), image, "auto")[0])

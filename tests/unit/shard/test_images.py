@@ -17,7 +17,7 @@ from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.vision_tower import VisionTower
 from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.server import SERVER_OPTIONS
-from tgi_server.shard.service import MemoryPlace, TextGenerationService
+from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.turns import Turns
 from tgi_server.shared_bytes import SharedMemory
 from tgi_server.wire import image_to_message
@@ -40,7 +40,7 @@ def prompt(folder: Path) -> ImagePrompt:
 async def stub(folder: Path, tmp_path: Path) -> AsyncIterator[TextGenerationServiceStub]:
     engine = Engine(EngineConfig(folder))
     queue = EncoderQueue({}, Turns(), beside=True)
-    places = [MemoryPlace("unix:///a", "unix:///b")]
+    places = [Place("unix:///a", "unix:///b")]
     service = TextGenerationService(engine, "maker/tiny", None, places, None, lambda: None, encoders=queue)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_TextGenerationServiceServicer_to_server(service, server)
