@@ -18,7 +18,7 @@ _PORTABLE = re.compile(
 _BACKSLASH = re.compile(r"\\(?=\W)")
 _BREAKS = re.compile(r"\n+")
 # White space where models write it: two line breaks at most, as far as an indent. Without a bound, it would be a loop.
-_WHITE_SPACE = (r"BREAK: /((\n {0,16}){1,2})?/", r"GAP: /( |(\n {0,16}){1,2})?/", r"LINE: /\n?/")
+_WHITE_SPACE = (r"BREAK: /((\n {0,4}){1,2})?/", r"GAP: /( |\n{1,2})?/", r"LINE: /\n?/")
 # Of one answer: a weak model may not find an end.
 _MOST_CALLS = 32
 
