@@ -51,7 +51,7 @@ _VERBS = ("read", "search", "list", "write", "rename", "compare", "summarise", "
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What agents do. Words of the system prompt, of a user's message and of a tool's result; tokens of an answer.
+    """An agent's load. Words of the system prompt, of a user's message and of a tool's result; tokens of an answer.
 
     tools: how many of the twelve they have.
     """

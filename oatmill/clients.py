@@ -1,4 +1,4 @@
-"""What clients need to be pointed at a server."""
+"""Variables that point clients at a server."""
 
 from shlex import quote
 

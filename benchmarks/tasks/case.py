@@ -23,7 +23,7 @@ class TaskCall:
 
 @dataclass(frozen=True, slots=True)
 class TaskAnswer:
-    """What a server answered. body: the whole response; text, calls and finish_reason: those of a chat."""
+    """The answer of a server. body: the whole response; text, calls and finish_reason: those of a chat."""
 
     body: dict[str, Any]
     text: str = ""

@@ -1,4 +1,4 @@
-"""What one server answered to all cases, and the tables of it."""
+"""The answers of one server to all cases, and their tables."""
 
 import asyncio
 import json

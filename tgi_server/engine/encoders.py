@@ -191,8 +191,8 @@ def finished(values: Tensor, dimensions: int, *, unit: bool) -> Tensor:
 
 
 class _Modules:
-    """What sentence-transformers does after the model: pooling and dense layers. A request says if embeddings get the
-    length 1, also where the files have the module `Normalize`, as in Text Embeddings Inference.
+    """The modules of sentence-transformers after the model: pooling and dense layers. A request says if embeddings get
+    the length 1, also where the files have the module `Normalize`, as in Text Embeddings Inference.
 
     Without its files a decoder's last token is the embedding, and the mean of all tokens for other models.
     """

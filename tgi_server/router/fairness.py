@@ -10,7 +10,7 @@ from time import monotonic
 
 
 class Shares:
-    """What each client has had, divided by its weight: fair queueing (arXiv:2401.00588).
+    """The share that each client has had, divided by its weight: fair queueing (arXiv:2401.00588).
 
     Who comes back after a pause is put level with those who are there, so that nobody saves up.
     """

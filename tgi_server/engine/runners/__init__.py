@@ -48,7 +48,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """What a runner is made of, for a later start. weight_bytes: of the checkpoint's weights."""
+    """The parts of a runner, for a later start. weight_bytes: of the checkpoint's weights."""
 
     model: CpuModel
     backend: Backend

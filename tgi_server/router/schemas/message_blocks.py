@@ -128,7 +128,7 @@ class IgnoredBlock(RequestModel):
 
 
 class CompactionBlock(RequestModel):
-    """What was said before, in short; it is read as text."""
+    """A summary of earlier turns, which is read as text."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "encrypted_content", "signature", "tool_changes"})
 

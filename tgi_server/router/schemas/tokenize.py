@@ -65,7 +65,7 @@ class DetokenizeResponse(ResponseModel, kw_only=True):
 
 
 class TokenizerInfo(ResponseModel, kw_only=True):
-    """What `tokenizer_config.json` says."""
+    """The content of `tokenizer_config.json`."""
 
     tokenizer_class: str
     bos_token: str | None

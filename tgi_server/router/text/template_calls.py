@@ -1,4 +1,4 @@
-"""What a chat template may call, and the most characters that each call builds.
+"""Lists the calls that a chat template may make, and the most characters that each call builds.
 
 Whatever is not listed here is refused: methods and filters of Jinja and Python that no chat template needs are many,
 and some of them take hours or gigabytes.
