@@ -119,7 +119,7 @@ def block_copy_from_message(message: pb.BlockCopy) -> BlockCopy:
 
 
 def image_to_message(image: Image) -> pb.Image:
-    """Of bytes in shared memory, the message says where they are."""
+    """Returns the message of an image. Tensors in shared memory are named by their place, others are copied."""
     tensors = []
     for each in image.tensors:
         tensor = pb.Tensor(name=each.name, dtype=each.dtype, shape=each.shape)

@@ -188,7 +188,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def _broken_by(self) -> str:
-        """Who ended the connection amid a request or its response, or why; empty if it ended between two."""
+        """Returns who ended the connection amid a request or its response, or why; empty if it ended between two."""
         if self._malformed:
             return "malformed"
         if self._broken_off:
