@@ -30,6 +30,8 @@ _MOST_TOKENS = 4_096
 _WINDOW_TOKENS = 8 * _MOST_TOKENS
 # Tokens of a batch beside a model that generates, until it has been measured what a layer costs.
 _UNMEASURED_TOKENS = 512
+# Batches that the cost of a token is the median of: one batch may have been disturbed.
+_RECENT_BATCHES = 15
 
 
 @dataclass(eq=False, slots=True)
@@ -61,8 +63,8 @@ class EncoderQueue:
         self._jobs: dict[Task, deque[_Encoding]] = {task: deque() for task in encoders}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "encoder", initializer=torch.set_num_threads, initargs=_threads())
-        # Seconds of a token in one layer, measured with the last batch.
-        self._token_seconds = dict.fromkeys(encoders, 0.0)
+        # Seconds of a token in one layer, measured with each of the last batches.
+        self._token_seconds = {task: deque[float](maxlen=_RECENT_BATCHES) for task in encoders}
         self._layer_seconds: list[float] = []
         self._layer_began: float | None = None
         for encoder in encoders.values():
@@ -145,7 +147,7 @@ class EncoderQueue:
             values = encoder.encode([texts[each] for each in batch])
             if self._layer_seconds:
                 tokens = len(batch) * max(len(texts[each].ids) for each in batch)
-                self._token_seconds[task] = median(self._layer_seconds) / tokens
+                self._token_seconds[task].append(median(self._layer_seconds) / tokens)
             for each, row in zip(batch, values, strict=True):
                 job, number = window[each]
                 job.rows[number] = row
@@ -155,9 +157,9 @@ class EncoderQueue:
         """Returns the most tokens of a batch whose layers each take no longer than a piece may."""
         if not self._beside:
             return _MOST_TOKENS
-        cost = self._token_seconds[task]
-        if not cost:
+        if not self._token_seconds[task]:
             return _UNMEASURED_TOKENS
+        cost = median(self._token_seconds[task])
         seconds = min(self.turns.piece_seconds(job.target_gap_s) for job, _ in window)
         return min(_MOST_TOKENS, int(seconds / cost))
 
