@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,7 +35,15 @@ from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.reply import BadReply, Reply, read_reply
 from benchmarks.report import finish, number, percentile, table, tell
 from benchmarks.serve import first_model
-from benchmarks.servers import OURS, ServerCommand, ServerDidNotStart, add_peer_arguments, chosen_peers, running
+from benchmarks.servers import (
+    ServerCommand,
+    ServerDidNotStart,
+    add_peer_arguments,
+    add_server_arguments,
+    chosen_peers,
+    running,
+    started_here,
+)
 from benchmarks.words import text
 from benchmarks.workloads import positive
 
@@ -260,12 +268,7 @@ async def _run(arguments: argparse.Namespace, servers: Sequence[ServerCommand]) 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8080")
-    which.add_argument("--start", type=Path, metavar="MODEL", help="a model folder or a GGUF file: starts the servers")
-    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for Oatmill, which --start starts")
-    parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
-    parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
+    add_server_arguments(parser)
     parser.add_argument("--agents", type=positive, nargs="+", default=[1, 4, 8], help="at once (default: 1 4 8)")
     parser.add_argument("--turns", type=positive, default=20, help="default: %(default)s")
     parser.add_argument("--tools", type=int, choices=range(1, 13), default=12, metavar="N", help="default: %(default)s")
@@ -275,7 +278,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=positive, default=64, help="at most, of an answer (default: %(default)s)")
     parser.add_argument("--seed", default="0", help="another seed, other texts (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one request (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     add_peer_arguments(parser)
     return parser.parse_args()
 
@@ -286,7 +288,7 @@ def main() -> None:
         peers = chosen_peers(arguments)
         if arguments.url is not None and peers:
             sys.exit("error: --url measures one server; peers need --start")
-        ours = replace(OURS, command=f"{OURS.command} {arguments.server_flags}")
+        ours = started_here(arguments)
         results = uvloop.run(_run(arguments, [ours, *peers]))
     except (ServerDidNotStart, ServerUnavailable, BadReply, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -22,11 +21,10 @@ from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Target, WorkloadResult, run_workload
 from benchmarks.report import COLUMNS, Summary, finish, row, summarise, table, tell
-from benchmarks.servers import OURS, ServerDidNotStart, running
+from benchmarks.servers import ServerDidNotStart, add_server_arguments, running, started_here
 from benchmarks.workloads import Workload, add_load_arguments, chosen_loads
 
 _LOG = Path("runs/logs/serve.log")
-_START_SECONDS = 600.0
 
 
 async def first_model(url: str, api_key: str | None) -> str:
@@ -64,17 +62,12 @@ def _tell_problems(outcome: WorkloadResult) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--url", help="of the server, such as http://127.0.0.1:8080")
-    which.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
-    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for the server that --start starts")
+    add_server_arguments(parser)
     parser.add_argument("--api", choices=APIS, default="openai", help="default: %(default)s")
-    parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
     parser.add_argument("--api-key")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one request (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other prompts (default: %(default)s)")
     parser.add_argument("--no-warm-up", action="store_true", help="measure from the first request on")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     add_load_arguments(parser, default=["W1"])
     return parser.parse_args()
 
@@ -83,8 +76,8 @@ async def _run(arguments: argparse.Namespace) -> list[Summary]:
     if arguments.start is None:
         return await _measure(arguments, arguments.url)
     adapters = max(workload.adapters for workload in chosen_loads(arguments))
-    ours = replace(OURS, command=f"{OURS.command} {arguments.server_flags}")
-    async with running(ours, arguments.start, _LOG, _START_SECONDS, adapters) as server:
+    ours = started_here(arguments)
+    async with running(ours, arguments.start, _LOG, arguments.start_limit, adapters) as server:
         return await _measure(arguments, server.url)
 
 

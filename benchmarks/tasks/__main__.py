@@ -15,7 +15,6 @@ not depend on how busy the machine is, times do.
 import argparse
 import sys
 from collections.abc import Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -23,7 +22,14 @@ import uvloop
 from benchmarks.connection import ServerUnavailable
 from benchmarks.report import finish, tell
 from benchmarks.serve import first_model
-from benchmarks.servers import OURS, ServerDidNotStart, add_peer_arguments, chosen_peers, running
+from benchmarks.servers import (
+    ServerDidNotStart,
+    add_peer_arguments,
+    add_server_arguments,
+    chosen_peers,
+    running,
+    started_here,
+)
 from benchmarks.tasks import bfcl, calls, choices, extraction, functions
 from benchmarks.tasks.case import TaskCase
 from benchmarks.tasks.results import AnswersFile, TaskResult, ask, print_tables, rows
@@ -65,7 +71,7 @@ async def _run(arguments: argparse.Namespace, cases: Sequence[TaskCase]) -> list
     if arguments.url is not None:
         return [await _ask("server", arguments.url, arguments, cases)]
     sides: list[Side] = []
-    ours = replace(OURS, command=f"{OURS.command} {arguments.server_flags}")
+    ours = started_here(arguments)
     for command in ([] if arguments.peers_only else [ours]) + chosen_peers(arguments):
         log = _LOGS / f"tasks-{command.name}.log"
         tell(f"{command.name}: starting, log in {log}")
@@ -88,13 +94,8 @@ async def _ask(name: str, url: str, arguments: argparse.Namespace, cases: Sequen
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8080")
-    which.add_argument("--start", type=Path, metavar="MODEL", help="a model folder or a GGUF file: starts the servers")
-    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for Oatmill, which --start starts")
+    add_server_arguments(parser)
     parser.add_argument("--peers-only", action="store_true", help="with --start: do not start Oatmill")
-    parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
-    parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
     parser.add_argument("--family", nargs="+", default=[], metavar="TEXT", help="only families whose names contain it")
     parser.add_argument("--first", type=positive, metavar="N", help="only the first N cases of each family")
     parser.add_argument("--users", type=positive, default=4, help="requests at once (default: %(default)s)")
@@ -106,7 +107,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--beside", type=Path, nargs="+", default=[], metavar="FILE", help="answers of earlier runs to show beside"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     add_peer_arguments(parser)
     arguments = parser.parse_args()
     try:
