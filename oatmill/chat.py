@@ -33,10 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default="tgi", help="a name that /v1/models lists (default: the served model)")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: the server's)")
+    parser.add_argument("--temperature", type=float, help="0: the most likely answer (default: the server's)")
     options = parser.parse_args(arguments)
     url = options.url if "://" in options.url else f"http://{options.url}"
     beginning = [{"role": "system", "content": options.system}] if options.system else []
-    settings = {"model": options.model, **({"max_tokens": options.max_tokens} if options.max_tokens else {})}
+    given = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    settings = {"model": options.model, **{name: value for name, value in given.items() if value is not None}}
     key = next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), None)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS)) as client:
