@@ -104,6 +104,7 @@ class Exchange:
         self._streams = False
         self._requested: Fields = {}
         self.read_tokens = 0
+        self._computes_values = False  # in place of text
         # Bytes that a token of the prompt takes while the sequence runs, and until it is shown; and one of the answer.
         self._token_bytes: list[tuple[int, int, int]] = []
         self._last_prompt: list[int] = []
@@ -363,6 +364,7 @@ class Exchange:
         size: numbers that it has.
         """
         content = await self.service.text.threads.handle_text(_NUMBER_CHARACTERS * size, lambda: to_json(make()))
+        self._computes_values = True
         total = f"{(perf_counter() - self.arrived) * 1000:.0f}"
         headers = {"x-compute-type": self.service.model.compute_type, "x-total-time": total}
         return json_response(content, headers | {"x-prompt-tokens": str(self.read_tokens)} | self._notes())
@@ -431,7 +433,7 @@ class Exchange:
         self.release()
         if error is None and self._sequences:
             self._succeeded()
-        elif error is None and self.read_tokens:
+        elif error is None and self._computes_values:
             self._answered(self.read_tokens)
         else:
             self._failed(error)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -17,7 +18,9 @@ from tgi_server.router.api.routes.generate import tgi_options
 from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.generate import GenerateRequest
+from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
 
 
 class Client:
@@ -170,3 +173,19 @@ async def test_a_stream_holds_its_place_until_its_last_byte(router: RouterServic
     assert response.text.count("data:") == 3
     assert router.service.capacity.in_flight == 0
     assert "tgi_request_success 1.0" in router.service.metrics.expose().decode()
+
+
+async def test_a_request_that_counts_no_tokens_has_succeeded(caplog: pytest.LogCaptureFixture):
+    router = RouterService()
+    texts = replace(
+        router.service.text, template=ChatTemplate(TokenizerConfig({}, chat_templates={DEFAULT_TEMPLATE: ""}))
+    )
+    router.service = replace(router.service, text=texts)
+    with caplog.at_level(logging.INFO):
+        async with router.client() as client:
+            response = await client.post("/v1/responses/input_tokens", json={"input": "hello"})
+    assert response.json()["input_tokens"] == 0
+    (line,) = [record for record in caplog.records if record.message.startswith("/v1/responses/input_tokens")]
+    assert line.message.endswith("answered")
+    assert line.prompt_tokens == 0
+    assert "tgi_request_failure_total" not in router.service.metrics.expose().decode()
