@@ -38,10 +38,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shared.logging
-from tgi_server.launcher.processes import child
+import shared.processes
 from tgi_server.router import errors
 
-for module in (shared.logging, child, errors):
+for module in (shared.logging, shared.processes, errors):
     ray.cloudpickle.register_pickle_by_value(module)
 
 logger = logging.getLogger("ray.serve")
@@ -234,7 +234,7 @@ class Server:
             program,
             *command[1:],
             stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=child.die_with_parent(),
+            preexec_fn=shared.processes.die_with_parent(),
             env=self._options.environment(),
         )
 

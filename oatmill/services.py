@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from tgi_server.launcher.processes.child import die_with_parent
+from shared.processes import die_with_parent
 
 STOP_SECONDS = 20.0
 

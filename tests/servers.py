@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
+from shared.processes import die_with_parent
 from tests.logs import assert_no_traceback
-from tgi_server.launcher.processes.child import die_with_parent
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 30.0

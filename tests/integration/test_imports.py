@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shared.processes import die_with_parent
 from tests.timing import until
 from tgi_server import demo_model
-from tgi_server.launcher.processes.child import die_with_parent
 
 PROGRAMS = (
     "llm_functionalities",

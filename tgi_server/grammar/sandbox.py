@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.processes import die_with_parent
 from tgi_server.contract import Grammar
 from tgi_server.grammar.compiled import GROWTH_BYTES, GrammarSource
 from tgi_server.grammar.errors import InvalidGrammar, SandboxLimit
@@ -20,7 +21,7 @@ MEMORY_BYTES = 512 * 2**20
 class Sandbox:
     """Tries one grammar after the other. Its process is started when it is needed, and again when it has died.
 
-    For one thread, but for `close`.
+    For one thread, but for `close`. The process ends with the thread that started it.
     """
 
     def __init__(
@@ -99,9 +100,13 @@ class Sandbox:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            # A group of its own: what stops the shard from a terminal is no business of that process: it ends when its
-            # standard input does. The same session: Linux compares the niceness of one session's processes only.
+            # A group of its own: what stops the shard from a terminal is no business of that process, which ends with
+            # the shard. The same session: Linux compares the niceness of one session's processes only.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                process_group=0,
+                preexec_fn=die_with_parent(),
             )
         return self._process

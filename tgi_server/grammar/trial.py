@@ -23,6 +23,7 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from shared.processes import die_with_parent
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar.compiler import COMPILE_STACK_BYTES, GrammarCompiler, on_stack
 from tgi_server.grammar.errors import InvalidGrammar, reason
@@ -65,9 +66,12 @@ def main() -> None:
 def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds: "_Bounds") -> dict[str, Any]:
     """Returns what a child finds, or why it ended before it could say; and the seconds that it computed."""
     read, write = os.pipe()
+    bind = die_with_parent()
     child = os.fork()
     if child == 0:
         try:
+            if bind is not None:
+                bind()
             bounds.set()
             outcome = json.dumps(_found(compiler, grammar, leniency)).encode()
             with open(write, "wb") as pipe:

@@ -5,11 +5,12 @@ import os
 import sys
 from pathlib import Path
 
+from shared.processes import die_with_parent
 from tgi_server.gguf.paths import SUFFIX, GgufError, adapter_file
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tgi_server.launcher.processes.child import Command, die_with_parent
+from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
 

@@ -9,10 +9,10 @@ from queue import Queue
 import grpc
 import pytest
 
+from shared.processes import die_with_parent
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
 from tgi_server import demo_model
-from tgi_server.launcher.processes.child import die_with_parent
 
 # The shard as it is, but for a step that takes until the test is over.
 SHARD_WITH_AN_ENDLESS_STEP = """

@@ -86,6 +86,34 @@ def test_a_process_that_dies_is_replaced() -> None:
     assert set(psutil.Process().children()) <= set(before)
 
 
+_TRIES_FOR_LONG = """
+from tests import hostile_grammars as hostile
+from tgi_server import demo_model
+from tgi_server.grammar import Sandbox
+
+sandbox = Sandbox(demo_model.PATH, 3072, [1], niceness=0)
+sandbox.start()
+print("started", flush=True)
+sandbox.try_grammar(hostile.regex(hostile.optional_letters(300_000)), 60)
+"""
+
+
+@pytest.mark.parametrize("trying", [False, True], ids=["while it starts", "while it tries a grammar"])
+def test_the_process_ends_with_its_parent(trying: bool) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _TRIES_FOR_LONG], stdout=subprocess.PIPE)
+    try:
+        if trying:
+            assert parent.stdout is not None
+            parent.stdout.readline()
+        while len(children := psutil.Process(parent.pid).children(recursive=True)) < 1 + trying:
+            assert parent.poll() is None
+            time.sleep(0.001)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert psutil.wait_procs(children, timeout=SECONDS)[1] == []
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name.startswith("rules with ") else ()) for name in DEEP],

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import math
@@ -11,8 +10,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from shared.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,6 @@ OUTPUT_SECONDS = 1.0
 LOST_PEER_STATUS = 70
 # Ranks of deaths at one moment, see Child.cause_rank.
 KILLED, ENDED_BY_ITSELF, LOST_A_PEER = 0, 1, 2
-# See prctl(2).
-PR_SET_PDEATHSIG = 1
 READ_BYTES = 65536
 # The form in which shared/logging.py writes it.
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z (?P<level>[A-Z]+) +[\w.-]+: (?P<message>.*)")
@@ -168,21 +167,3 @@ def _parse(line: str) -> tuple[str | None, str]:
         return (level, message) if isinstance(level, str) and isinstance(message, str) else (None, line)
     match = LOG_LINE.fullmatch(line)
     return (match["level"], match["message"]) if match else (None, line)
-
-
-def die_with_parent() -> Callable[[], None] | None:
-    """Returns a function for a new process to run first (`preexec_fn`): the kernel then kills it when this one ends.
-
-    Returns None on systems without prctl(2).
-    """
-    if sys.platform != "linux":
-        return None
-    parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind

@@ -11,6 +11,7 @@ from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 
+from shared.processes import die_with_parent
 from tgi_server.contract import Tensor
 from tgi_server.router.errors import DecodingFailed
 from tgi_server.router.fairness import FairQueue
@@ -143,6 +144,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=die_with_parent(),
         )
         self._tasks = cast(BinaryIO, self._process.stdin)
         self._results = cast(BinaryIO, self._process.stdout)
