@@ -1,78 +1,61 @@
 """The agents: how each is installed, pointed at a server and given a task, and how it names its tools."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-# Where agents are installed; a second run installs nothing.
-CACHE = Path(__file__).parents[2] / "runs" / "agents"
+from tests.agents.installation import node_program, node_script, python_script
+
 MODEL = "oatmill"
 KEY = "unused"
 
 Call = tuple[str, dict[str, Any]]  # name of a tool, and its arguments
 
 
+def openai_variables(url: str) -> Mapping[str, str]:
+    """Returns the variables that clients of OpenAI's API read."""
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY}
+
+
+def anthropic_variables(url: str) -> Mapping[str, str]:
+    """Returns the variables that clients of Anthropic's API read."""
+    return {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": KEY}
+
+
+def _runs(name: str, **more: str) -> Callable[[str], Call]:
+    """Returns how an agent executes a shell command. name: of its tool. more: arguments that it requires."""
+    return lambda command: (name, {"command": command, **more})
+
+
 @dataclass(frozen=True, slots=True)
 class Agent:
     """One program.
 
-    packages: of its registry, in their newest versions. command: the arguments after the program, for the URL of a
-    server, and a task. environment: the same for the variables. run: the call that executes a shell command.
-    ignored: fields that it sends, and that the server reports as ignored, without places in lists.
+    install: returns its command, and installs it if that has not been done. arguments: that follow, for the URL of a
+    server and a task. environment: variables for a URL. run: the call that executes a shell command. answer: the call
+    that ends a session, where the agent wants one. files: in its home, by path, for a URL. ignored: fields that it
+    sends, and that the server reports as ignored, without places in lists. refused: codes of errors that it asks for,
+    and does without.
     """
 
     name: str
-    packages: tuple[str, ...]
-    command: Callable[[str, str], list[str]]
+    install: Callable[[], list[str]]
+    arguments: Callable[[str, str], list[str]]
     environment: Callable[[str], Mapping[str, str]]
     run: Callable[[str], Call]
+    answer: Callable[[str], Call] | None = None
+    files: Callable[[str], Mapping[str, str]] = field(default=lambda url: {})
     ignored: frozenset[str] = frozenset()
-    node: bool = True
-
-    def install(self) -> Path:
-        """Returns the program. Installs it, if that has not been done."""
-        return self._node_program() if self.node else self._python_program()
-
-    def _node_program(self) -> Path:
-        folder = CACHE / "npm"
-        program = folder / "node_modules" / ".bin" / self.name
-        if not program.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            _call("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *_newest(self.packages))
-        if not _starts(program):  # npm may leave out the steps that a package wants after its installation
-            _call("npm", "rebuild", "--prefix", str(folder), "--foreground-scripts", *self.packages)
-        return program
-
-    def _python_program(self) -> Path:
-        folder = CACHE / "python"
-        marker = folder / f"{self.name}.installed"
-        if not marker.exists():
-            _call(sys.executable, "-m", "venv", str(folder))
-            _call(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--upgrade", *self.packages)
-            marker.touch()
-        return folder / "bin" / "python"
+    refused: frozenset[str] = frozenset()
 
 
-def _newest(packages: tuple[str, ...]) -> list[str]:
-    return [f"{package}@latest" for package in packages]
-
-
-def _call(*arguments: str) -> None:
-    subprocess.run(arguments, check=True, stdin=subprocess.DEVNULL)
-
-
-def _starts(program: Path) -> bool:
-    return subprocess.run([program, "--version"], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
-
-
-def _codex_settings(url: str) -> list[str]:
+def _codex_settings(url: str) -> str:
     provider = {"name": MODEL, "base_url": f"{url}/v1", "wire_api": "responses", "env_key": "OATMILL_KEY"}
-    table = ", ".join(f'{key}="{value}"' for key, value in provider.items())
-    return ["-c", f"model_provider={MODEL}", "-c", f"model_providers.{MODEL}={{{table}}}", "-m", MODEL]
+    lines = (f'{key} = "{value}"' for key, value in provider.items())
+    head = f'model = "{MODEL}"\nmodel_provider = "{MODEL}"\n\n[model_providers.{MODEL}]\n'
+    return head + "\n".join(lines) + "\n"
 
 
 def _opencode_settings(url: str) -> dict[str, Any]:
@@ -89,63 +72,95 @@ def _opencode_settings(url: str) -> dict[str, Any]:
     }
 
 
-def _python_script(name: str) -> list[str]:
-    return [str(Path(__file__).parent / "sessions" / f"{name}.py")]
+def _continue_settings(url: str) -> dict[str, Any]:
+    model = {"name": MODEL, "provider": "openai", "model": MODEL, "apiBase": f"{url}/v1", "apiKey": KEY}
+    return {
+        "name": MODEL,
+        "version": "1.0.0",
+        "schema": "v1",
+        "models": [{**model, "roles": ["chat"], "capabilities": ["tool_use"]}],
+    }
+
+
+def _python_agent(name: str, script: str, packages: tuple[str, ...], *arguments: str, **more: Any) -> Agent:
+    return Agent(
+        name,
+        partial(python_script, script, packages),
+        lambda url, task: [*arguments, task],
+        lambda url: {**openai_variables(url), "OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        _runs("run"),
+        **more,
+    )
+
+
+def _ai_sdk(api: str, mode: str) -> Agent:
+    return Agent(
+        f"ai-sdk-{api}-{mode}",
+        partial(node_script, "ai_sdk", ("ai", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")),
+        lambda url, task: [api, mode, task],
+        lambda url: {**openai_variables(url), **anthropic_variables(url)},
+        _runs("run"),
+    )
+
+
+def _smolagents(mode: str) -> Agent:
+    return _python_agent(
+        f"smolagents-{mode}",
+        "smolagents_agent",
+        ("smolagents[openai]",),
+        mode,
+        answer=lambda text: ("final_answer", {"answer": text}),
+    )
 
 
 AGENTS = (
     Agent(
         "claude",
-        ("@anthropic-ai/claude-code",),
+        partial(node_program, "claude", ("@anthropic-ai/claude-code",)),
         lambda url, task: ["-p", task, "--allowedTools", "Bash"],
         lambda url: {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_AUTH_TOKEN": KEY,
+            **anthropic_variables(url),
             "ANTHROPIC_MODEL": MODEL,
             "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
-        lambda command: ("Bash", {"command": command, "description": "Looks into the folder"}),
+        _runs("Bash", description="Looks into the folder"),
     ),
     Agent(
         "codex",
-        ("@openai/codex",),
-        lambda url, task: [
-            *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", *_codex_settings(url), task),
-        ],
+        partial(node_program, "codex", ("@openai/codex",)),
+        lambda url, task: ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", task],
         lambda url: {"OATMILL_KEY": KEY},
         lambda command: ("exec_command", {"cmd": command}),
+        files=lambda url: {".codex/config.toml": _codex_settings(url)},
         ignored=frozenset({"tools (web_search)"}),
     ),
     Agent(
         "opencode",
-        ("opencode-ai",),
+        partial(node_program, "opencode", ("opencode-ai",)),
         lambda url, task: ["run", "-m", f"{MODEL}/{MODEL}", task],
         lambda url: {"OPENCODE_CONFIG_CONTENT": json.dumps(_opencode_settings(url))},
-        lambda command: ("bash", {"command": command, "description": "Looks into the folder"}),
+        _runs("bash", description="Looks into the folder"),
     ),
     Agent(
-        "openai-agents",
-        ("openai-agents",),
-        lambda url, task: [*_python_script("openai_agents"), task],
-        lambda url: {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY, "OPENAI_AGENTS_DISABLE_TRACING": "1"},
-        lambda command: ("run", {"command": command}),
-        node=False,
+        "continue",
+        partial(node_program, "cn", ("@continuedev/cli",)),
+        lambda url, task: ["--auto", "-p", task],
+        lambda url: {"CONTINUE_TELEMETRY_ENABLED": "0"},
+        _runs("Bash"),
+        files=lambda url: {".continue/config.yaml": json.dumps(_continue_settings(url))},
     ),
+    _python_agent("openai-agents", "openai_agents", ("openai-agents",)),
+    _python_agent("pydantic-ai", "pydantic_agent", ("pydantic-ai-slim[openai]",)),
+    _python_agent("langgraph", "langgraph_agent", ("langgraph", "langchain", "langchain-openai")),
+    *map(_smolagents, ("whole", "stream")),
+    *(_ai_sdk(api, mode) for api in ("openai", "anthropic") for mode in ("generate", "stream")),
     Agent(
-        "pydantic-ai",
-        ("pydantic-ai-slim[openai]",),
-        lambda url, task: [*_python_script("pydantic_agent"), task],
-        lambda url: {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY},
-        lambda command: ("run", {"command": command}),
-        node=False,
-    ),
-    Agent(
-        "langgraph",
-        ("langgraph", "langchain", "langchain-openai"),
-        lambda url, task: [*_python_script("langgraph_agent"), task],
-        lambda url: {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY},
-        lambda command: ("run", {"command": command}),
-        node=False,
+        "anthropic-tool-runner",
+        partial(node_script, "anthropic_runner", ("@anthropic-ai/sdk", "zod")),
+        lambda url, task: [task],
+        anthropic_variables,
+        _runs("run"),
+        refused=frozenset({"thread_unsupported_request"}),
     ),
 )
