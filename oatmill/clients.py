@@ -10,12 +10,17 @@ _ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
 _NAME = "oatmill"
 
 
+def local_url(settings: LauncherSettings) -> str:
+    """Returns the server's URL for clients on this machine."""
+    host = "127.0.0.1" if settings.hostname in _ANY_ADDRESS else settings.hostname
+    return f"http://{authority(host, settings.port)}"
+
+
 def variables(settings: LauncherSettings) -> str:
     """Returns variables and flags for `claude`, `codex` and clients of OpenAI's API; nothing for embedding models."""
     if not settings.generates:
         return ""
-    host = "127.0.0.1" if settings.hostname in _ANY_ADDRESS else settings.hostname
-    url = f"http://{authority(host, settings.port)}"
+    url = local_url(settings)
     key = "YOUR_KEY" if settings.api_keys else "unused"
     model = quote(next(iter(settings.served_model_name), settings.model_id))
     provider = f'{{name="{_NAME}", base_url="{url}/v1", wire_api="responses", env_key="OPENAI_API_KEY"}}'

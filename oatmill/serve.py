@@ -5,14 +5,16 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from oatmill.clients import variables
+from oatmill.clients import local_url, variables
 from oatmill.services import first_to_end, interrupt_on_signals, llm_functionalities, text_generation_server
 from shared.settings import fail
+from tgi_server.launcher.cli import launcher_settings
 from tgi_server.launcher.cli import main as launch
 from tgi_server.launcher.settings import LauncherSettings
 
 HTTP_PORT: Final = "8080"
 _GRPC_FLAG: Final = "--grpc-port"
+_PROGRAM: Final = "oatmill serve"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     flags, grpc_port = _launcher_flags(arguments)
     if grpc_port is not None:
         return _serve_both(flags, grpc_port)
-    launch("oatmill serve", flags, _show_clients)
+    launch(_PROGRAM, flags, _show_clients)
     return 0
 
 
@@ -41,7 +43,7 @@ def _launcher_flags(arguments: Sequence[str]) -> tuple[list[str], int | None]:
             value = value or "".join(flags[place + 1 : place + 2])
             del flags[place : place + (1 if "=" in flag else 2)]
             if not (value.isascii() and value.isdigit() and 0 < int(value) < 65536):
-                fail("oatmill serve", f"{_GRPC_FLAG} is {value!r}, which is not a port (1 to 65535)")
+                fail(_PROGRAM, f"{_GRPC_FLAG} is {value!r}, which is not a port (1 to 65535)")
             grpc_port = int(value)
             break
     return [
@@ -59,25 +61,28 @@ def _value(flags: Sequence[str], *names: str) -> str | None:
     return None
 
 
-def _of_both(flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns the flags of the launcher that the gRPC service needs, too, and as a variable the key of the server."""
-    traces = _value(flags, "--otlp-endpoint")
-    key = _value(flags, "--api-key") or os.environ.get("API_KEY")
-    return (
-        [f"--otlp-endpoint={traces}"] if traces else [],
-        {"ENDPOINT_TOKEN": key} if key and not os.environ.get("ENDPOINT_TOKEN") else {},
-    )
+def shared_flags(settings: LauncherSettings) -> list[str]:
+    """Returns flags that give the gRPC service the settings that it has in common with the launcher."""
+    host = settings.hostname
+    flags = [f"--listen-address=[{host}]" if ":" in host else f"--listen-address={host}"]
+    for name in ("log_level", "max_connections", "otlp_endpoint"):
+        if (value := getattr(settings, name)) is not None:
+            flags.append(f"--{name.replace('_', '-')}={value}")
+    return [*flags, *(["--json-output"] if settings.json_output else [])]
 
 
 def _serve_both(flags: Sequence[str], grpc_port: int) -> int:
+    settings = launcher_settings(_PROGRAM, flags)
     interrupt_on_signals()
-    http_port = _value(flags, "--port", "-p") or os.environ["PORT"]
-    print(f"starting: HTTP on port {http_port}, gRPC on port {grpc_port}; Ctrl-C stops both", flush=True)
+    print(f"starting: HTTP on port {settings.port}, gRPC on port {grpc_port}; Ctrl-C stops both", flush=True)
+    key = next((each.text for each in settings.api_keys), None)
+    secrets = {"ENDPOINT_TOKEN": key} if key and not os.environ.get("ENDPOINT_TOKEN") else {}
     services = []
     try:
         services.append(text_generation_server(*flags))
-        endpoint, (shared, secrets) = f"http://127.0.0.1:{http_port}", _of_both(flags)
-        services.append(llm_functionalities(grpc_port, endpoint, *shared, environment=secrets))
+        services.append(
+            llm_functionalities(grpc_port, local_url(settings), *shared_flags(settings), environment=secrets)
+        )
         ended = first_to_end(services)
         print(f"{ended.name} has ended with exit code {ended.exit_code()}; stopping", file=sys.stderr)
         return 1

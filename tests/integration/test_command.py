@@ -16,10 +16,12 @@ import grpc
 import httpx
 import pytest
 
+from llm_functionalities.settings import Settings
 from oatmill import doctor
 from oatmill.cli import main
 from oatmill.clients import variables
-from shared.settings import package_version
+from oatmill.serve import shared_flags
+from shared.settings import package_version, read_settings
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.conftest import FreePort
 from tests.servers import TextGenerationServer
@@ -140,23 +142,44 @@ def test_a_chat_in_a_terminal_ends_with_ctrl_d(demo_server: TextGenerationServer
         os.close(theirs)
 
 
+def test_both_services_share_the_settings_that_they_have_in_common():
+    common = LauncherSettings.model_fields.keys() & Settings.model_fields.keys()
+    given = {
+        "log_level": "DEBUG",
+        "json_output": True,
+        "max_connections": 7,
+        "otlp_endpoint": "http://otel:4317",
+    }
+    assert common - given.keys() == {"port", "otlp_service_name"}  # each service has its own
+    ours = read_settings(Settings, "gRPC", shared_flags(LauncherSettings(hostname="::1", **given)))
+    assert {name: getattr(ours, name) for name in given} == given
+    assert ours.listen_address == "[::1]"
+
+
 @pytest.mark.slow
-def test_serve_runs_both_services_with_one_key_and_stops_both(free_port):
+def test_serve_runs_both_services_on_one_address_with_one_key_and_stops_both(free_port, tmp_path: Path):
     http_port, grpc_port = free_port(), free_port()
-    flags = [f"--port={http_port}", f"--grpc-port={grpc_port}", "--prometheus-port=0", "--api-key=secret"]
-    process = subprocess.Popen([sys.executable, "-m", "oatmill", "serve", *flags], stdout=subprocess.DEVNULL)
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    flags = [f"--port={http_port}", f"--grpc-port={grpc_port}", "--prometheus-port=0", f"--api-key-file={keys}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oatmill", "serve", *flags, "--hostname=127.0.0.2"], stdout=subprocess.DEVNULL
+    )
     try:
         transport = httpx.HTTPTransport(retries=10)
         with httpx.Client(transport=transport, timeout=5) as client:
             while True:
                 try:
-                    if client.get(f"http://127.0.0.1:{http_port}/health").status_code == 200:
+                    if client.get(f"http://127.0.0.2:{http_port}/health").status_code == 200:
                         break
                 except httpx.TransportError:
                     assert process.poll() is None
-        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.2:{grpc_port}") as channel:
             request = llm_pb2.ModelRequest(formatted_prompt="How do I boil an egg?", max_tokens=5, timeout=60_000)
             assert llm_pb2_grpc.LLMRunnerStub(channel).call_model(request, wait_for_ready=True).text
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", grpc_port), timeout=5)
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

@@ -35,6 +35,8 @@ PROGRAM = "text-generation-launcher"
 _NO_EFFECT = frozenset({"ATTENTION", "PREFILL_CHUNKING", "USE_PREFIX_CACHING", "FLASH_DECODING", "PAGED_KV"})
 # Seconds for which lines of the log wait for those of other processes with an earlier time.
 _ORDER_SECONDS = 0.2
+# Where a server listens unless it is told.
+_EVERYWHERE = "0.0.0.0"
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -53,17 +55,20 @@ def main(
     Exit codes: 0 stopped by a signal, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    settings = read_settings(LauncherSettings, program, arguments)
-    if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
-        settings = settings.model_copy(update={"model_id": encoder})
+    settings = launcher_settings(program, arguments)
     configure_logging(
         "launcher", level=settings.log_level, json_output=settings.json_output, order_seconds=_ORDER_SECONDS
     )
     if settings.env:
         for line in describe_environment().splitlines():
             logger.info("%s", line)
-    if not any(each.partition("=")[0] == "--hostname" for each in arguments):
-        settings = _with_address(settings)
+    name = os.environ.get("HOSTNAME") or settings.hostname
+    if settings.hostname == _EVERYWHERE != name and not _has_hostname(arguments):
+        logger.warning(
+            "the variable HOSTNAME is %r, which is not an address of this machine; listening on all addresses. "
+            "--hostname chooses one",
+            name,
+        )
     logger.info("settings: %s", settings.describe())
     for variable in sorted(_NO_EFFECT & os.environ.keys()):
         logger.warning("the variable %s of TGI has no effect here", variable)
@@ -83,22 +88,29 @@ def main(
     logger.info("stopped")
 
 
+def launcher_settings(program: str, arguments: Sequence[str]) -> LauncherSettings:
+    """Returns what the launcher serves with some arguments. Raises SystemExit as `read_settings` does."""
+    settings = read_settings(LauncherSettings, program, arguments)
+    if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
+        settings = settings.model_copy(update={"model_id": encoder})
+    return settings if _has_hostname(arguments) else _with_address(settings)
+
+
+def _has_hostname(arguments: Sequence[str]) -> bool:
+    return any(each.partition("=")[0] == "--hostname" for each in arguments)
+
+
 def _with_address(settings: LauncherSettings) -> LauncherSettings:
     """Returns settings that listen on all addresses where the variable HOSTNAME has a name that is not this machine's.
 
     Container engines and shells set it, and nobody meant that as an address. TGI does the same.
     """
+    if is_ip_address(settings.hostname):
+        return settings  # if it is not this machine's, that is reported as for the flag
     try:
         check_address(settings.hostname, "--hostname")
     except CannotStartError:
-        if is_ip_address(settings.hostname):
-            return settings  # which is reported as for the flag
-        logger.warning(
-            "the variable HOSTNAME is %r, which is not an address of this machine; listening on all addresses. "
-            "--hostname chooses one",
-            settings.hostname,
-        )
-        return settings.model_copy(update={"hostname": "0.0.0.0"})
+        return settings.model_copy(update={"hostname": _EVERYWHERE})
     return settings
 
 
