@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tgi_server.engine.checkpoint.load_shard import by_model_names
 from tgi_server.engine.checkpoint.weight_files import tensor_infos, weight_files, write_index
 from tgi_server.engine.errors import InvalidAdapter
 from tgi_server.engine.lora.adapter import AdapterLayer
@@ -28,7 +29,7 @@ def merge_adapter(adapter: Layers, base: BaseModel, target: Path) -> None:
             "adapter beside it with --lora-adapters, or name the model that it was made of as the base"
         )
     files = weight_files(base.folder)
-    names = {name for file in files for name in tensor_infos(file)}
+    names = by_model_names(base.changes, {name: name for file in files for name in tensor_infos(file)})
     untied = {path: layer for path, layer in adapter.items() if path in base.tied}
     if untied and not base.may_untie:
         raise InvalidAdapter(
@@ -50,11 +51,15 @@ def merge_adapter(adapter: Layers, base: BaseModel, target: Path) -> None:
         (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2))
 
 
-def _stored_name(base: BaseModel, path: str, layer: AdapterLayer, names: set[str]) -> str:
-    """Returns the name that the files have for a layer. Raises InvalidAdapter."""
-    name = next((each for each in base.names(path) if f"{each}.weight" in names), None)
-    if name is None:
+def _stored_name(base: BaseModel, path: str, layer: AdapterLayer, names: Mapping[str, str]) -> str:
+    """Returns the name that the files have for a layer. Raises InvalidAdapter.
+
+    names: of the tensors in the files, by their names there and in the model.
+    """
+    weight = next((names[f"{each}.weight"] for each in base.names(path) if f"{each}.weight" in names), None)
+    if weight is None:
         raise InvalidAdapter(f"the files in {base.folder} have no weight of {path} under that name")
+    name = weight.removesuffix(".weight")
     if layer.bias_delta is not None and f"{name}.bias" not in names:
         raise InvalidAdapter(f"the adapter adds a bias to {path}, which has none in {base.folder}")
     return name

@@ -117,7 +117,7 @@ class TextGenerationService(TextGenerationServiceServicer):
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadAdapterResponse:
-        async with self._errors(context):
+        async with self._errors(context, reading=request.folder):
             fetch = partial(self._engine.adapters.fetch, request.adapter_id, Path(request.folder))
             adapter = await asyncio.get_running_loop().run_in_executor(self._reader, fetch)
             if not request.check_only:
@@ -173,27 +173,30 @@ class TextGenerationService(TextGenerationServiceServicer):
             self._running.end(reason)
 
     @asynccontextmanager
-    async def _errors(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        """Turns an engine's error into a gRPC status; the service goes on, unless the device itself is lost."""
+    async def _errors(self, context: grpc.aio.ServicerContext, reading: str = "") -> AsyncIterator[None]:
+        """Turns an engine's error into a gRPC status; the service goes on, unless the device itself is lost.
+
+        reading: the adapter that is read, if the call is for one.
+        """
         try:
             yield
         except Exception as error:
-            status, reason = self._explain(error)
+            status, reason = self._explain(error, reading)
             await context.abort(status, one_line(reason, _LONGEST_REASON))
 
-    def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
+    def _explain(self, error: Exception, reading: str = "") -> tuple[grpc.StatusCode, str]:
         """Returns status and message for the router, and logs what an operator has to know.
 
         Ends the process when there is no memory even for that: what else runs in it may stand still for ever.
         """
         clear_frames(error.__traceback__)  # they hold what the step has allocated
         try:
-            return self._status(error)
+            return self._status(error, reading)
         except MemoryError:
             self._on_fatal()
             raise
 
-    def _status(self, error: Exception) -> tuple[grpc.StatusCode, str]:
+    def _status(self, error: Exception, reading: str) -> tuple[grpc.StatusCode, str]:
         if isinstance(error, InvalidCall | InvalidAdapter):
             return grpc.StatusCode.FAILED_PRECONDITION, str(error)
         if isinstance(error, InvalidImage):
@@ -213,13 +216,17 @@ class TextGenerationService(TextGenerationServiceServicer):
         if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
             logger.error("out of memory: the batch or adapter is dropped; lower --cpu-memory: %s", error)
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory: the batch or adapter was dropped"
-        if isinstance(error, PeerLost):
+        if reading:
+            logger.error("the adapter %s cannot be read", reading, exc_info=error)
+        elif isinstance(error, PeerLost):
             logger.error("a step failed because of another shard; the batch is dropped: %s", error)
         else:
             logger.error("a step failed; the batch is dropped", exc_info=error)
         if self._device_is_lost():
             logger.critical("the device computes nothing any more, so this shard ends")
             self._on_fatal()
+        elif reading:
+            return grpc.StatusCode.FAILED_PRECONDITION, f"{reading} cannot be read: {type(error).__name__}: {error}"
         return grpc.StatusCode.INTERNAL, (str(error).splitlines() or [type(error).__name__])[0]
 
     def _device_is_lost(self) -> bool:

@@ -35,6 +35,8 @@ class Adapters:
             raise InvalidAdapter(f"{folder} has no adapter_config.json")
         if folder == Path("/base-gone"):
             raise ModelNotFound("no model folder at /base")
+        if folder == Path("/odd"):
+            raise ValueError("no such thing")
         return ReadAdapter(4, {0: LoraDelta(torch.zeros(5, 5), [], [], None, None)})
 
     def put(self, name: str, adapter: ReadAdapter) -> None:
@@ -143,6 +145,16 @@ async def test_adapters_are_read_kept_and_forgotten(stub: Any, engine: Engine):
     status, message = await refusal(stub.LoadAdapter(pb.LoadAdapterRequest(adapter_id="a", folder="/wrong")))
     assert status is grpc.StatusCode.FAILED_PRECONDITION
     assert message == "/wrong has no adapter_config.json"
+
+
+@pytest.mark.logs_tracebacks
+async def test_an_adapter_that_breaks_its_reader_is_refused_and_drops_no_batch(
+    stub: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, message = await refusal(stub.LoadAdapter(pb.LoadAdapterRequest(adapter_id="a", folder="/odd")))
+    assert status is grpc.StatusCode.FAILED_PRECONDITION
+    assert message == "/odd cannot be read: ValueError: no such thing"
+    assert "dropped" not in caplog.text
 
 
 async def test_images_for_a_model_that_reads_none(stub: Any) -> None:

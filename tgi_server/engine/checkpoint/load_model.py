@@ -100,7 +100,7 @@ def load_model(config: EngineConfig, device: torch.device, choose_dtype: ChooseD
     dtype = config.dtype or checkpoint_dtype or torch.float32
     if choose_dtype is not None:
         dtype = choose_dtype(checkpoint_dtype)
-    factory = _factory(model_config)
+    factory = model_factory(model_config)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
@@ -161,7 +161,7 @@ def load_vision(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     return model.to(device).eval().requires_grad_(False)
 
 
-def _factory(config: PretrainedConfig) -> Any:
+def model_factory(config: PretrainedConfig) -> Any:
     """Returns the class of `transformers` that makes a model of a configuration: for text alone where there is one."""
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM

@@ -1,10 +1,10 @@
 """Builds and loads one shard of a model, or a whole one whose weights are quantised."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from tgi_server.engine.parallel.plan import ShardingPlan
 from tgi_server.engine.parallel.shares import Share, share_of, vocabulary
 from tgi_server.engine.progress import counted
 from tgi_server.loading import READING, ROUNDING
+
+T = TypeVar("T")
 
 # Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
@@ -109,7 +111,7 @@ def _load(
     with open_checkpoint(folder, plan, share, quantization) as tensors:
         if plan is not None:
             _check_vocabulary(empty, tensors, plan)
-        by_name = _by_model_names(empty, tensors)
+        by_name = by_model_names(get_model_conversion_mapping(empty), tensors)
         experts = _experts(empty, by_name)
         linears, embeddings = _linears(empty, by_name), _embeddings(empty, by_name)
         tied = _tied(empty, by_name) is not None
@@ -305,21 +307,22 @@ def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
     return found
 
 
-def _by_model_names(model: PreTrainedModel, tensors: Checkpoint) -> Checkpoint:
+def by_model_names(changes: Iterable[Any], tensors: Mapping[str, T]) -> dict[str, T]:
     """Returns the tensors by the names in the files, and by those that `transformers` gives them in the model.
 
-    Tensors that it converts as it loads them have none.
+    changes: of `get_model_conversion_mapping(model)`. Tensors that it converts as it loads them have no such name.
     """
-    changes = get_model_conversion_mapping(model)
-    renamed: Checkpoint = {}
-    for file_name, tensor in tensors.items():
-        name, converted = file_name, False
-        for change in changes:
-            name, pattern = change.rename_source_key(name)
-            converted |= isinstance(change, WeightConverter) and pattern is not None
-        if not converted:
-            renamed[name] = tensor
-    return renamed | tensors
+    names = {file_name: name_in_model(changes, file_name) for file_name in tensors}
+    return {name: tensors[file_name] for file_name, name in names.items() if name is not None} | dict(tensors)
+
+
+def name_in_model(changes: Iterable[Any], file_name: str) -> str | None:
+    """Returns the name that `transformers` gives a tensor of a checkpoint; None for one that it converts."""
+    name, converted = file_name, False
+    for change in changes:
+        name, pattern = change.rename_source_key(name)
+        converted |= isinstance(change, WeightConverter) and pattern is not None
+    return None if converted else name
 
 
 def _named(model: PreTrainedModel, tensors: Checkpoint, name: str) -> SlicedTensor | QuantizedTensor | None:

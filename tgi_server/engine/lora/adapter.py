@@ -41,6 +41,11 @@ class AdapterLayer:
         scaled = bias.float() if self.dora_scale is None else bias.float() * self.dora_scale.float()
         return scaled if self.bias_delta is None else scaled + self.bias_delta.float()
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Returns True for a layer that no training has changed: peft begins with zeros in b."""
+        return self.dora_scale is None and self.bias_delta is None and not self.b.any()
+
     def split(self, layers: Mapping[str, BaseLayer]) -> dict[str, Self]:
         """Returns the layer as those whose outputs it has side by side, by their paths."""
         sizes = [layer.out_features for layer in layers.values()]

@@ -1,24 +1,31 @@
 """The model that adapters change: its linear layers, and their weights as its checkpoint has them."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from tgi_server.engine.checkpoint.load_model import model_factory
+from tgi_server.engine.checkpoint.load_shard import by_model_names, name_in_model
 from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
 from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
 from tgi_server.engine.errors import InvalidAdapter
 
 # Names that checkpoints have for modules which models have by other names now: of GPT-NeoX.
 _OLD_NAMES = {"lm_head": ("embed_out",)}
+# Names of the modules around the layers of a language model, in one version of a model or another.
+_WRAPPERS = re.compile(r"(?:(?:base_model|model|language_model|text_model)\.)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class BaseWeights:
 
     @cached_property
     def _tensors(self) -> Checkpoint:
-        return self._open_files()
+        return by_model_names(self._base.changes, self._open_files())
 
     def weight(self, path: str) -> Tensor:
         """Returns a layer's weight, [out_features, in_features], float32. Raises InvalidAdapter if there is none."""
@@ -73,18 +80,23 @@ class BaseWeights:
 class BaseModel:
     """A base model as its adapters see it: whole, also where it is computed by several shards or in other layers.
 
-    config: that of its text. layers: its linear layers, by their paths in the model of `transformers`. prefix: of the
-    paths in the part without the head. tied: the paths of a head and of embeddings that share their weight, as far as
-    there are such. may_untie: the model computes the same when they do not, and have equal weights.
+    config: that of its text. layers: its linear layers, by their paths in the model of `transformers`. image_layers:
+    those of them that read images. prefix: of the paths in the part without the head. text_prefix: of the paths in the
+    language model. tied: the paths of a head and of embeddings that share their weight, as far as there are such.
+    may_untie: the model computes the same when they do not, and have equal weights. changes: what `transformers` makes
+    of the names in checkpoints.
     """
 
     folder: Path
     config: PretrainedConfig
     layers: Mapping[str, BaseLayer]
+    image_layers: frozenset[str]
     prefix: str
+    text_prefix: str
     tied: Mapping[str, str]
     may_untie: bool
     quantization: Quantization | None
+    changes: Sequence[Any]
 
     @classmethod
     def of(cls, folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
@@ -93,10 +105,10 @@ class BaseModel:
         for part in (plain, plain.get_text_config(decoder=True)):
             if getattr(part, "quantization_config", None) is not None:
                 del part.quantization_config
-        factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        factory = model_factory(config)
         with torch.device("meta"):
             model = factory.from_config(plain, trust_remote_code=trust_remote_code)
-        layers = {path: layer for path, module in model.named_modules() if (layer := _layer(module)) is not None}
+            image_layers = _image_layers(plain, model)
         paths = {id(module): path for path, module in model.named_modules()}
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         tied = {}
@@ -106,7 +118,29 @@ class BaseModel:
         # T5 scales what its head gets only where the weight is shared.
         may_untie = not config.is_encoder_decoder
         text = plain.get_text_config(decoder=True)
-        return cls(folder, text, layers, prefix, tied, may_untie, find_quantization(folder, config, None))
+        return cls(
+            folder,
+            text,
+            _layers(model) | image_layers,
+            frozenset(image_layers),
+            prefix,
+            prefix if config.is_encoder_decoder else paths[id(embeddings)].rpartition(".")[0] + ".",
+            tied,
+            may_untie,
+            find_quantization(folder, config, None),
+            get_model_conversion_mapping(model),
+        )
+
+    def paths(self, path: str) -> list[str]:
+        """Returns the paths that a module of an adapter's model may have in this one.
+
+        The adapter's model may be the language model alone, or one that has it in modules of other names.
+        """
+        found = [path, f"{self.prefix}{path}", path.removeprefix(self.prefix)]
+        if (name := name_in_model(self.changes, f"{path}.weight")) is not None:
+            found.append(name.removesuffix(".weight"))
+        bare = path[match.end() :] if (match := _WRAPPERS.match(path)) else path
+        return [*found, f"{self.text_prefix}{bare}", bare]
 
     def names(self, path: str) -> list[str]:
         """Returns the names that a checkpoint may have for the module at a path."""
@@ -119,6 +153,25 @@ class BaseModel:
         with ExitStack() as stack:
             files = open_checkpoint(self.folder, quantization=self.quantization)
             yield BaseWeights(lambda: stack.enter_context(files), self)
+
+
+def _layers(model: nn.Module) -> dict[str, BaseLayer]:
+    return {path: layer for path, module in model.named_modules() if (layer := _layer(module)) is not None}
+
+
+def _image_layers(config: PretrainedConfig, model: PreTrainedModel) -> dict[str, BaseLayer]:
+    """Returns the linear layers beside the language model of a model that also reads images.
+
+    model: what is loaded, which may be the language model alone.
+    """
+    whole_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if whole_class is None:
+        return {}
+    whole = model if type(model) is whole_class else whole_class(config)
+    language_model, head = whole.get_decoder(), whole.get_output_embeddings()
+    text = {id(module) for part in (language_model, head) if part is not None for module in part.modules()}
+    others = {path for path, module in whole.named_modules() if id(module) not in text}
+    return {path: layer for path, layer in _layers(whole).items() if path in others}
 
 
 def _layer(module: nn.Module) -> BaseLayer | None:

@@ -121,6 +121,15 @@ class LoadedAdapters:
             split = self._split
             linears = self._linears
         adapter = read_adapter(folder, base, max_rank=self._max_rank)
+        adapter = {
+            path: layer for path, layer in adapter.items() if path not in base.image_layers or not layer.changes_nothing
+        }
+        for path in adapter.keys() & base.image_layers:
+            raise InvalidAdapter(
+                f"{folder} changes {path}, which is of the part that reads images: adapters change the language model "
+                "alone; train it with target_modules of the language model, or merge it with peft, and serve the "
+                "merged model"
+            )
         layers = {path: split(path, layer) for path, layer in adapter.items()}
         known = {path for linear in linears for path, _ in linear.parts}
         for path in layers.keys() - known:
@@ -130,7 +139,7 @@ class LoadedAdapters:
             )
         dtype = self._model.dtype
         deltas = ((number, _delta(linear, layers, dtype)) for number, linear in enumerate(linears))
-        rank = max(len(layer.a) for layer in adapter.values())
+        rank = max((len(layer.a) for layer in adapter.values()), default=0)
         return ReadAdapter(rank, {number: delta for number, delta in deltas if delta is not None})
 
     @property

@@ -112,7 +112,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         settings = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise InvalidAdapter(f"{file.parent} has no {CONFIG}; is it the folder of an adapter?") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InvalidAdapter(f"{file} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise InvalidAdapter(f"{file} is not a JSON object")

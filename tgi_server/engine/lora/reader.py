@@ -145,7 +145,8 @@ class _Reader:
     def _check_copy(self, name: str) -> None:
         """Refuses a tensor that is neither of a LoRA nor the base model's own."""
         match = _COPY.fullmatch(name)
-        own = self.weights.stored(match["path"]) if match else None
+        stored = map(self.weights.stored, self.base.paths(match["path"]) if match else ())
+        own = next((tensor for tensor in stored if tensor is not None), None)
         if own is None:
             self._refuse(
                 name,
@@ -164,14 +165,14 @@ class _Reader:
     def _places(self, path: str, parts: Parts) -> dict[str, BaseLayer]:
         """Returns the layers of the base model that a layer of the adapter is for: one, or those that it joins."""
         known = self.base.layers
-        for place in (path, f"{self.base.prefix}{path}", path.removeprefix(self.base.prefix)):
+        for place in self.base.paths(path):
             if place in known:
                 return {place: known[place]}
             parent, _, name = place.rpartition(".")
             paths = [f"{parent}.{part}" for part in _JOINED.get(name, ())]
             if paths and all(each in known for each in paths):
                 return {each: known[each] for each in paths}
-        return self._refuse(_first(parts), f"is for {path}, which is no linear layer of the base model")
+        return self._refuse(_first(parts), f"is for {path}, which is not a linear layer of the base model")
 
     def _rank(self, path: str, parts: Parts) -> int:
         name = parts["A.weight"]

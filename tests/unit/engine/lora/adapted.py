@@ -30,8 +30,6 @@ _UNADAPTED = {
     "nemotron_h": {"out_proj"},
     "kimi_linear": _OF_EXPERTS | {"router", "kv_b_proj"},
 }
-# Their files have other names than their modules, by which DoRA would look for weights: it is refused for them.
-_RENAMED = {"kimi_linear", "nemotron_h"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def make_adapted(folder: Path, count: int = ADAPTERS) -> AdaptedModel:
     head = [] if model.config.tie_word_embeddings else _head(model)
     settings: list[dict[str, Any]] = [
         {"r": 4, "lora_alpha": 8, "target_modules": names},
-        {"r": 3, "lora_alpha": 6, "target_modules": some, "use_dora": model.config.model_type not in _RENAMED},
+        {"r": 3, "lora_alpha": 6, "target_modules": some, "use_dora": True},
         {"r": 16, "lora_alpha": 8, "target_modules": others, "use_rslora": True},
         {"r": 2, "lora_alpha": 4, "target_modules": [*names[:1], *head], "rank_pattern": {names[0]: 5}},
         {"r": 1, "lora_alpha": 4, "target_modules": names, "bias": "lora_only"},

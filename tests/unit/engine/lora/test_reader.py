@@ -229,7 +229,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
             "q_proj.lora_A.weight has numbers that are not finite",
         ),
         ({f"{Q}.bias": torch.zeros(64)}, "q_proj.bias is a bias, where"),
-        ({f"{Q}s.lora_A.weight": torch.zeros(4, 64)}, "is for model.layers.0.self_attn.q_projs, which is no linear"),
+        ({f"{Q}s.lora_A.weight": torch.zeros(4, 64)}, "is for model.layers.0.self_attn.q_projs, which is not a linear"),
         (
             {"base_model.model.model.embed_tokens.weight": torch.zeros(203, 64)},
             r"embed_tokens.weight has the shape \[203",
