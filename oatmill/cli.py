@@ -1,10 +1,9 @@
 """The command line `oatmill`."""
 
+import signal
 import sys
 from importlib import import_module
 from typing import Final
-
-from shared.settings import fail, package_version
 
 USAGE: Final = """\
 usage: oatmill serve [MODEL] [--grpc-port PORT] [FLAGS]   serve a model over HTTP, on port 8080
@@ -23,7 +22,13 @@ COMMANDS: Final = ("serve", "chat", "demo", "doctor")
 
 
 def main() -> None:
-    """Runs a command. Exit codes: as the command's own; 2 if there is no such command."""
+    """Runs a command. Exit codes: as the command's own; 2 if there is no such command.
+
+    While the command is imported, Ctrl-C ends the process without a traceback.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from shared.settings import fail, package_version
+
     match sys.argv[1:]:
         case ["-h" | "--help" | "help", *_]:
             print(USAGE, end="")
@@ -31,7 +36,10 @@ def main() -> None:
             print(f"oatmill {package_version()}")
         case [command, *arguments] if command in COMMANDS:
             # Only what the command needs is imported.
-            sys.exit(import_module(f"oatmill.{command}").main(arguments))
+            run = import_module(f"oatmill.{command}").main
+            if command != "serve":  # which handles it as soon as there is anything to stop
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.exit(run(arguments))
         case [command, *_]:
             fail("oatmill", f"there is no command {command!r}; there are {', '.join(COMMANDS)}")
         case _:

@@ -10,22 +10,30 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _READ_BYTES = 4096
 # The event loop that signals wake up, and the two ends of the socket pair that does it.
 _woken: tuple[asyncio.AbstractEventLoop, socket.socket, socket.socket] | None = None
+# The event loop that has had such a signal.
+_stopped: asyncio.AbstractEventLoop | None = None
 
 
 def on_stop_signal(act: Callable[[], object]) -> None:
     """Makes the running event loop call `act` at each of the signals, and nothing that it called before.
 
-    The loop's own signal handlers are not used, because a signal that comes while one is replaced kills the process.
+    A signal that has come already counts, too: it may have come after the program last looked at what the earlier
+    function did. The loop's own signal handlers are not used, because a signal that comes while one is replaced kills
+    the process.
     """
     loop = asyncio.get_running_loop()
 
     def tell(*_: object) -> None:
+        global _stopped
         if not loop.is_closed():
+            _stopped = loop
             loop.call_soon_threadsafe(act)
 
     _wake_up(loop)
     for number in _STOP_SIGNALS:
         signal.signal(number, tell)
+    if _stopped is loop:
+        loop.call_soon(act)
 
 
 def ignore_stop_signals() -> None:

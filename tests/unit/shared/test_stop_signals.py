@@ -40,6 +40,14 @@ async def test_a_signal_calls_what_was_registered_last(number: signal.Signals) -
     assert not first.is_set()
 
 
+async def test_a_signal_that_came_before_calls_what_is_registered_then() -> None:
+    asked = asyncio.Event()
+    on_stop_signal(lambda: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    on_stop_signal(asked.set)
+    await asyncio.wait_for(asked.wait(), 5)
+
+
 async def test_a_program_that_has_stopped_ignores_signals() -> None:
     asked = asyncio.Event()
     on_stop_signal(asked.set)
