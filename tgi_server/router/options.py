@@ -100,7 +100,12 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
             note="0: none, but for `echo` and `logprobs`.",
         ),
         **_except(Dialect.RESPONSES, names=("max_output_tokens",), bounds=Bounds(least=1, most=2**32 - 1)),
-        **_except(Dialect.MESSAGES, names=("max_tokens",), bounds=Bounds(least=1, most=2**32 - 1), note="Required."),
+        **_except(
+            Dialect.MESSAGES,
+            names=("max_tokens",),
+            bounds=Bounds(least=0, most=2**32 - 1),
+            note="Required. 0: none; the prompt is computed for later requests.",
+        ),
     },
     "top_n_tokens": {
         **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`."),

@@ -56,6 +56,19 @@ async def test_stop_sequences_and_the_end_of_room(router: Router, client: anthro
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
 
 
+async def test_no_tokens_are_a_prompt_that_is_computed(router: Router, client: anthropic.AsyncAnthropic) -> None:
+    router.say("Rinse the rice.")
+    turns: Any = [{"role": "user", "content": "Hello " * 200}]
+    chosen: Any = {"type": "any"}
+    made = await client.messages.create(model="any", max_tokens=0, messages=turns, tools=[WEATHER], tool_choice=chosen)
+    assert (made.content, made.stop_reason, made.usage.output_tokens) == ([], "max_tokens", 0)
+    again = await client.messages.create(model="any", max_tokens=50, messages=turns, tools=[WEATHER])
+    cached = again.usage.cache_read_input_tokens or 0
+    assert cached == made.usage.input_tokens // 128 * 128 > 0  # in steps, as everybody shares the cache
+    with pytest.raises(anthropic.BadRequestError, match="`stream` is not supported with `max_tokens: 0`"):
+        await client.messages.create(model="any", max_tokens=0, messages=turns, stream=True)
+
+
 async def test_a_stream(router: Router, client: anthropic.AsyncAnthropic) -> None:
     length = router.say("Rinse the rice.")
     async with client.messages.stream(model="any", max_tokens=50, messages=HELLO) as stream:
@@ -130,7 +143,7 @@ async def test_tokens_are_counted_as_they_are_computed(router: Router, client: a
     ("fields", "message"),
     [
         ({"extra_body": {"temperature": -1}}, "`temperature` is -1; it must be at least 0"),
-        ({"max_tokens": 0}, "`max_tokens` is 0; it must be at least 1"),
+        ({"max_tokens": -1}, "`max_tokens` is -1; it must be at least 0"),
         ({"stop_sequences": [""]}, "`stop_sequences` must not have an empty stop sequence"),
         ({"tool_choice": {"type": "any"}}, "there are no `tools`"),
         (

@@ -26,6 +26,7 @@ from tgi_server.router.api.routes.messages_request import conversation_of, plan_
 from tgi_server.router.api.routes.prompt_images import with_images
 from tgi_server.router.api.routes.tokenize import encoded, reading, token_count
 from tgi_server.router.errors import NotSupported
+from tgi_server.router.options import Dialect, Given
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.context_management import AppliedEdits, OriginalTokens
 from tgi_server.router.schemas.messages import (
@@ -106,18 +107,25 @@ async def _answer(exchange: Exchange, request: MessagesRequest) -> Response:
     edits = ContextEdits(service, request.context_management)
     prompt = await prompt_for_chat(exchange, lambda: plan_message(service, request, edits))
     applied = UNSET if edits.report is None else edits.report
-    return _stream(exchange, prompt, applied) if request.stream else await _whole(exchange, prompt, applied)
+    if request.stream:
+        return _stream(exchange, prompt, applied)
+    empty = Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0
+    return await _whole(exchange, prompt, applied, empty=empty)
 
 
-async def _whole(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | UnsetType) -> Response:
+async def _whole(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | UnsetType, *, empty: bool) -> Response:
+    """empty: no token was asked for; the one that computing the prompt takes is left out."""
     end, written = AllEnded(1), WholeChoice()
     choices = ChatChoices.begin(exchange, prompt, lambda _: written, end)
     await exchange.wait_for(end.future)
     message = _message(exchange, prompt, choices)
-    message.content = _blocks(written)
-    ending = _ending(exchange, choices, called=written.finish_reason == "tool_calls")
-    message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
     message.context_management = applied
+    if empty:
+        message.stop_reason, message.usage.output_tokens = "max_tokens", 0
+    else:
+        message.content = _blocks(written)
+        ending = _ending(exchange, choices, called=written.finish_reason == "tool_calls")
+        message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
     return exchange.respond(message, characters=len(prompt.text), streams=choices.streams)
 
 

@@ -9,7 +9,7 @@ from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.message_turns import turns_of
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.options import Dialect
+from tgi_server.router.options import Dialect, Given
 from tgi_server.router.schemas.messages import (
     MessagesClientTool,
     MessagesLeftOutTool,
@@ -35,8 +35,13 @@ _BILLING = "x-anthropic-billing-header:"
 def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> ChatPlan:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = service.options.read(request, Dialect.MESSAGES)
-    if not options.stopping.max_new_tokens:
+    most_tokens = Given.by(request, Dialect.MESSAGES).values.get("max_new_tokens")
+    if most_tokens is None:
         raise InvalidRequest("`max_tokens`: Field required")
+    if most_tokens == 0:
+        if request.stream:
+            raise InvalidRequest("`stream` is not supported with `max_tokens: 0`, whose answer is empty; leave it out")
+        options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))
     config = request.output_config
     form = None if config is None else config.format
     grammar = None if form is None else json_grammar(form.json_schema, (WHOLE_SCHEMA,))
