@@ -34,7 +34,7 @@ def left_to_model(grammar: Grammar, compiler: GrammarCompiler | None = None) -> 
     return found.source.unenforced
 
 
-async def no_fault(_: Grammar) -> tuple[str, ...]:
+async def no_fault(_: Grammar, _client: str) -> tuple[str, ...]:
     return ()
 
 

@@ -368,18 +368,20 @@ class ThoughtBudget(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., begin: _Optional[str] = ..., end: _Optional[str] = ..., closing: _Optional[_Iterable[int]] = ..., open: _Optional[bool] = ..., repeats: _Optional[bool] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar", "size", "pin", "leniency", "released")
+    __slots__ = ("grammar", "size", "pin", "leniency", "released", "client")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     LENIENCY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
     size: int
     pin: int
     leniency: int
     released: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., leniency: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+    client: str
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., leniency: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ..., client: _Optional[str] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("error", "size", "unenforced", "leniency")

@@ -4,14 +4,14 @@ import hashlib
 import logging
 import threading
 import time
-from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from itertools import count
+from contextlib import contextmanager
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.fairness import FairOrder
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
 from tgi_server.grammar.compiled import GROWTH_BYTES, CompiledGrammar
 from tgi_server.grammar.compiler import check_size
@@ -30,19 +30,24 @@ _SAVED_SECONDS = 16.0
 class _Job:
     """A grammar to be compiled. size: bytes that it may take, if that is known. waiting: requests that wait for it.
 
-    leniency: how much of a lenient schema is left to the model from the beginning.
+    leniency: how much of a lenient schema is left to the model from the beginning. clients: of the requests.
+    lane: in which it waits; None while it does not.
     """
 
     def __init__(self, grammar: Grammar, size: int | None, leniency: int) -> None:
         self.grammar = grammar
         self.size = size
         self.leniency = leniency
+        self.clients: list[str] = []
+        self.lane: _Lane | None = None
         self.done: Future[Any] = Future()
         self.waiting = 0
 
 
 class _Lane:
-    """The waiting grammars with one limit of time, those with the fewest bytes first."""
+    """The waiting grammars with one limit of time. Clients take turns, and of a client's the one with the fewest bytes
+    goes first.
+    """
 
     def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int, share: float) -> None:
         """cpu_seconds: limit of one trial. niceness: of the trials' processes. room: grammars that may wait.
@@ -56,24 +61,50 @@ class _Lane:
         self._room = room
         self._share = share
         self._paid_until = 0.0
-        self._jobs: list[tuple[int, int, _Job]] = []
-        self._numbers = count()
+        self._order = FairOrder[_Job](lambda job: job.lane is not self)
         self._changed = threading.Condition()
 
-    def put(self, job: _Job, *, turn_away: bool = True) -> _Job | None:
-        """Returns the job that is turned away, when more would wait than may: the one with the most bytes."""
-        with self._changed:
-            insort(self._jobs, (job.grammar.text_bytes(), next(self._numbers), job))
-            self._changed.notify()
-            return self._jobs.pop()[-1] if turn_away and len(self._jobs) > self._room else None
+    def __len__(self) -> int:
+        """How many grammars wait; one of several clients counts several times."""
+        return len(self._order)
 
-    def take(self) -> _Job:
-        """Waits for a job, and until the trials have computed no more than their share. Takes it out of the queue."""
+    def put(self, job: _Job, *, turn_away: bool = True) -> _Job | None:
+        """Returns the job that is turned away, when more would wait than may: the one with the most bytes, of the
+        client that has most of them.
+        """
+        with self._changed:
+            job.lane = self
+            for client in job.clients:
+                self._order.add(client, job, job.grammar.text_bytes())
+            self._changed.notify()
+            refused = self._order.drop_beyond(self._room) if turn_away else None
+            if refused is not None:
+                refused.lane = None
+            return refused
+
+    def join(self, job: _Job, client: str) -> None:
+        """Has a job that waits here have the turns of another client, too."""
+        with self._changed:
+            if job.lane is self:
+                self._order.add(client, job, job.grammar.text_bytes())
+
+    @contextmanager
+    def turn(self) -> Iterator[_Job]:
+        """Waits for a job, and until the trials have computed no more than their share. Its turn lasts as long as the
+        context.
+        """
         while (early := self._paid_until - time.monotonic()) > 0:
             time.sleep(early)
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs)
-            return self._jobs.pop(0)[-1]
+            while (begun := self._order.begin()) is None:
+                self._changed.wait()
+            number, job = begun
+            job.lane = None
+        try:
+            yield job
+        finally:
+            with self._changed:
+                self._order.end(number)
 
     def pay(self, cpu_seconds: float) -> None:
         """Has the next trials wait for as long as these seconds of computing are more than the share."""
@@ -88,7 +119,7 @@ class GrammarQueue:
     Simple JSON schemas, and grammars that another shard has tried, have a lane of their own and no trial. Almost all
     others are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where they
     delay only each other. Requests for the same grammar that come together share its turn, and grammars that were
-    found wrong are remembered.
+    found wrong are remembered. Clients take turns, by the time that their grammars have taken.
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
@@ -129,13 +160,26 @@ class GrammarQueue:
         for sandbox in sandboxes:
             sandbox.close()
 
+    @property
+    def waiting(self) -> int:
+        """How many grammars wait for their turn."""
+        return len(self._sure) + len(self._quick) + len(self._slow)
+
     def compile(
-        self, grammar: Grammar, seconds: float, gone: Future[Any], size: int | None = None, leniency: int = 0
+        self,
+        grammar: Grammar,
+        seconds: float,
+        gone: Future[Any],
+        size: int | None = None,
+        leniency: int = 0,
+        client: str = "",
     ) -> int:
         """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: nobody waits for it.
 
-        size, leniency: what another shard found, which has tried it. Raises InvalidGrammar with one line that says
-        what is wrong with the grammar, and GrammarsBusy when it is not compiled within `seconds`.
+        size, leniency: what another shard found, which has tried it. client: whose turn it takes.
+
+        Raises InvalidGrammar with one line that says what is wrong with the grammar, and GrammarsBusy when it is not
+        compiled within `seconds`.
         """
         check_size(grammar)
         if (fault := self._known_fault(grammar)) is not None:
@@ -143,7 +187,7 @@ class GrammarQueue:
         if (known := self.compiler.size_of(grammar)) is not None:
             return known
         self.start()
-        job, turned_away = self._join(grammar, size, leniency)
+        job, turned_away = self._join(grammar, size, leniency, client)
         if turned_away is not None:
             self._finish(turned_away, GrammarsBusy("too many grammars are waiting to be compiled; try again soon"))
         try:
@@ -158,7 +202,7 @@ class GrammarQueue:
             raise GrammarsBusy(f"the grammar was not compiled within {seconds:g} s; try again soon")
         return 0
 
-    def _join(self, grammar: Grammar, size: int | None, leniency: int) -> tuple[_Job, _Job | None]:
+    def _join(self, grammar: Grammar, size: int | None, leniency: int, client: str) -> tuple[_Job, _Job | None]:
         """Returns the grammar's job, and the one that is turned away for it."""
         with self._lock:
             job, turned_away = self._running.get(grammar), None
@@ -166,7 +210,12 @@ class GrammarQueue:
                 if size is None and grammar.type is GrammarKind.JSON_SCHEMA and is_simple(grammar.value):
                     size = GROWTH_BYTES
                 job = self._running[grammar] = _Job(grammar, size, leniency)
+                job.clients.append(client)
                 turned_away = (self._quick if size is None else self._sure).put(job)
+            elif client not in job.clients:
+                job.clients.append(client)
+                if (lane := job.lane) is not None:
+                    lane.join(job, client)
             job.waiting += 1
             return job, turned_away
 
@@ -185,21 +234,24 @@ class GrammarQueue:
         finally:
             ready.set()
         while True:
-            job = lane.take()
-            if self._abandoned(job):
-                continue
-            try:
-                self._finish(job, self._compile(job, lane, sandbox))
-            except NoRoomForGrammar as error:
-                self._finish(job, GrammarsBusy(str(error)))
-            except SandboxLimit as error:
-                self._overrun(job, lane, error)
-            except InvalidGrammar as error:
-                self._remember(job.grammar, str(error))
-                self._finish(job, error)
-            except Exception as error:
-                logger.exception("compiling a grammar failed; this is a fault of the server, please report it")
-                self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
+            with lane.turn() as job:
+                if not self._abandoned(job):
+                    self._run(job, lane, sandbox)
+
+    def _run(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> None:
+        """Compiles a grammar, or puts it into another lane."""
+        try:
+            self._finish(job, self._compile(job, lane, sandbox))
+        except NoRoomForGrammar as error:
+            self._finish(job, GrammarsBusy(str(error)))
+        except SandboxLimit as error:
+            self._overrun(job, lane, error)
+        except InvalidGrammar as error:
+            self._remember(job.grammar, str(error))
+            self._finish(job, error)
+        except Exception as error:
+            logger.exception("compiling a grammar failed; this is a fault of the server, please report it")
+            self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
 
     def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
         if job.size is not None:

@@ -44,7 +44,7 @@ class GrammarService(GrammarServiceServicer):
         size = 0
         try:
             known = request.size if request.HasField("size") else None
-            size = self._queue.compile(grammar, _SECONDS, gone, known, request.leniency)
+            size = self._queue.compile(grammar, _SECONDS, gone, known, request.leniency, request.client)
             found = self._queue.compiler.cache.find(grammar)
         except InvalidGrammar as error:
             return pb.CompileResponse(error=str(error))

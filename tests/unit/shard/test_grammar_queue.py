@@ -1,8 +1,9 @@
 """Grammars that wait to be compiled: which goes first, which are turned away, which are remembered."""
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -182,3 +183,88 @@ def test_a_lenient_schema_that_is_too_complex_is_taken_with_less(queue: GrammarQ
     lenient = Grammar(GrammarKind.JSON_SCHEMA, schema, lenient=("#",))
     assert compile_now(queue, lenient) > 0
     assert "pattern at #/properties/p0" in left_to_model(lenient, queue.compiler)
+
+
+class Held(Sandbox):
+    """Tries nothing: each trial ends when `may_end` lets it."""
+
+    def __init__(self, niceness: int, tried: list[Grammar], may_end: threading.Semaphore) -> None:
+        super().__init__(demo_model.PATH, 3072, [1], niceness=niceness)
+        self._tried, self._may_end = tried, may_end
+
+    def start(self) -> None:
+        pass
+
+    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Any:
+        self._tried.append(grammar)
+        self._may_end.acquire()
+        raise InvalidGrammar("tried")
+
+
+@pytest.fixture
+def may_end(pool: ThreadPoolExecutor) -> Iterator[threading.Semaphore]:
+    semaphore = threading.Semaphore(0)
+    yield semaphore
+    semaphore.release(1_000)
+
+
+@pytest.fixture
+def held(tried: list[Grammar], may_end: threading.Semaphore) -> GrammarQueue:
+    """A queue with two trials at a time."""
+    return GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), partial(Held, tried=tried, may_end=may_end))
+
+
+def by(client: str, queue: GrammarQueue, grammar: Grammar) -> int:
+    return queue.compile(grammar, SECONDS, Future(), client=client)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def test_clients_take_turns(
+    held: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar], may_end: threading.Semaphore
+) -> None:
+    """A grammar waits for those that are tried, and for no other of another client, even if those have fewer bytes."""
+    waiting = [pool.submit(by, "a", held, hostile.regex(f"[a-z]{{{i},9}}")) for i in range(2)]
+    until(lambda: len(tried) == 2)
+    waiting += [pool.submit(by, "a", held, hostile.regex(f"[0-9]{{{i},9}}")) for i in range(10)]
+    until(lambda: held.waiting == 10)
+    long = hostile.regex("long" * 100)
+    waiting.append(pool.submit(by, "b", held, long))
+    until(lambda: held.waiting == 11)
+    may_end.release()
+    until(lambda: len(tried) == 3)
+    assert tried[-1] == long
+    may_end.release(100)
+    assert {type(each.exception()) for each in waiting} == {InvalidGrammar}
+
+
+def test_a_client_with_many_grammars_has_its_own_turned_away(
+    held: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar], may_end: threading.Semaphore
+) -> None:
+    waiting = [pool.submit(by, "a", held, hostile.regex(f"[a-z]{{{i},9}}")) for i in range(66)]
+    until(lambda: len(tried) == 2 and held.waiting == 64)
+    long = pool.submit(by, "b", held, hostile.regex("long" * 100))
+    until(lambda: any(each.done() for each in waiting))
+    may_end.release(100)
+    assert isinstance(long.exception(), InvalidGrammar)
+    assert sorted(type(each.exception()).__name__ for each in waiting) == ["GrammarsBusy"] + ["InvalidGrammar"] * 65
+
+
+def test_a_grammar_of_two_clients_has_the_turn_that_comes_first(
+    held: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar], may_end: threading.Semaphore
+) -> None:
+    shared = hostile.regex("shared" * 100)
+    waiting = [pool.submit(by, "a", held, hostile.regex(f"[a-z]{{{i},9}}")) for i in range(12)]
+    waiting.append(pool.submit(by, "a", held, shared))
+    until(lambda: len(tried) == 2 and held.waiting == 11)
+    waiting.append(pool.submit(by, "b", held, shared))
+    until(lambda: held.waiting == 12)
+    may_end.release()
+    until(lambda: len(tried) == 3)
+    assert tried[-1] == shared
+    may_end.release(100)
+    assert {type(each.exception()) for each in waiting} == {InvalidGrammar}
+    assert tried.count(shared) == 1

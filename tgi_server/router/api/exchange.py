@@ -88,7 +88,7 @@ class Exchange:
         self.path: str = request.scope["path"]
         self.tenant = tenant_of(request)
         self._key = key_of(request)
-        self._owner = owner_of(request)
+        self.owner = owner_of(request)
         self.arrived = perf_counter()
         self._time_limits = TimeLimits.of(request.headers)
         self.span = service.tracer.start(self.path, request.headers)
@@ -129,7 +129,7 @@ class Exchange:
 
     def reserve(self, places: int) -> None:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""
-        self.service.capacity.take(places, self._owner)
+        self.service.capacity.take(places, self.owner)
         self._places += places
 
     def release(self) -> None:
@@ -137,7 +137,7 @@ class Exchange:
         for request_id, stream in self._sequences:
             if stream.finish_reason is None:
                 self._progress = self.service.submitter.cancel(request_id) or self._progress
-        self.service.capacity.give_back(self._places, self._owner)
+        self.service.capacity.give_back(self._places, self.owner)
         self._places = 0
 
     async def read(self, model: type[M]) -> M:

@@ -1,6 +1,7 @@
 """The grammars of requests, compiled by the shards before they join a batch."""
 
 import weakref
+from hashlib import sha256
 from itertools import count
 
 from tgi_server.contract import Grammar
@@ -20,15 +21,17 @@ class PinnedGrammars:
         self._shards = shards
         self._pins = count(1)
 
-    async def compile(self, grammar: Grammar) -> tuple[str, ...]:
+    async def compile(self, grammar: Grammar, client: str) -> tuple[str, ...]:
         """Has the grammar compiled. Returns the constraints that are left to the model, each as a line.
+
+        client: whose turn it takes.
 
         Raises InvalidRequest that says why the grammar cannot be used, Overloaded when the shards cannot compile it
         now, and GenerationFailed when they do not answer.
         """
         pin = next(self._pins)
         try:
-            response = await self._shards.compile(grammar_to_message(grammar), pin)
+            response = await self._shards.compile(grammar_to_message(grammar), pin, sha256(client.encode()).hexdigest())
         except Unhealthy as error:
             raise GenerationFailed(str(error)) from error
         if response.error:

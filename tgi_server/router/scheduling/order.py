@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 from itertools import takewhile
 
-from tgi_server.router.fairness import Shares
+from tgi_server.fairness import Shares
 from tgi_server.router.scheduling.sequence import Sequence
 
 

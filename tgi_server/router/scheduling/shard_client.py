@@ -74,14 +74,15 @@ class ShardClient:
         return list(zip(found.urls, found.grammar_urls, strict=True))
 
     async def compile(
-        self, grammar: pb.Grammar, pin: int, tried: pb.CompileResponse | None, timeout_s: float
+        self, grammar: pb.Grammar, pin: int, client: str, tried: pb.CompileResponse | None, timeout_s: float
     ) -> pb.CompileResponse:
-        """Has the grammar compiled, and stored until its pin is released. tried: what another shard answered.
+        """Has the grammar compiled, and stored until its pin is released. client: whose turn it takes.
+        tried: what another shard answered.
 
         Raises Overloaded, and what else gRPC raises.
         """
         released, self._released = self._released, []
-        request = pb.CompileRequest(grammar=grammar, pin=pin, released=released)
+        request = pb.CompileRequest(grammar=grammar, pin=pin, released=released, client=client)
         if tried is not None:
             request.size, request.leniency = tried.size, tried.leniency
         try:
@@ -257,19 +258,22 @@ class ShardedClient:
         """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
-    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> pb.CompileResponse:
+    async def compile(self, grammar: pb.Grammar, pin: int, client: str, timeout_s: float = 60.0) -> pb.CompileResponse:
         """Has every shard compile a grammar; steps go on meanwhile. Returns the response of the first that refuses it.
 
         The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it
-        until `pin`, a number that no other has, is released. Raises Overloaded when too many grammars are being
-        compiled, and Unhealthy.
+        until `pin`, a number that no other has, is released. client: whose turn it takes.
+
+        Raises Overloaded when too many grammars are being compiled, and Unhealthy.
         """
         tried, fault = None, None
         asked: list[ShardClient] = []
         try:
             for shards in filter(None, (self._shards[:1], self._shards[1:])):
                 asked += shards
-                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, tried=tried, timeout_s=timeout_s)
+                ask = partial(
+                    ShardClient.compile, grammar=grammar, pin=pin, client=client, tried=tried, timeout_s=timeout_s
+                )
                 responses: list[pb.CompileResponse] = await self._ask_each(ask, shards)
                 tried = tried or responses[0]
                 refusal = next((response for response in responses if response.error), None)

@@ -51,8 +51,8 @@ class Preparer:
 
     vocab_size: tokens that the model knows.
     grammar_refusal: why this server takes no grammars; None when it does.
-    compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
-    a line; raises InvalidRequest for one that cannot be used.
+    compile_grammar: has the shards compile a grammar for a client, and returns the constraints that are left to the
+    model, each as a line; raises InvalidRequest for one that cannot be used.
     adapters: that requests may name. end_tokens: that end a text. thoughts: what stands around the model's thoughts.
     images: finds the places of images; None: the model reads none.
     """
@@ -63,7 +63,7 @@ class Preparer:
         threads: TokenizerThreads,
         vocab_size: int,
         grammar_refusal: str | None,
-        compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
+        compile_grammar: Callable[[Grammar, str], Awaitable[tuple[str, ...]]],
         adapters: Adapters,
         end_tokens: Collection[int] = (),
         thoughts: ReasoningTags | None = None,
@@ -86,6 +86,7 @@ class Preparer:
         options: GenerationOptions,
         dialect: Dialect,
         *,
+        client: str,
         add_special_tokens: bool = True,
         spans_of: str | None = None,
         size: int = 0,
@@ -93,8 +94,8 @@ class Preparer:
     ) -> PreparedRequest:
         """Returns what the scheduler takes. Work on a large request leaves the event loop.
 
-        spans_of: the text that `x-span` takes spans of; None: the prompt. size: bytes of the whole request. thinking:
-        thoughts are known to have begun in the prompt.
+        client: whose turns its work takes. spans_of: the text that `x-span` takes spans of; None: the prompt.
+        size: bytes of the whole request. thinking: thoughts are known to have begun in the prompt.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -131,12 +132,12 @@ class Preparer:
             budget = thought_budget(
                 most, self._thoughts, self._threads.tokenizer, input_ids, grammar, thinking=thinking
             )
-        unenforced = await self._compile(grammar)
+        unenforced = await self._compile(grammar, client)
         if budget is not None and self._grammar_refusal is not None:
             raise InvalidRequest(f"`thinking_token_budget` cannot be used: {self._grammar_refusal}")
         if budget is not None and not self._tokenizer_read:
             # The shards need the model's tokenizer for it, and must not read it in a step.
-            await self._compile(Grammar(GrammarKind.LARK, r"start: /(.|\n)*/"))
+            await self._compile(Grammar(GrammarKind.LARK, r"start: /(.|\n)*/"), client)
             self._tokenizer_read = True
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
@@ -191,13 +192,13 @@ class Preparer:
             raise ContextOverflow.of_total(input_length, asked, limits.max_total_tokens)
         return min(asked, room) if asked else room
 
-    async def _compile(self, grammar: Grammar | None) -> tuple[str, ...]:
-        """Has the shards compile the grammar: the request waits for it, and for nobody else's."""
+    async def _compile(self, grammar: Grammar | None, client: str) -> tuple[str, ...]:
+        """Has the shards compile the grammar: clients take turns."""
         if grammar is None:
             return ()
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
-        return await self._compile_grammar(grammar)
+        return await self._compile_grammar(grammar, client)
 
 
 def _characters(text: str, size: int, truncate: int) -> int:

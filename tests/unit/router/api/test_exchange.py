@@ -45,7 +45,8 @@ async def collect(exchange: Exchange) -> Response:
     """Responds with the text that is generated for the request's prompt."""
     asked = await exchange.read(GenerateRequest)
     options = tgi_options(exchange.service, asked.parameters)
-    checked = await exchange.service.preparer.prepare(RenderedPrompt(asked.inputs), options, Dialect.TGI)
+    prompt, prepare = RenderedPrompt(asked.inputs), exchange.service.preparer.prepare
+    checked = await prepare(prompt, options, Dialect.TGI, client=exchange.owner)
     (stream,) = await exchange.collect([checked])
     return exchange.respond(stream.output.text, characters=len(asked.inputs), streams=[stream])
 

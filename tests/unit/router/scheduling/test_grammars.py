@@ -50,25 +50,25 @@ async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedCli
     grammars = PinnedGrammars(client)
     needed = [repeated(1), repeated(2)]
     for grammar in needed:
-        assert await grammars.compile(grammar) == ()
+        assert await grammars.compile(grammar, "") == ()
     for _ in range(2):
         with pytest.raises(Overloaded, match="cannot be compiled now"):
-            await grammars.compile(repeated(3))
+            await grammars.compile(repeated(3), "")
     with pytest.raises(InvalidRequest, match="cannot be used"):
-        await grammars.compile(Grammar(GrammarKind.REGEX, "("))
+        await grammars.compile(Grammar(GrammarKind.REGEX, "("), "")
     again = repeated(1)
-    assert await grammars.compile(again) == ()
+    assert await grammars.compile(again, "") == ()
     del grammar, needed[0]
     with pytest.raises(Overloaded):
-        await grammars.compile(repeated(3))
+        await grammars.compile(repeated(3), "")
     del again
-    assert await grammars.compile(repeated(3)) == ()
-    assert await grammars.compile(repeated(4)) == ()
+    assert await grammars.compile(repeated(3), "") == ()
+    assert await grammars.compile(repeated(4), "") == ()
 
 
 async def test_what_is_left_to_the_model_is_told_by_all_shards_alike(client: ShardedClient) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}})
     lenient = Grammar(GrammarKind.JSON_SCHEMA, schema, lenient=("#",))
-    assert await PinnedGrammars(client).compile(lenient) == ("pattern at #/properties/a",)
+    assert await PinnedGrammars(client).compile(lenient, "") == ("pattern at #/properties/a",)
     with pytest.raises(InvalidRequest, match="'pattern'"):
-        await PinnedGrammars(client).compile(Grammar(GrammarKind.JSON_SCHEMA, schema))
+        await PinnedGrammars(client).compile(Grammar(GrammarKind.JSON_SCHEMA, schema), "")

@@ -21,7 +21,7 @@ from tgi_server.router.text.tokenizer import TokenizerThreads
 ADAPTERS = Adapters(cast(Any, AdapterShards()), max_loras=1)
 
 
-async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
+async def compile_grammar(grammar: Grammar, _client: str) -> tuple[str, ...]:
     """The shards' answer."""
     if told := compiler_fault(grammar):
         raise InvalidRequest(f"the grammar cannot be used: {told}")
@@ -40,7 +40,7 @@ async def check(
     try:
         preparer = Preparer(LIMITS, threads, threads.tokenizer.vocab_size, refusal, compile_grammar, ADAPTERS)
         options = OptionReader(LIMITS, threads.tokenizer.vocab_size).read(GenerateParameters(**fields), Dialect.TGI)
-        return await preparer.prepare(RenderedPrompt(inputs), replace(options, grammar=grammar), dialect)
+        return await preparer.prepare(RenderedPrompt(inputs), replace(options, grammar=grammar), dialect, client="")
     finally:
         threads.close()
 
@@ -86,7 +86,7 @@ async def test_a_request_that_breaks_a_rule_is_refused(inputs: str, fields: dict
 async def test_the_shards_read_the_tokenizer_before_the_first_budget_of_thoughts():
     compiled: list[Grammar] = []
 
-    async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
+    async def compile_grammar(grammar: Grammar, _client: str) -> tuple[str, ...]:
         compiled.append(grammar)
         return ()
 
@@ -97,14 +97,14 @@ async def test_the_shards_read_the_tokenizer_before_the_first_budget_of_thoughts
         preparer = Preparer(LIMITS, threads, size, None, compile_grammar, ADAPTERS, thoughts=thoughts)
         for tokens in (None, -1, 3, 4):
             options = OptionReader(LIMITS, size).read(GenerateParameters(thinking_token_budget=tokens), Dialect.TGI)
-            checked = await preparer.prepare(RenderedPrompt("hello"), options, Dialect.TGI)
+            checked = await preparer.prepare(RenderedPrompt("hello"), options, Dialect.TGI, client="")
             budget = checked.options.thought_budget
             assert (None if budget is None else budget.tokens) == (tokens if tokens and tokens > 0 else None)
             assert checked.options.grammar is None
             assert len(compiled) == (budget is not None)
         refusing = Preparer(LIMITS, threads, size, "no grammars here", compile_grammar, ADAPTERS, thoughts=thoughts)
         with pytest.raises(InvalidRequest, match="`thinking_token_budget` cannot be used: no grammars here"):
-            await refusing.prepare(RenderedPrompt("hello"), options, Dialect.TGI)
+            await refusing.prepare(RenderedPrompt("hello"), options, Dialect.TGI, client="")
     finally:
         threads.close()
 

@@ -114,6 +114,7 @@ async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> C
         prompt,
         options,
         made.dialect,
+        client=exchange.owner,
         add_special_tokens=False,
         spans_of=made.conversation.said,
         size=size,

@@ -117,4 +117,5 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
         return prompt.text, prompt.checked
     options = tgi_options(service, instance.parameters or GenerateParameters())
     rendered = await markdown_prompt(service, exchange.request, instance.inputs, "inputs", options.cache_salt)
-    return instance.inputs, await service.preparer.prepare(rendered, options, Dialect.TGI, size=exchange.size)
+    checked = await service.preparer.prepare(rendered, options, Dialect.TGI, client=exchange.owner, size=exchange.size)
+    return instance.inputs, checked

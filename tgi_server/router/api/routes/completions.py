@@ -154,9 +154,15 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     ]
     if request.echo and any(each.images for each in rendered):
         raise InvalidRequest("`echo` cannot be used with images: their tokens are no text")
-    prepare_one, add_special_tokens = service.preparer.prepare, request.add_special_tokens
     checked = [
-        await prepare_one(each, options, Dialect.COMPLETIONS, add_special_tokens=add_special_tokens, size=size)
+        await service.preparer.prepare(
+            each,
+            options,
+            Dialect.COMPLETIONS,
+            client=exchange.owner,
+            add_special_tokens=request.add_special_tokens,
+            size=size,
+        )
         for each in rendered
     ]
     sequences = [each for prompt in checked for each in prompt.times(attempts)]

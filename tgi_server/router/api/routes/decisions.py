@@ -215,7 +215,7 @@ async def _ask(
     stopping = replace(settings.options.stopping, max_new_tokens=deepest)
     options = replace(settings.options, stopping=stopping)
     checked = await service.preparer.prepare(
-        prompt, options, Dialect.RESPONSES, add_special_tokens=False, size=exchange.size
+        prompt, options, Dialect.RESPONSES, client=exchange.owner, add_special_tokens=False, size=exchange.size
     )
     return _Ask(replace(checked, options=settings.options), labels)
 

@@ -73,7 +73,9 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
     best_of = options.best_of or 1
     options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
     prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
-    checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
+    checked = await exchange.service.preparer.prepare(
+        prompt, options, Dialect.TGI, client=exchange.owner, size=exchange.size
+    )
     if best_of > 1:
         exchange.reserve(best_of - 1)
     requests = checked.times(best_of)
@@ -166,7 +168,9 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Res
     check_streaming(options)
     options = replace(options, report=replace(options.report, logprobs=True))
     prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
-    checked = await exchange.service.preparer.prepare(prompt, options, Dialect.TGI, size=exchange.size)
+    checked = await exchange.service.preparer.prepare(
+        prompt, options, Dialect.TGI, client=exchange.owner, size=exchange.size
+    )
     outbox = Outbox()
     repeated = request.inputs if parameters.return_full_text else ""
     events = _TokenEvents(

@@ -78,6 +78,7 @@ async def _completion(exchange: Exchange, request: WarmCompletionRequest) -> tup
         await markdown_prompt(service, exchange.request, text, "prompt", options.cache_salt),
         options,
         Dialect.COMPLETIONS,
+        client=exchange.owner,
         add_special_tokens=request.add_special_tokens,
         size=exchange.size,
     )

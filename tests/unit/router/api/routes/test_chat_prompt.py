@@ -28,7 +28,7 @@ def request(**fields: Any) -> ChatRequest:
 
 
 async def prompt_for(router: RouterService, asked: ChatRequest) -> ChatPrompt:
-    exchange = cast(Exchange, SimpleNamespace(service=router.service, size=10, request=None))
+    exchange = cast(Exchange, SimpleNamespace(service=router.service, size=10, request=None, owner=""))
     return await prompt_for_chat(exchange, lambda: plan_chat(router.service, asked))
 
 
