@@ -9,7 +9,14 @@ from functools import partial
 from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.response_template import Mark
 from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
-from tgi_server.router.text.tool_formats import JSON_PARTS, NUMBER, TEXT_ARGUMENTS_PATTERN, ToolFormat
+from tgi_server.router.text.tool_formats import (
+    JSON_PARTS,
+    NUMBER,
+    TEXT_ARGUMENTS,
+    TEXT_BETWEEN,
+    TEXT_END,
+    ToolFormat,
+)
 
 # Regular expressions without anchors, references and conditions, which are the same in grammars.
 _PORTABLE = re.compile(
@@ -28,7 +35,7 @@ class Calls:
     """The calls that an answer may have.
 
     arguments: of the tools, by name. required: there is one at least. parallel: there may be several. as_text: an
-    answer that is nothing but the JSON of a call is one, too.
+    answer that is nothing but the JSON of calls has them, too.
     """
 
     form: ToolFormat
@@ -160,15 +167,23 @@ class FrameWriter:
             yield f"{opening} {'OTHER' if schema is None else f'%schema {json.dumps(schema)}'}"
 
     def _text_call_rules(self, calls: Calls) -> Iterator[str]:
-        """Yields the rules of an answer that is nothing but the JSON of a call; see `_call_rules` about its head."""
+        """Yields the rules of an answer that is nothing but the JSON of calls; see `_call_rules` about its head."""
         yield f"TEXT_BEGIN: /{calls.form.text_layouts}/"
-        yield f"TEXT_ARGUMENTS: /{TEXT_ARGUMENTS_PATTERN}/"
-        bodies = []
+        yield f"TEXT_ARGUMENTS: /{TEXT_ARGUMENTS}/"
+        yield f"TEXT_END: /{TEXT_END}/"
+        heads, names = [], []
         for i, (name, arguments) in enumerate(calls.arguments.items()):
-            yield f"TEXT_HEAD{i}: TEXT_BEGIN {_quoted(json.dumps(name, ensure_ascii=False))}"
-            yield f"text_arguments{i}: %schema {json.dumps(arguments.place)}"
-            bodies.append(f"TEXT_HEAD{i} TEXT_ARGUMENTS text_arguments{i}")
-        yield f'text_call: ({" | ".join(bodies)}) BREAK "}}" BREAK "```"? GAP'
+            quoted = _quoted(json.dumps(name, ensure_ascii=False))
+            yield f"TEXT_HEAD{i}: TEXT_BEGIN {quoted}"
+            yield f'text_rest{i}: TEXT_ARGUMENTS %schema {json.dumps(arguments.place)} BREAK "}}"'
+            heads.append(f"TEXT_HEAD{i} text_rest{i}")
+            names.append(f"{quoted} text_rest{i}")
+        more = ""
+        if calls.parallel:
+            yield f"TEXT_BETWEEN: /{TEXT_BETWEEN}/"
+            yield f"text_next: TEXT_BETWEEN ({' | '.join(names)})"
+            more = f"text_next{{0,{_MOST_CALLS - 1}}}"
+        yield f"text_call: ({' | '.join(heads)}) {more} TEXT_END"
 
     def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
         """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.

@@ -17,7 +17,14 @@ from tgi_server.router.text.tagged_arguments import (
     Tags,
     beginning_held,
 )
-from tgi_server.router.text.tool_formats import JSON_FORMAT, NUMBER, TEXT_ARGUMENTS, ToolFormat, json_name
+from tgi_server.router.text.tool_formats import (
+    JSON_FORMAT,
+    NUMBER,
+    TEXT_ARGUMENTS,
+    TEXT_BETWEEN,
+    ToolFormat,
+    json_name,
+)
 
 # The number of a call, complete or not.
 _NUMBER = re.compile(r":\d+(?=<|\Z)")
@@ -25,6 +32,7 @@ _NUMBER = re.compile(r":\d+(?=<|\Z)")
 _BREAK = re.compile(r"\n[ \n]*")
 _LONGEST_NUMBER = 16
 _JSON_STRING = re.compile(r'"([^"\\]|\\.)*"')
+_TEXT_ARGUMENTS = regex.compile(TEXT_ARGUMENTS)
 
 
 class AnswerPart(Enum):
@@ -53,9 +61,11 @@ class CallHeads:
     """The heads of calls in one form: made once for all answers to a request, which may have thousands of tools."""
 
     def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments], *, as_text: bool = False) -> None:
-        """arguments: of the tools, by name. as_text: an answer that is nothing but the JSON of a call is one, too."""
+        """arguments: of the tools, by name. as_text: an answer that is nothing but the JSON of calls has them, too."""
         self.form = form
-        self.as_text = regex.compile(form.text_layouts + json_name(arguments)) if as_text else None
+        name = json_name(arguments)
+        self.as_text = regex.compile(form.text_layouts + name) if as_text else None
+        self.next_as_text = regex.compile(TEXT_BETWEEN + name)
         self.separator = form.separator.strip()
         self.first = {_BREAK.sub("", form.of(each).first_head(name)): name for name, each in arguments.items()}
         self.next = {_BREAK.sub("", form.of(each).call_head(name)): name for name, each in arguments.items()}
@@ -231,6 +241,7 @@ class _ReaderPlace(Enum):
     ARGUMENTS = "within arguments"
     TAIL = "behind arguments"
     BETWEEN = "behind a call"
+    TEXT_BETWEEN = "behind a call that is written as a text"
     NEXT_HEAD = "behind what stands between calls"
     PLAIN = "in a text in which no call comes"
 
@@ -251,6 +262,7 @@ class _CallReader:
         self.repeated = False
         self._earlier: list[tuple[str, str]] = []
         self._name = self._arguments_so_far = ""
+        self._as_text = False  # the calls are written as a text
         self._held: list[Piece] = []
 
     @property
@@ -278,6 +290,8 @@ class _CallReader:
                     self._tail()
                 case _ReaderPlace.BETWEEN:
                     self._between()
+                case _ReaderPlace.TEXT_BETWEEN:
+                    self._text_between()
                 case _ReaderPlace.NEXT_HEAD:
                     yield from self._head(self._heads.next, self._heads.nexts, last=last)
                 case _ReaderPlace.PLAIN:
@@ -290,22 +304,38 @@ class _CallReader:
         """Finds out if the answer begins with the JSON of a call, alone or in a fence."""
         assert self._heads.as_text is not None
         found = self._heads.as_text.match(self._buffer, partial=True)
-        if found is not None and found.partial and not last:
-            return
-        self._place = _ReaderPlace.TEXT
+        if found is None or not found.partial or last:
+            self._place = _ReaderPlace.TEXT
+            self._named(found)
+
+    def _text_between(self) -> None:
+        """Finds the name of the next call; what else there is ends the answer."""
+        self._named(self._heads.next_as_text.match(self._buffer, partial=True))
+
+    def _named(self, found: "regex.Match[str] | None") -> None:
+        """Takes the name of a call that is written as a text, if it is that of a tool."""
         if found is not None and not found.partial and (name := json.loads(found["name"])) in self._heads.names:
             self._name, self._trigger, self._buffer = name, found[0], self._buffer[found.end() :]
-            self._place = _ReaderPlace.TEXT_HEAD
+            self._place, self._as_text = _ReaderPlace.TEXT_HEAD, True
 
     def _text_head(self, *, last: bool) -> Iterator[Piece]:
-        found = TEXT_ARGUMENTS.match(self._buffer, partial=True)
+        found = _TEXT_ARGUMENTS.match(self._buffer, partial=True)
         if found is not None and not found.partial:
-            self._called, self._reader = JSON_FORMAT, JsonReader()
-            self._buffer, self._place = self._buffer[found.end() :], _ReaderPlace.ARGUMENTS
-            yield Piece(AnswerPart.CALL, self._name, self.number)
-            self.number += 1
-        elif found is None or last:
+            yield from self._begin(self._name, JSON_FORMAT, JsonReader())
+            self._buffer = self._buffer[found.end() :]
+        elif self.number == 0 and (found is None or last):
             self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
+
+    def _begin(
+        self, name: str, form: ToolFormat, reader: "JsonReader | TaggedArgumentsReader", identity: str = ""
+    ) -> Iterator[Piece]:
+        """Begins a call, with its arguments. identity: its id, which the model gave it."""
+        self._name, self._arguments_so_far = name, ""
+        self._held.append(Piece(AnswerPart.CALL, name, self.number, identity))
+        self.number += 1
+        if not self._may_repeat():
+            yield from self._released()
+        self._called, self._reader, self._place = form, reader, _ReaderPlace.ARGUMENTS
 
     def _text(self, *, last: bool) -> Iterator[Piece]:
         trigger = self._form.trigger
@@ -339,14 +369,10 @@ class _CallReader:
         found = None if heads.may_grow(seen) else heads.of(seen)
         if found is not None:
             name = names[found]
-            self._name, self._arguments_so_far = name, ""
-            self._held.append(Piece(AnswerPart.CALL, name, self.number, f"functions.{name}{number}" if number else ""))
-            self.number += 1
-            if not self._may_repeat():
-                yield from self._released()
-            self._called, self._reader = self._heads.form_of(name), self._heads.reader(name)
+            identity = f"functions.{name}{number}" if number else ""
+            yield from self._begin(name, self._heads.form_of(name), self._heads.reader(name), identity)
             length = len(found) + (len(number) - len(f":{NUMBER}") if number else 0)
-            self._buffer, self._place = _behind(self._buffer, length), _ReaderPlace.ARGUMENTS
+            self._buffer = _behind(self._buffer, length)
         elif self._place is _ReaderPlace.FIRST_HEAD and (ended or not heads.may_follow(seen)):
             self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
 
@@ -381,7 +407,7 @@ class _CallReader:
         joined, length = _joined(self._buffer.lstrip(BLANKS), len(tail)), len(_BREAK.sub("", tail))
         if joined[:length] == _BREAK.sub("", tail):
             self._buffer = _behind(self._buffer.lstrip(BLANKS), length)
-            self._place = _ReaderPlace.BETWEEN
+            self._place = _ReaderPlace.TEXT_BETWEEN if self._as_text else _ReaderPlace.BETWEEN
 
     def _between(self) -> None:
         seen, separator = self._buffer.lstrip(BLANKS), self._heads.separator

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import regex
-
 from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags
 
 
@@ -58,18 +56,25 @@ class ToolFormat:
 
     @property
     def layouts(self) -> str:
+        """The regular expression of white space and JSON triggers, in the layouts in which models write them."""
+        return rf"[ \n]*{self.layout}"
+
+    @property
+    def layout(self) -> str:
         """The regular expression of JSON triggers, in the layouts in which models write them."""
-        return rf"[ \n]*({'|'.join(''.join(_laid_out(each)) for each in (self.trigger, *self.triggers))})"
+        return f"({'|'.join(''.join(_laid_out(each)) for each in (self.trigger, *self.triggers))})"
 
     @property
     def text_layouts(self) -> str:
-        """The regular expression of the beginning of a call that a model writes as a text, up to the name.
+        """The regular expression of the beginning of the calls that a model writes as a text, up to the first name.
 
-        It is JSON, in a fence or not; only in a fence where the calls of the form are such JSON themselves.
+        They are JSON, in a fence or not, in a list or not. JSON without both belongs to a form whose calls are such
+        JSON themselves.
         """
-        fence = r"[ \n]{0,8}```[A-Za-z_]{0,16}[ \n]"
+        fence, list_ = rf"[ \n]{{0,8}}{_FENCE}", r"[ \n]*\["
         own = self.trigger == JSON_FORMAT.trigger
-        return f"{fence if own else f'({fence})?'}{JSON_FORMAT.layouts}"
+        before = f"({fence}({list_})?|{list_})" if own else f"({fence})?({list_})?"
+        return f"{before}{JSON_FORMAT.layouts}"
 
     @property
     def layouts_begun(self) -> str:
@@ -107,6 +112,8 @@ NUMBER = "\ue000"
 JSON_PARTS = re.compile('"[^"]*"|: |, |[{[]')
 # Between the parts of a call's JSON: none, a space, or a line break and what indents the next line.
 _LAYOUT = r"\n?[ \t]{0,8}"
+# The beginning of a code fence.
+_FENCE = r"```[A-Za-z_]{0,16}[ \n]"
 
 
 def _laid_out(trigger: str) -> list[str]:
@@ -120,10 +127,6 @@ def json_name(names: Iterable[str]) -> str:
     longest = max((len(json.dumps(name)) for name in names), default=0)
     return rf'(?P<name>"([^"\\\n]|\\[^\n]){{0,{longest}}}")'
 
-
-# What stands between the name and the arguments of a call that a model writes as a text, for grammars and readers.
-TEXT_ARGUMENTS_PATTERN = rf'{_LAYOUT},{_LAYOUT}"(arguments|parameters)"{_LAYOUT}:{_LAYOUT}'
-TEXT_ARGUMENTS = regex.compile(TEXT_ARGUMENTS_PATTERN)
 
 # DeepSeek's marks; their bars are wide ones.
 _CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
@@ -156,6 +159,14 @@ TGI_FORMAT = ToolFormat(
     alone=True,
 )
 JSON_FORMAT = ToolFormat("json", '{"name": ', _JSON_HEAD, "}", anywhere=False, triggers=_TYPED)
+# The calls that a model writes as a text, for grammars and readers: what stands between the name of one and its
+# arguments, after it and before the name of the next, and after the last. Models write one JSON after the other, each
+# in a fence of its own or not, or a list.
+TEXT_ARGUMENTS = rf'{_LAYOUT},{_LAYOUT}"(arguments|parameters)"{_LAYOUT}:{_LAYOUT}'
+_BLANK = r" ?(\n {0,8}){0,2}"
+_CLOSED = rf"{_BLANK}(\]{_BLANK})?(```{_BLANK})?"
+TEXT_BETWEEN = rf"({_BLANK}[,;]{_BLANK}|{_CLOSED}({_FENCE}{_BLANK})?(\[{_BLANK})?){JSON_FORMAT.layout}"
+TEXT_END = _CLOSED
 _SEED_JSON = ToolFormat(
     "seed_oss",
     "<seed:tool_call>",

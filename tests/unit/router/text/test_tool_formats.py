@@ -284,6 +284,65 @@ def test_an_answer_that_is_nothing_but_the_json_of_a_call(name: str, fence: str)
     assert read(off.readers(MAY, None, thinking=False), inside, 3) == ("", inside, [])
 
 
+ROME_TEXT = '{"name": "a\\"b", "parameters": ROME}'.replace("ROME", ROME)
+SEVERAL = [
+    "[ONE, TWO]",
+    "[\n  ONE,\n  TWO\n]\n",
+    "```json\nONE\n```\n\n```json\nTWO\n```",
+    "```json\n[\n  ONE,\n  TWO\n]\n```\n",
+    "```\nONE\nTWO\n```",
+    "```json\nONE,\nTWO\n```",
+    "ONE\nTWO",
+    "ONE\n\nTWO\n",
+    "ONE; TWO",
+]
+
+
+@pytest.mark.parametrize("several", SEVERAL)
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "mistral", "tgi", "deepseek_v3", "json", "llama3_json"])
+def test_an_answer_that_is_nothing_but_the_json_of_several_calls(name: str, several: str):
+    if name in ("json", "llama3_json") and several.startswith("ONE"):
+        return  # whose own calls are such JSON
+    form = AnswerForm(tool_format(name, ""), THINK, {})
+    grammar, make = form.grammar(MAY, None, thinking=False), form.readers(MAY, None, thinking=False)
+    text = several.replace("ONE", AS_TEXT).replace("TWO", ROME_TEXT)
+    calls = [("weather", '{"place": "Paris"}'), ('a"b', ROME)]
+    for before in ("", "<think>Hm.</think>\n\n"):
+        assert takes(grammar, before + text)
+        for size in (1, 2, 3, 7, 1000):
+            assert read(make, before + text, size) == ("Hm." if before else "", "", calls)
+    for wrong in (
+        text.replace("place", "plane", 1),
+        text[::-1].replace("place"[::-1], "plane"[::-1], 1)[::-1],
+        text.replace('a\\"b', "whether"),
+        text + " Shall I go on?",
+        text.rstrip("\n") + "\n" * 9,
+    ):
+        assert not takes(grammar, wrong)
+    # A call that is made twice is not told again, and ends the answer.
+    same = several.replace("ONE", AS_TEXT).replace("TWO", AS_TEXT)
+    assert read(make, same, 3) == ("", "", calls[:1])
+    # Only one may be called.
+    once = ToolUse(TOOLS, parallel=False)
+    assert not takes(form.grammar(once, None, thinking=False), text)
+    # The second is cut off before its arguments.
+    cut = text[: text.index("param")]
+    for size in (1, 3, 1000):
+        assert read(make, cut, size) == ("", "", calls[:1])
+
+
+def test_a_model_that_writes_calls_as_text_without_an_end():
+    """It is ended after as many calls as an answer may have."""
+    form = AnswerForm(tool_format("hermes", ""), None, {})
+    parameters = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    use = ToolUse([tool("f", parameters)])
+    one = '{"name": "f", "arguments": {"n": true}}'
+    grammar = form.grammar(use, None, thinking=False)
+    assert takes(grammar, "\n".join([one] * 32))
+    assert not takes(grammar, "\n".join([one] * 33))
+    assert not takes(grammar, f"[{', '.join([one] * 33)}]")
+
+
 def test_calls_have_the_ids_that_the_model_gives_them():
     form = AnswerForm(tool_format("kimi_k2", ""), None, {})
     found = events(form.readers(MUST, None, thinking=False), [WRITTEN["kimi_k2"]])
