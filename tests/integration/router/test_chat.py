@@ -304,6 +304,28 @@ async def test_an_answer_that_is_nothing_but_a_call_is_one_on_all_routes(routers
     assert choice["message"]["content"] == CALL
 
 
+@pytest.mark.parametrize("several", ["[ONE, TWO]", "```json\nONE\n```\n```json\nTWO\n```"])
+async def test_an_answer_that_is_nothing_but_calls_has_them_all_on_all_routes(routers: RouterFactory, several: str):
+    router = await routers(tool_call_parser="hermes")
+    router.say(several.replace("ONE", CALL).replace("TWO", CALL.replace("Paris", "Rome")))
+    places = [{"place": "Paris"}, {"place": "Rome"}]
+    (choice,) = (await chat(router, tools=[WEATHER]))["choices"]
+    made = choice["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in made] == places
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    chunks = await chat_stream(router, tools=[WEATHER])
+    deltas = [each for chunk in chunks for each in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    told = ["".join(each["function"].get("arguments", "") for each in deltas if each["index"] == i) for i in (0, 1)]
+    assert [json.loads(arguments) for arguments in told] == places
+    assert (text(chunks), chunks[-1]["choices"][0]["finish_reason"]) == ("", "tool_calls")
+    function = WEATHER["function"]
+    own = {"name": function["name"], "input_schema": function["parameters"]}
+    message = (await router.post("/v1/messages", messages=HELLO, tools=[own], max_tokens=90, model="a")).json()
+    assert [block["input"] for block in message["content"]] == places
+    response = (await router.post("/v1/responses", input="Hello", tools=[{"type": "function", **function}])).json()
+    assert [json.loads(item["arguments"]) for item in response["output"]] == places
+
+
 async def test_some_of_the_tools(router: Router):
     clock = {"type": "function", "function": {"name": "clock"}}
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}

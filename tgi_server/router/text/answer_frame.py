@@ -35,7 +35,7 @@ class Calls:
     """The calls that an answer may have.
 
     arguments: of the tools, by name. required: there is one at least. parallel: there may be several. as_text: an
-    answer that is nothing but the JSON of calls has them, too.
+    answer that is nothing but the JSON of calls has them, too; only where a text may be the answer.
     """
 
     form: ToolFormat
@@ -144,11 +144,11 @@ class FrameWriter:
         if calls is not None:
             form = calls.form
             in_text = not calls.required and schema is None and not opening
-            if in_text and calls.as_text:
+            if calls.as_text:
                 names = "|".join(_pattern(json.dumps(name, ensure_ascii=False)) for name in calls.arguments)
                 others = [*others, f"{form.text_layouts}({names})"]
                 lines += self._text_call_rules(calls)
-                yield "text_call"
+                yield f"{opening} text_call"
             if in_text and form.anywhere:
                 yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
             elif in_text:

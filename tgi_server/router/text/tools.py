@@ -215,9 +215,8 @@ class AnswerForm:
         return None if frame is None else Grammar(GrammarKind.JSON_SCHEMA, "{}", frame=frame)
 
     def _may_call_as_text(self, use: ToolUse, answer: Grammar | None) -> bool:
-        """Returns True if an answer that is nothing but the JSON of a call is one."""
-        opened = self._thoughts is not None and self._thoughts.opening
-        return self._calls_as_text and answer is None and not use.required and not opened
+        """Returns True if an answer that is nothing but the JSON of calls has them."""
+        return self._calls_as_text and answer is None and not use.required
 
     def _templated(self, use: ToolUse, answer: Grammar | None) -> ResponseTemplate | None:
         """Returns what takes an answer apart that has no grammar: calls that must come are in TGI's form."""

@@ -331,6 +331,24 @@ def test_an_answer_that_is_nothing_but_the_json_of_several_calls(name: str, seve
         assert read(make, cut, size) == ("", "", calls[:1])
 
 
+@pytest.mark.parametrize("several", ["ONE", "```json\nONE\n```", "[ONE, TWO]", "ONE\nTWO"])
+def test_gpt_oss_writes_calls_as_text_in_its_last_channel(several: str):
+    form = AnswerForm(tool_format("harmony", ""), reasoning_tags("harmony", ""), {})
+    grammar, make = form.grammar(MAY, None, thinking=False), form.readers(MAY, None, thinking=False)
+    text = several.replace("ONE", AS_TEXT).replace("TWO", ROME_TEXT)
+    calls = [("weather", '{"place": "Paris"}'), ('a"b', ROME)][: 1 + ("TWO" in several)]
+    final = "<|channel|>final<|message|>"
+    for before in ("", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"):
+        thought = "Hm." if before else ""
+        assert takes(grammar, before + final + text)
+        assert not takes(grammar, before + final + text.replace("place", "plane"))
+        assert takes(grammar, before + final + "I would write " + text)
+        for size in (1, 2, 7, 1000):
+            assert read(make, before + final + text, size) == (thought, "", calls)
+            assert read(make, before + final + "So: " + text, size) == (thought, "So: " + text, [])
+            assert read(make, before + WRITTEN["harmony"], size) == (thought, "", [("weather", PARIS)])
+
+
 def test_a_model_that_writes_calls_as_text_without_an_end():
     """It is ended after as many calls as an answer may have."""
     form = AnswerForm(tool_format("hermes", ""), None, {})
