@@ -377,6 +377,12 @@ class Metrics:
             ["by"],
             registry=self._registry,
         )
+        self._refused = Counter(
+            "tgi_requests_refused",
+            "Requests without a valid API key, or from web pages of other sites, by error type.",
+            ["err"],
+            registry=self._registry,
+        )
         self._registry.register(ProcessMetrics())
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
@@ -387,6 +393,9 @@ class Metrics:
 
     def connection_broken(self, by: str) -> None:
         self._broken_connections.labels(by).inc()
+
+    def refused(self, error_type: str) -> None:
+        self._refused.labels(error_type).inc()
 
     def fallbacks(self, count: int) -> None:
         self._fallbacks.set(count)

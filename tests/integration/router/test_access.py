@@ -83,6 +83,13 @@ async def test_each_of_several_keys_has_a_prefix_cache_of_its_own(routers: Route
         assert refused.status_code == 401, value
 
 
+async def test_a_request_without_a_key_is_logged_and_counted(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
+    router = await routers(api_key="secret")
+    assert (await router.http.post("/generate", json={"inputs": "Hello"})).status_code == 401
+    assert 'tgi_requests_refused{err="unauthorized"} 1' in (await router.http.get("/metrics")).text
+    assert "refused POST /generate from 127.0.0.1: the API key is missing or wrong" in caplog.text
+
+
 async def test_keys_are_taken_as_bytes(routers: RouterFactory):
     router = await routers(api_key="clé")
     headers = {"authorization": "bearer clé".encode()}

@@ -2,8 +2,9 @@
 
 import hashlib
 import ipaddress
+import logging
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
 from tgi_server.router.settings import ApiKey
+
+logger = logging.getLogger(__name__)
 
 _TENANT, _KEY = "tenant", "key"
 _ANY = "*"
@@ -44,6 +47,10 @@ class AccessRules:
     only_here: bool = False
 
 
+# Is called with the type of the error of each request that is refused.
+Refused = Callable[[str], None]
+
+
 def tenant_of(request: Request) -> str:
     """Returns a name of the sender that reveals nothing of the key; empty if there is one key or none."""
     tenant: str = request.scope["state"].get(_TENANT, "")
@@ -69,8 +76,9 @@ class ApiKeyMiddleware:
     Health, metrics and information about the model stay open, as in TGI.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
         self._app = app
+        self._refused = refused
         self._secret = secrets.token_bytes(32)
         # Looking a key up by a hash that nobody can foresee takes as long for an almost right key as for any other.
         several = len(rules.keys) > 1
@@ -81,7 +89,8 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].startswith(_PRIVATE_PATHS)):
             caller = self._callers.get(self._hash(_api_key(scope)))
             if caller is None:
-                await _refuse(Unauthorized("the API key is missing or wrong"), scope, receive, send)
+                error = Unauthorized("the API key is missing or wrong")
+                await _refuse(error, self._refused, scope, receive, send)
                 return
             scope["state"][_TENANT], scope["state"][_KEY] = caller
         await self._app(scope, receive, send)
@@ -98,8 +107,9 @@ class ForeignPageMiddleware:
     on loopback checks the Host of every client, any other server only that of browsers: services may use any name.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
         self._app = app
+        self._refused = refused
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +119,7 @@ class ForeignPageMiddleware:
             if fault is None and scope["method"] == "POST":
                 fault = self._foreign_origin(headers) or _foreign_type(headers)
             if fault is not None:
-                await _refuse(fault, scope, receive, send)
+                await _refuse(fault, self._refused, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -153,7 +163,10 @@ class ForeignPageMiddleware:
         )
 
 
-async def _refuse(error: RouterError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(error: RouterError, refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    refused(error.error_type)
+    who = (scope.get("client") or ("an unknown address",))[0]
+    logger.warning("refused %s %s from %s: %s", scope["method"], scope["path"], who, error)
     await error_response(error, scope["path"], Headers(scope=scope))(scope, receive, send)
 
 

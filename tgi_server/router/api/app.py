@@ -67,7 +67,7 @@ def create_app(service: Service, rules: AccessRules) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        middleware=_middleware(rules),
+        middleware=_middleware(rules, service.metrics),
         # Requests have spans of their own, in `tgi_server.router.tracing`.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -114,10 +114,10 @@ def metrics_app(metrics: Metrics, rules: AccessRules) -> ASGIApp:
     async def expose(_: Request) -> Response:
         return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
 
-    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)], middleware=_middleware(rules))
+    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)], middleware=_middleware(rules, metrics))
 
 
-def _middleware(rules: AccessRules) -> list[Middleware]:
+def _middleware(rules: AccessRules, metrics: Metrics) -> list[Middleware]:
     middleware: list[Middleware] = []
     if rules.origins:
         middleware.append(
@@ -128,7 +128,9 @@ def _middleware(rules: AccessRules) -> list[Middleware]:
                 allow_headers=["*"],
             )
         )
-    middleware.append(Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules))
+    middleware.append(
+        Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules, refused=metrics.refused)
+    )
     return middleware
 
 

@@ -40,13 +40,13 @@ async def tell_tenant(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("authorization", ["Bearer s3cret", "bearer s3cret", "BEARER  s3cret "])
 async def test_the_key_opens_the_door_however_the_scheme_is_written(authorization: str):
-    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("s3cret")]))
+    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("s3cret")]), lambda _: None)
     assert await status(app, authorization=authorization) == (200, "")
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer s3cre"}, {"authorization": "Basic s3cret"}])
 async def test_a_post_without_the_key_is_refused_and_a_get_is_not(headers: Headers):
-    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("s3cret")]))
+    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("s3cret")]), lambda _: None)
     code, body = await status(app, **headers)
     assert code == 401
     assert "the API key is missing or wrong" in body
@@ -54,7 +54,7 @@ async def test_a_post_without_the_key_is_refused_and_a_get_is_not(headers: Heade
 
 
 async def test_each_of_several_keys_is_a_tenant_whose_name_hides_the_key():
-    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("first"), ApiKey("second")]))
+    app = ApiKeyMiddleware(tell_tenant, AccessRules(keys=[ApiKey("first"), ApiKey("second")]), lambda _: None)
     tenants = [(await status(app, authorization=f"Bearer {key}"))[1] for key in ("first", "second", "first")]
     assert tenants[0] == tenants[2] != tenants[1]
     assert all(tenants)
@@ -86,7 +86,7 @@ PUBLIC = [
 
 def server(*, only_here: bool) -> ForeignPageMiddleware:
     rules = AccessRules(hosts=["tgi.example", "*.llm.example"], origins=["http://page.example"], only_here=only_here)
-    return ForeignPageMiddleware(tell_tenant, rules)
+    return ForeignPageMiddleware(tell_tenant, rules, lambda _: None)
 
 
 @pytest.mark.parametrize("headers", [{}, BROWSER], ids=["program", "browser"])
@@ -138,7 +138,9 @@ async def test_pages_that_are_allowed_may_call_a_server_by_any_name():
     page = BROWSER | {"origin": "http://page.example", "sec_fetch_site": "cross-site"}
     assert (await status(server(only_here=False), host="llm.example", **page))[0] == 200
     for rules in (AccessRules(), AccessRules(hosts=["*"], only_here=True)):
-        assert (await status(ForeignPageMiddleware(tell_tenant, rules), host="any.example", **BROWSER))[0] == 200
+        assert (await status(ForeignPageMiddleware(tell_tenant, rules, lambda _: None), host="any.example", **BROWSER))[
+            0
+        ] == 200
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ async def test_pages_that_are_allowed_may_call_a_server_by_any_name():
 async def test_a_browser_may_post_for_pages_of_this_server_and_for_origins_that_are_allowed(
     headers: Headers, allowed: bool
 ):
-    app = ForeignPageMiddleware(tell_tenant, AccessRules(origins=["http://friend.example"]))
+    app = ForeignPageMiddleware(tell_tenant, AccessRules(origins=["http://friend.example"]), lambda _: None)
     code, body = await status(app, host="tgi:8080", **headers)
     assert code == (200 if allowed else 403)
     assert allowed or "--cors-allow-origin" in body
@@ -173,6 +175,6 @@ async def test_a_browser_may_post_for_pages_of_this_server_and_for_origins_that_
     ],
 )
 async def test_types_that_pages_may_send_anywhere_are_refused(content_type: str, code: int):
-    app = ForeignPageMiddleware(tell_tenant, AccessRules())
+    app = ForeignPageMiddleware(tell_tenant, AccessRules(), lambda _: None)
     assert (await status(app, content_type=content_type))[0] == code
     assert (await status(app, "GET", content_type=content_type))[0] == 200
