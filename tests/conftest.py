@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real", action="store_true", help="run tests/real, which needs trained models")
     parser.addoption("--full", action="store_true", help="measure all perplexities of tests/real, on 20,000 tokens")
     parser.addoption("--agents", action="store_true", help="run tests/agents, which fetches agents and runs them")
-    parser.addoption("--soak-seconds", type=float, default=600.0, help="how long test_soak.py loads both services")
+    parser.addoption("--soak-minutes", type=float, default=10.0, help="how long test_soak.py loads both services")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,5 +1,7 @@
+import tracemalloc
 from array import array
 from collections import Counter
+from random import Random
 from time import perf_counter
 
 from hypothesis import settings
@@ -262,3 +264,28 @@ def _in_common(first: list[int], second: list[int]) -> int:
 
 TestTexts = Texts.TestCase
 TestTexts.settings = settings(stateful_step_count=30, deadline=None)
+
+
+def test_the_tree_takes_memory_in_proportion_to_the_blocks() -> None:
+    """However texts part, and however many have been forgotten. The highest found is 850 bytes for each block."""
+    blocks, size = 1_000, 16
+    pool = BlockPool(blocks)
+    cache = PrefixCache(pool, size)
+    chooser = Random(0)
+    taken: list[int] = []
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for turn in range(4 * blocks):
+            tokens = encode([chooser.randrange(2) for _ in range(size)])
+            cache.match("", tokens)
+            cache.evict(max(0, 1 - pool.free))
+            held = pool.take(1)
+            cache.insert("", tokens, held)
+            cache.released(pool.release(held))
+            if turn % blocks == blocks - 1:
+                taken.append(tracemalloc.get_traced_memory()[0] - before)
+    finally:
+        tracemalloc.stop()
+    assert max(taken) < 1_500 * blocks
+    assert taken[-1] < 1.3 * taken[1]
