@@ -222,6 +222,11 @@ def _pack_rows_fp8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     return {f"{path}.weight": codes, f"{path}.weight_scale": scales}, codes.float() * scales
 
 
+def _pack_modelopt_rows(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    tensors, dense = _pack_rows_fp8(path, weight)
+    return {name: each.flatten() if name.endswith("scale") else each for name, each in tensors.items()}, dense
+
+
 def _pack_whole_fp8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     scale = weight.abs().max() / _FP8_LARGEST
     codes = (weight / scale).to(_FP8)
@@ -254,6 +259,35 @@ def _pack_mxfp4(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     return {f"{path}_blocks": pairs, f"{path}_scales": (exponents + 127).to(torch.uint8)}, dense
 
 
+def _by_layer(usual: Any, others: dict[str, Any], **settings: Any) -> Any:
+    """Packs the layers whose paths have a key of `others` in another way; None: not at all."""
+
+    def pack(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        layout = next((layout for part, layout in others.items() if part in path), usual)
+        return ({f"{path}.weight": weight}, weight) if layout is None else layout[0](path, weight)
+
+    return pack, usual[1] | settings
+
+
+_DYNAMIC = {
+    r"+:.*\.q_proj": {"bits": 8, "group_size": 16, "desc_act": True},
+    r".*\.o_proj": {"bits": 2, "group_size": -1, "sym": False},
+    r"-:model\.layers\.1\.mlp\.down_proj": {},
+    r".*\.v_proj": {"bits": 3},
+}
+_IN_OTHER_BITS = {
+    "q_proj": _gptq(8, 16, act_order=True),
+    "o_proj": _gptq(2, -1, symmetric=False),
+    "layers.1.mlp.down_proj": None,
+    "v_proj": _gptq(3),
+}
+_AUTO_ROUND = {"quant_method": "auto-round", "data_type": "int", "autoround_version": "0.9.0", "version": None}
+_EXTRA = {
+    ".*q_proj": {"bits": 8, "group_size": 16, "sym": True, "data_type": "int", "act_bits": 16},
+    "model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "fp"},
+    ".*o_proj": {"bits": 2, "group_size": -1},
+    ".*v_proj": {"bits": 3},
+}
 _DYNAMIC_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 # By name: what packs a layer's weight, and the quantization_config of the model's config.json.
@@ -268,6 +302,25 @@ LAYOUTS: dict[str, tuple[Packer, dict[str, Any]]] = {
     "gptq_act_order": _gptq(act_order=True, symmetric=False),
     "gptq_v2": _gptq(v2=True, symmetric=False),
     "gptq_one_group": _gptq(size=-1),
+    "gptq_dynamic": _by_layer(_gptq(), _IN_OTHER_BITS, dynamic=_DYNAMIC),
+    "auto_round_gptq": _by_layer(
+        _gptq(), _IN_OTHER_BITS, **_AUTO_ROUND, packing_format="auto_round:auto_gptq", extra_config=_EXTRA
+    ),
+    "auto_round_without_lower_zeros": _by_layer(
+        _gptq(symmetric=False, v2=True), {}, **_AUTO_ROUND, packing_format="auto_round", checkpoint_format=None
+    ),
+    "auto_round_awq": _by_layer(
+        _awq(),
+        {"q_proj": _awq(16), "down_proj": None},
+        **_AUTO_ROUND,
+        packing_format="auto_round:auto_awq",
+        extra_config={"model.layers.0.self_attn.q_proj": {"group_size": 16}, ".*down_proj": {"bits": 16}},
+    ),
+    "modelopt_fp8": (
+        _pack_whole_fp8,
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head"]},
+    ),
+    "modelopt_fp8_rows": (_pack_modelopt_rows, {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]}),
     "awq": _awq(),
     "awq_one_group": _awq(-1),
     "nf4": _bitsandbytes("nf4"),

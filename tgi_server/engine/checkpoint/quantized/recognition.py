@@ -20,10 +20,14 @@ from tgi_server.engine.checkpoint.weight_files import gguf_of
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.gguf.file import QUANTIZED
 
-# Written by AutoGPTQ and by AutoAWQ before config.json said it, with the method that each stands for.
-_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Written by AutoGPTQ, by AutoAWQ and by ModelOpt before config.json said it, with the method that each stands for.
+_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Ends of the names of tensors that only quantised checkpoints have.
 _PARTS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
+# Layouts of AutoRound whose zeros are stored as they are.
+_AUTO_ROUND_V2 = ("auto_round", "auto_round:gptqmodel")
+# Values of ModelOpt's quant_algo: FP8 with one scale for a weight, or one for each output.
+_MODELOPT_WEIGHTS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _INSTEAD = "take the same model as GPTQ, AWQ, compressed-tensors or FP8, or unquantised with --quantize int4"
 
 
@@ -70,9 +74,11 @@ def _found(folder: Path, config: PretrainedConfig) -> Quantization | None:
     settings = _settings(folder, config)
     if settings is None:
         return None
-    method = str(settings.get("quant_method", "")).lower().replace("_", "-")
+    method = str(settings.get("quant_method") or "").lower().replace("_", "-")
     if method == "auto-round":
-        method = _method_of_auto_round(settings)
+        method, settings = _of_auto_round(settings)
+    if not method and "quant_algo" in settings:
+        method = "modelopt"
     reader = _READERS.get(method)
     if reader is None:
         raise UnsupportedModel(
@@ -104,7 +110,10 @@ def _settings(folder: Path, config: PretrainedConfig) -> Mapping[str, Any] | Non
     for name, method in _OLDER_FILES.items():
         if (folder / name).is_file():
             try:
-                return {"quant_method": method, **json.loads((folder / name).read_text())}
+                content = json.loads((folder / name).read_text())
+                return {"quant_method": method, **(content["quantization"] if method == "modelopt" else content)}
+            except KeyError as error:
+                raise UnsupportedModel(f"{folder / name} has no object {error}; download it again") from error
             except (ValueError, TypeError) as error:
                 raise UnsupportedModel(f"{folder / name} is not a JSON object: {error}") from error
     return _settings_of_tensors(folder)
@@ -224,9 +233,34 @@ def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
     return Quantization(frozenset(), "MXFP4", mxfp4.sources)
 
 
-def _method_of_auto_round(settings: Mapping[str, Any]) -> str:
+def _modelopt(settings: Mapping[str, Any]) -> Quantization:
+    """Scales of inputs are not needed, since inputs are not rounded; those of the KV cache are read elsewhere."""
+    for setting, read in (("quant_algo", _MODELOPT_WEIGHTS), ("kv_cache_quant_algo", (None, "", "FP8"))):
+        if settings.get(setting) not in read:
+            raise UnsupportedModel(
+                f"the ModelOpt checkpoint has the {setting} {settings.get(setting)!r:.80}, which is not read; FP8 is"
+            )
+    if int((settings.get("kv_cache_scheme") or {}).get("num_bits", 8)) != 8:
+        raise UnsupportedModel(
+            f"the ModelOpt checkpoint has the kv_cache_scheme {settings['kv_cache_scheme']!r:.80}, which is not read; "
+            "FP8 is"
+        )
+    return Quantization(frozenset({"fp8"}), "ModelOpt, FP8", scaled.sources)
+
+
+def _of_auto_round(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Returns the method in whose layout AutoRound has packed the weights, and the settings in the method's terms."""
     layout = str(settings.get("packing_format", ""))
-    return next((method for method in ("gptq", "awq") if layout.endswith(f"auto_{method}")), f"auto-round, {layout}")
+    for setting, usual in (("data_type", "int"), ("act_bits", 16)):
+        value = settings.get(setting)
+        if value not in (None, usual, 32):
+            raise UnsupportedModel(
+                f"the AutoRound checkpoint has the {setting} {value!r:.40}, which is not read; {_INSTEAD}"
+            )
+    if layout in _AUTO_ROUND_V2:
+        return "gptq", {**settings, "checkpoint_format": "gptq_v2"}
+    method = next((method for method in ("gptq", "awq") if layout.endswith(f"auto_{method}")), f"auto-round, {layout}")
+    return method, settings
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
@@ -236,5 +270,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fbgemm-fp8": _fp8,
     "fp8": _fp8,
     "gptq": _gptq,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }

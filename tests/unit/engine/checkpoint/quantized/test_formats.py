@@ -17,7 +17,7 @@ from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
 TEXTS = prompts((1, 20, 5, 33))
 LINEAR_LAYOUTS = [layout for layout in LAYOUTS if layout != "mxfp4"]
 # One of each kind of codes.
-KINDS = ("gptq_act_order", "nf4", "w8a16", "fp8_blocks")
+KINDS = ("gptq_act_order", "gptq_dynamic", "auto_round_awq", "modelopt_fp8", "nf4", "w8a16", "fp8_blocks")
 
 
 def slow(values: Sequence[str], *but: str) -> list[Any]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from tests.quantized_models import make_quantized, set_config
 from tests.tiny_models import make
-from tests.unit.engine.requests import load_engine
+from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
@@ -94,6 +94,22 @@ def test_older_files_and_tensors_tell_it_as_well(gptq, tmp_path) -> None:
         assert load_engine(folder).info.quantization == "GPTQ, 4 bits, groups of 32"
 
 
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path) -> None:
+    folder, dense = make_quantized("modelopt_fp8", tmp_path)
+    set_config(folder, quantization_config=None)
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    written = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": own}
+    (folder / "hf_quant_config.json").write_text(json.dumps(written))
+    engine = load_engine(folder)
+    assert engine.info.quantization == "ModelOpt, FP8"
+    assert generate_together(engine, prompts((5, 9))) == generate_together(load_engine(dense), prompts((5, 9)))
+    for setting, value in (("quant_algo", "NVFP4"), ("quant_algo", "W4A8_AWQ"), ("kv_cache_quant_algo", "NVFP4")):
+        changed = written | {"quantization": own | {setting: value}}
+        (folder / "hf_quant_config.json").write_text(json.dumps(changed))
+        with pytest.raises(UnsupportedModel, match=f"the {setting} '{value}', which is not read; FP8 is"):
+            load_engine(folder)
+
+
 def test_another_quantisation_cannot_be_requested(gptq) -> None:
     for name in ("awq", "int8", "bitsandbytes-nf4"):
         with pytest.raises(
@@ -113,6 +129,28 @@ def test_another_quantisation_cannot_be_requested(gptq) -> None:
         ({"quant_method": "gptq"}, "its settings cannot be used .KeyError: 'bits'."),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "has the layout gemv"),
         ({"quant_method": "awq", "bits": 3}, "has 3 bits"),
+        *(
+            ({"quant_method": "gptq", "bits": 4, "dynamic": dynamic}, message)
+            for dynamic, message in (
+                ({"+:.*q_proj": {"bits": 12}}, r"dynamic\['\+:\.\*q_proj'\]\.bits is 12, which is not read"),
+                ({".*q_proj": {"adapter": {"rank": 8}}}, r"dynamic\['\.\*q_proj'\]\.adapter is .* not supported"),
+                ({".*q_proj": {"method": "qqq"}}, r"\.method is 'qqq', which is not supported"),
+                ({".*q_proj": 8}, r"dynamic\['\.\*q_proj'\] is 8; an object is needed"),
+                (["a"], r"quantization_config\.dynamic is \['a'\]; an object is needed"),
+            )
+        ),
+        *(
+            ({"quant_method": "auto-round", "bits": 4, "packing_format": f"auto_round:auto_{layout}"} | more, message)
+            for layout, more, message in (
+                ("gptq", {"extra_config": {"a": {"bits": 9}}}, r"extra_config\['a'\]\.bits is 9, which is not read"),
+                ("awq", {"extra_config": {"a": {"bits": 8}}}, r"extra_config\['a'\]\.bits is 8, which is not read"),
+                ("gptq", {"extra_config": {"a": {"data_type": "mx_fp"}}}, r"\['a'\]\.data_type is 'mx_fp', which is"),
+                ("gptq", {"extra_config": {"a": {"act_bits": 8}}}, r"\['a'\]\.act_bits is 8; inputs are not"),
+                ("gptq", {"data_type": "nv_fp"}, "has the data_type 'nv_fp', which is not read"),
+                ("round", {}, "quantised as auto-round, auto_round:auto_round, which is not read"),
+            )
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "has the quant_algo 'NVFP4', which is not read; FP8 is"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}}, "format marlin-24"),
         (
             {

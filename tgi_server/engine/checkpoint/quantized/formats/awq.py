@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgi_server.engine.checkpoint.quantized.formats.by_layer import group_size_of, layer_settings
 from tgi_server.engine.checkpoint.quantized.source import (
     FLOATS,
     Files,
@@ -30,14 +31,15 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """group_size: inputs that share a scale; None: all."""
+    """group_size: inputs that share a scale; None: all. others: those of layers that differ."""
 
     group_size: int | None
+    others: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "AwqFormat":
         """Raises UnsupportedModel for what is not read."""
-        version = str(settings.get("version", "gemm")).lower()
+        version = str(settings.get("version") or "gemm").lower()
         if version != "gemm":
             raise UnsupportedModel(
                 f"the AWQ checkpoint has the layout {version}; take the same model in the layout gemm"
@@ -46,10 +48,12 @@ class AwqFormat:
         if bits != BITS:
             raise UnsupportedModel(f"the AWQ checkpoint has {bits} bits; {BITS} can be read")
         size = int(settings.get("group_size") or settings.get("q_group_size") or -1)
-        return cls(size if size > 0 else None)
+        others = tuple(size for _, size in layer_settings(settings, (BITS,)))
+        return cls(size if size > 0 else None, others)
 
     def __str__(self) -> str:
-        return f"AWQ, {BITS} bits, " + (f"groups of {self.group_size}" if self.group_size else "one group")
+        groups = f"groups of {self.group_size}" if self.group_size else "one group"
+        return f"AWQ, {BITS} bits, {groups}" + (", others in some layers" if self.others else "")
 
 
 def sources(files: Files, settings: AwqFormat) -> list[TensorSource]:
@@ -63,6 +67,9 @@ def _source(path: str, files: Files, settings: AwqFormat) -> TensorSource:
 
     def weights() -> Iterator[QuantizedWeight]:
         group_size = settings.group_size or inputs
+        if settings.others:
+            sizes = [settings.group_size, *(size if size > 0 else None for size in settings.others if size)]
+            group_size = group_size_of(parts[1], inputs, size(files, parts[1])[0], sizes)
         count = -(-inputs // group_size)
         codes = read(files, parts[0], (inputs, words), dtypes=(torch.int32,))
         zeros = read(files, parts[1], (count, words), dtypes=(torch.int32,))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tgi_server.engine.checkpoint.quantized.formats.by_layer import group_size_of, layer_settings
 from tgi_server.engine.checkpoint.quantized.source import (
     FLOATS,
     Files,
@@ -27,18 +28,22 @@ from tgi_server.engine.checkpoint.quantized.source import (
     words_of,
 )
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
-from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 BITS = range(2, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat:
-    """bits: of a code. group_size: inputs that share a scale; None: all. stored_zeros: 1 where zeros are one lower."""
+    """bits: of a code. group_size: inputs that share a scale; None: all. stored_zeros: 1 where zeros are one lower.
+
+    others: bits and group sizes of layers that differ, by the settings; the shapes of tensors tell which layers do.
+    """
 
     bits: int
     group_size: int | None
     stored_zeros: int
+    others: tuple[tuple[int | None, int | None], ...] = ()
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "GptqFormat":
@@ -52,11 +57,30 @@ class GptqFormat:
         if bits not in BITS:
             raise UnsupportedModel(f"the GPTQ checkpoint has {bits} bits; from 2 to 8 can be read")
         size = int(settings.get("group_size", -1))
-        return cls(bits, size if size > 0 else None, 0 if layout == "gptq_v2" else 1)
+        others = tuple(layer_settings(settings, BITS))
+        return cls(bits, size if size > 0 else None, 0 if layout == "gptq_v2" else 1, others)
 
     def __str__(self) -> str:
         groups = f"groups of {self.group_size}" if self.group_size else "one group"
-        return f"GPTQ, {self.bits} bits, {groups}"
+        return f"GPTQ, {self.bits} bits, {groups}" + (", others in some layers" if self.others else "")
+
+    def of_layer(self, files: Files, path: str) -> tuple[int, int | None]:
+        """Returns the bits and the group size of a layer. Raises InvalidWeights if no bits fit its tensors."""
+        if not self.others:
+            return self.bits, self.group_size
+        words, outputs = size(files, f"{path}.qweight")
+        groups, columns = size(files, f"{path}.qzeros")
+        order = f"{path}.g_idx"
+        known = size(files, order, 1)[0] if order in files else None
+        for bits in (self.bits, *(bits for bits, _ in self.others if bits), *BITS):
+            inputs = words * 32 // bits if known is None else known
+            if words_of(outputs, bits) == columns and words_of(inputs, bits) == words:
+                sizes = [self.group_size, *(size if size > 0 else None for _, size in self.others if size)]
+                return bits, group_size_of(f"{path}.qzeros", inputs, groups, sizes)
+        raise InvalidWeights(
+            f"tensor {path}.qweight has the shape {[words, outputs]} and {path}.qzeros {[groups, columns]}, which fit "
+            f"no number of bits from {BITS[0]} to {BITS[-1]}; is the download complete?"
+        )
 
 
 def sources(files: Files, settings: GptqFormat) -> list[TensorSource]:
@@ -65,12 +89,13 @@ def sources(files: Files, settings: GptqFormat) -> list[TensorSource]:
 
 def _source(path: str, files: Files, settings: GptqFormat) -> TensorSource:
     names = [f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
-    parts, bits = parts_of(files, names[:3], names[3:]), settings.bits
+    parts = parts_of(files, names[:3], names[3:])
+    bits, layer_group_size = settings.of_layer(files, path)
     words, outputs = size(files, names[0])
     inputs = size(files, names[3], 1)[0] if names[3] in parts else words * 32 // bits
 
     def weights() -> Iterator[QuantizedWeight]:
-        group_size = settings.group_size or inputs
+        group_size = layer_group_size or inputs
         count = -(-inputs // group_size)
         codes = read(files, names[0], (words_of(inputs, bits), outputs), dtypes=(torch.int32,))
         zeros = read(files, names[1], (count, words_of(outputs, bits)), dtypes=(torch.int32,))
