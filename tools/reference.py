@@ -216,8 +216,8 @@ This page is generated (`make reference`).
 
 ## Generation options
 
-By the names of the first interface that has them; `max_new_tokens` is `max_tokens` in others, for example.
-[All names, bounds and defaults](reference/options.md).
+The name of an option is that of the first interface that has it; others may call it differently, such as `max_tokens`
+for `max_new_tokens`. [All names, bounds and defaults](reference/options.md).
 
 | interfaces | options |
 |---|---|
@@ -239,9 +239,8 @@ def compatibility_page() -> str:
     programs = "\n".join(f"| {' | '.join(row)} |" for row in _PROGRAMS_REPLACED)
     parts = [_COMPATIBILITY_HEAD.format(programs=programs) + "\n".join(lines)]
     parts.append(
-        "A field that is unknown is ignored, and the header `x-ignored-fields` names it. A known field that would "
-        "change the\nanswer and is not supported is refused by name; [each interface](reference/options.md) has a list "
-        "of these."
+        "Unknown fields are ignored, and the header `x-ignored-fields` names them. Known fields that would change the answer "
+        "and\nare not supported are refused by name; [each interface](reference/options.md) has a list of these."
     )
     refused = help_groups(LauncherSettings)[1]
     flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in refused)
