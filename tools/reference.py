@@ -239,8 +239,8 @@ def compatibility_page() -> str:
     programs = "\n".join(f"| {' | '.join(row)} |" for row in _PROGRAMS_REPLACED)
     parts = [_COMPATIBILITY_HEAD.format(programs=programs) + "\n".join(lines)]
     parts.append(
-        "Unknown fields are ignored, and the header `x-ignored-fields` names them. Known fields that would change the answer "
-        "and\nare not supported are refused by name; [each interface](reference/options.md) has a list of these."
+        "Unknown fields are ignored, and the header `x-ignored-fields` names them. Known fields that would change the "
+        "answer and\nare not supported are refused by name; [each interface](reference/options.md) has a list of these."
     )
     refused = help_groups(LauncherSettings)[1]
     flags = ", ".join(f"`--{name.replace('_', '-')}`" for name in refused)
