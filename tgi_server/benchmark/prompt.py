@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.grammar.tokenizer import read_definition
 from tgi_server.router.errors import StartupError
 
 TEXT = (
@@ -37,7 +38,7 @@ def prompt_tokens(info: pb.InfoResponse, tokenizer_name: str | None, revision: s
 def _load(name: str, revision: str) -> Tokenizer:
     try:
         if Path(name).is_dir():
-            return Tokenizer.from_file(str(Path(name) / "tokenizer.json"))
+            return Tokenizer.from_str(read_definition(Path(name)))
         return Tokenizer.from_pretrained(name, revision=revision)
     except Exception as error:  # the library raises no more special ones
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

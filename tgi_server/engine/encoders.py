@@ -34,6 +34,7 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.memory import HOST
+from tgi_server.grammar.tokenizer import read_definition
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ def _load(kind: Any, config: EngineConfig, model_config: PretrainedConfig, dtype
 def _yes_or_no(folder: Path, model: PreTrainedModel) -> Tensor:
     """Returns the row of the head for yes less that for no, [1, hidden_size]. Raises UnsupportedModel."""
     file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+    tokenizer = Tokenizer.from_str(read_definition(folder)) if file.is_file() else None
     yes, no, mark = (
         ([tokenizer.token_to_id(each) for each in ("yes", "no", _CONVERSATION)]) if tokenizer else [None] * 3
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from tgi_server import demo_model
 from tgi_server.engine.errors import EngineError
 from tgi_server.engine.parallel import share_cores
+from tgi_server.grammar.tokenizer import read_definition
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.gptq_quantizer import quantize_folder
 from tgi_server.model_files.gptq_rounding import GptqSettings
@@ -43,7 +44,7 @@ def _samples(folder: Path, source: Path, samples: int, length: int) -> list[Tens
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no tokenizer.json, which is needed to read the calibration text")
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer.from_str(read_definition(folder))
     tokens = [token for text in _texts(source) for token in tokenizer.encode(text).ids]
     pieces = [tokens[start : start + length] for start in range(0, len(tokens), length)]
     if not pieces:

@@ -22,6 +22,7 @@ from tgi_server.engine.backends.base import PagedModel
 from tgi_server.engine.backends.probe import blocks_of, probe_tokens, text_logits
 from tgi_server.engine.errors import PeerLost
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
+from tgi_server.grammar.tokenizer import read_definition
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _tokens(model: PagedModel, folder: Path, positions: int | None) -> Tensor:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return known
-    ids = torch.tensor(Tokenizer.from_file(str(file)).encode(_TEXT).ids[: len(known)], device=known.device)
+    ids = torch.tensor(Tokenizer.from_str(read_definition(folder)).encode(_TEXT).ids[: len(known)], device=known.device)
     return ids if len(ids) and int(ids.max()) < source.config.get_text_config(decoder=True).vocab_size else known
 
 
