@@ -202,7 +202,9 @@ def main() -> None:
     )
     parser.add_argument("--chat", action="store_true", help="edits of code and summaries with quotes, for a chat model")
     parser.add_argument("--new-tokens", type=positive, default=NEW_TOKENS, help="of a request (default: %(default)s)")
-    parser.add_argument("--speculate", type=positive, help="drafted tokens of a step at most (default: as the server)")
+    parser.add_argument(
+        "--speculate", type=positive, help="maximum number of drafted tokens per step (default: as the server)"
+    )
     parser.add_argument("--speculative-model", type=Path, help="the folder of what drafts (default: n-grams)")
     parser.add_argument("--requests", type=positive, default=40, help="of each workflow (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")

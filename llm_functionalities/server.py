@@ -264,7 +264,7 @@ def _server_credentials(settings: Settings) -> grpc.ServerCredentials:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:  # SSLError among them
         files = f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key}"
-        raise CannotStart(f"{files} are no certificate with its key: {_reason(error)}") from None
+        raise CannotStart(f"{files} are not a certificate and its key: {_reason(error)}") from None
     if client_ca is not None:
         _trust("--tls-client-ca", client_ca)
     return grpc.ssl_server_credentials(

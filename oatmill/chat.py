@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the server's URL (default: {DEFAULT_URL})")
     parser.add_argument("--model", default="tgi", help="a name that /v1/models lists (default: the served model)")
     parser.add_argument("--system", help="a system message")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: the server's)")
+    parser.add_argument("--max-tokens", type=int, help="maximum number of tokens of an answer (default: the server's)")
     parser.add_argument("--temperature", type=float, help="0: the most likely answer (default: the server's)")
     options = parser.parse_args(arguments)
     url = options.url if "://" in options.url else f"http://{options.url}"

@@ -26,5 +26,5 @@ async def watch_event_loop(observe: Callable[[float], None]) -> None:
         lag = max(now - due, 0.0)
         observe(lag)
         if lag > _WARNING_SECONDS and now >= quiet_until:
-            logger.warning("the event loop stood still for %.2f s and served nobody meanwhile", lag)
+            logger.warning("the event loop was blocked for %.2f s", lag)
             quiet_until = now + _SECONDS_BETWEEN_WARNINGS

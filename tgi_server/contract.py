@@ -240,7 +240,7 @@ class GenerationOptions:
     )
     thinking_token_budget: int | None = _option(
         None,
-        "Most tokens of thoughts before the answer; then the thought is closed. 0: no thoughts.",
+        "Maximum number of reasoning tokens before the answer; then reasoning is closed. 0: no reasoning.",
         least=-1,
         most=_INT32,
         example=256,

@@ -106,7 +106,7 @@ def _check_scheme(file: RemoteFile, url: str, trusted: bool) -> None:
     """Raises DownloadError unless `url` is https://, or `trusted` says that http:// will do."""
     if not trusted and not url.startswith("https://"):
         raise DownloadError(
-            f"{file.path} would come over http:// from {url}, and nothing says what it has to be: "
+            f"{file.path} would come over http:// from {url}, and it has no sha256 to check it by: "
             "use https://, add its sha256, or pass --allow-http"
         )
 

@@ -27,15 +27,15 @@ class Address:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ValueError(f"{text!r} is no endpoint address: {error}") from None
+            raise ValueError(f"{text!r} is not an endpoint address: {error}") from None
         if parts.scheme not in ("http", "https"):
-            raise ValueError(f"{text!r} is no endpoint address: give host:port or an http:// or https:// URL")
+            raise ValueError(f"{text!r} is not an endpoint address: give host:port or an http:// or https:// URL")
         if parts.username or parts.password:
             raise ValueError("an endpoint address holds no password: give the token with --endpoint-token")
         if not parts.hostname or re.search(r"\s", text):
-            raise ValueError(f"{text!r} is no endpoint address: it names no host")
+            raise ValueError(f"{text!r} is not an endpoint address: it names no host")
         if parts.query or parts.fragment:
-            raise ValueError(f"{text!r} is no endpoint address: leave out what follows the path")
+            raise ValueError(f"{text!r} is not an endpoint address: leave out what follows the path")
         default_port = 443 if parts.scheme == "https" else 80
         return cls(parts.scheme, parts.hostname, port or default_port, parts.path.rstrip("/"))
 

@@ -295,7 +295,7 @@ class Engine:
         if sequence.grammar is None and sequence.thought_budget is None:
             return
         if self.grammars is None:
-            raise InvalidCall("grammars and budgets of thoughts need a tokenizer in the model's folder")
+            raise InvalidCall("grammars and reasoning budgets need a tokenizer in the model's folder")
         generated, stopping = sequence.generated_ids, sequence.stopping
         grammar = None
         if sequence.grammar is not None:

@@ -41,7 +41,7 @@ def read_gguf_adapter(path: Path, model_type: str) -> GgufAdapter:
     if (kind := file.metadata.get("adapter.type")) != "lora":
         raise GgufError(f"{path}: adapter.type is {kind!r}; only 'lora' is served")
     if "adapter.alora.invocation_tokens" in file.metadata:
-        raise GgufError(f"{path} takes effect only behind its adapter.alora.invocation_tokens, which is not supported")
+        raise GgufError(f"{path} takes effect only after its adapter.alora.invocation_tokens, which is not supported")
     alpha = file.metadata.get("adapter.lora.alpha")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise GgufError(f"{path}: adapter.lora.alpha is {alpha!r}; a finite number is needed")

@@ -136,7 +136,7 @@ class Constraint:
         if self._queue:
             expected = self._queue.popleft()
             if expected.token != token:
-                self.error = f"token {token} came where the grammar wants token {expected.token}"
+                self.error = f"token {token} came where the grammar requires token {expected.token}"
             self.ended = token in self.eos
             return expected.hidden
         if self.matcher.consume_token(token):

@@ -230,7 +230,7 @@ def _named_ends(content: Mapping[str, Any]) -> tuple[int, ...]:
     try:
         return tuple(LLTokenizer(json.dumps(content), slices=[]).eos_tokens)
     except ValueError as error:
-        raise InvalidGrammar(f"this model's tokenizer says nothing of where a text ends: {error}") from error
+        raise InvalidGrammar(f"this model's tokenizer does not say which token ends a text: {error}") from error
 
 
 def _size(content: dict[str, Any]) -> int:

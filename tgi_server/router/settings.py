@@ -122,8 +122,8 @@ class ServingSettings(ServiceSettings):
     )
     disable_text_tool_calls: bool = Field(
         default=False,
-        description="Do not take an answer for a call of a tool that is nothing but the JSON of one, alone or in a "
-        "fence, where the model calls tools in another format.",
+        description="Do not parse an answer that consists only of the JSON of a tool call, bare or in a code fence, "
+        "as that call, if the model calls tools in another format.",
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
@@ -276,7 +276,7 @@ class ServingSettings(ServiceSettings):
     def _are_hosts(cls, entries: list[str]) -> list[str]:
         for entry in entries:
             if any(character in entry for character in "/@?# ") or not entry.strip("*."):
-                raise ValueError(f"{entry!r} is no host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
+                raise ValueError(f"{entry!r} is not a host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
         return entries
 
     @field_validator("api_key_file")
@@ -347,18 +347,18 @@ def _read_keys(file: Path) -> list[ApiKey]:
         raise ValueError(f"the file cannot be read: {reason}") from None
     keys = {key.text: key for number, line in enumerate(lines, 1) if line for key in [_read_key(number, line)]}
     if not keys:
-        raise ValueError("the file has no keys; it wants one a line")
+        raise ValueError("the file has no keys; write one per line")
     return list(keys.values())
 
 
 def _read_key(number: int, line: str) -> ApiKey:
-    """Returns the key of a line, with what stands behind it. Raises ValueError."""
+    """Returns the key of a line, with the settings after it. Raises ValueError."""
     text, *words = line.split(" ")
     settings = dict(word.partition("=")[::2] for word in words if word)
     if not line.isprintable() or settings.keys() - {"weight", "max-priority"}:
         raise ValueError(
-            f"line {number} of the file is no key: a key has no spaces, and only weight=NUMBER and max-priority=NUMBER "
-            "may follow it"
+            f"line {number} of the file is not a key: a key has no spaces, and only weight=NUMBER and "
+            "max-priority=NUMBER may follow it"
         )
     try:
         weight, priority = float(settings.get("weight", 1)), settings.get("max-priority")

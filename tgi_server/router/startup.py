@@ -365,7 +365,7 @@ def _answer_form(
     regions = _response_template(response_template) if auto and calls is TGI_FORMAT else None
     if regions is not None and (regions.has_calls or thoughts is None):
         thoughts = thoughts or regions.thoughts
-        logger.info("answers are taken apart by the model's response_template, and its calls are not bound to schemas")
+        logger.info("answers are parsed with the model's response_template; its calls are not constrained by schemas")
         return AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens, regions), thoughts
     as_text = not settings.disable_text_tool_calls
     if template.source:

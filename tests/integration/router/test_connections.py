@@ -454,7 +454,7 @@ async def test_more_connections_of_one_address_are_told_so(routers: RouterFactor
         assert b"--max-connections-per-address" in answered
         for reader in (one, other):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-    assert "clients are turned away" in caplog.text
+    assert "connections are refused" in caplog.text
 
 
 def test_limits_leave_files_for_others():

@@ -238,7 +238,7 @@ async def test_what_clients_spell_is_no_image(router: Router) -> None:
 @pytest.mark.parametrize(
     ("content", "place", "reason"),
     [
-        ([text("a"), {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}], 1, "no JPEG"),
+        ([text("a"), {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}], 1, "not a JPEG"),
         ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}], 0, "--allowed-media-domains"),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], 0, "must begin with"),
         ([part(1001, 1000)], 0, "--max-image-pixels"),

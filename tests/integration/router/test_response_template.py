@@ -1,4 +1,4 @@
-"""A model whose `tokenizer_config.json` says itself how its answers are taken apart."""
+"""A model whose `tokenizer_config.json` describes how its answers are parsed."""
 
 import json
 from pathlib import Path

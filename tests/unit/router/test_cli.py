@@ -56,7 +56,7 @@ def test_a_model_folder_that_is_not_there_is_named(
 ):
     code, line = complaint(monkeypatch, capsys, model=tmp_path / "absent")
     assert code == FAILED
-    assert line.startswith(f"{tmp_path}/absent is not a folder; --tokenizer-name wants the folder")
+    assert line.startswith(f"{tmp_path}/absent is not a folder; --tokenizer-name needs the folder")
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(

@@ -23,7 +23,7 @@ async def test_a_standstill_is_seen_and_warned_of(caplog: pytest.LogCaptureFixtu
     assert max(lags) > 0.4
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "the event loop stood still for" in record.getMessage()
+    assert "the event loop was blocked for" in record.getMessage()
 
 
 @pytest.mark.slow

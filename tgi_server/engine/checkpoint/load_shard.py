@@ -200,7 +200,7 @@ def _check_shape(folder: Path, tensor: QuantizedTensor, layers: list[Any]) -> No
         wanted = (len(layers), *reversed(wanted))
     if tensor.shape != wanted:
         raise InvalidWeights(
-            f"{folder}: the tensors of {tensor.name} are of the shape {list(tensor.shape)}, where config.json wants "
+            f"{folder}: the tensors of {tensor.name} are of the shape {list(tensor.shape)}, where config.json requires "
             f"{list(wanted)}"
         )
 

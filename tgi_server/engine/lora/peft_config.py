@@ -66,8 +66,8 @@ class PeftConfig:
             raise InvalidAdapter(f"{file}: peft_type is {kind!r}; only LORA adapters are served")
         if modules := settings.get("modules_to_save"):
             raise InvalidAdapter(
-                f"{file}: modules_to_save is {modules}: whole modules in the place of the base model's are not served "
-                "beside it; merge the adapter with peft, and serve the merged model"
+                f"{file}: modules_to_save is {modules}: modules that replace those of the base model are not "
+                "supported; merge the adapter with peft, and serve the merged model"
             )
         for name, value in settings.items():
             if value and name not in _HONOURED | _OF_TRAINING:

@@ -186,7 +186,7 @@ class _Reader:
     def _tensor(self, name: str, *shape: int) -> Tensor:
         tensor = self.tensors[name]
         if tuple(tensor.shape) != shape:
-            self._refuse(name, f"has the shape {list(tensor.shape)}, where the base model's layer wants {list(shape)}")
+            self._refuse(name, f"has the shape {list(tensor.shape)}, where the base model's layer needs {list(shape)}")
         return tensor.float()
 
     def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:

@@ -116,7 +116,7 @@ def _schema_at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple
     except LookupError:
         raise Unenforceable(f"leads nowhere: {reference!r}") from None
     if not isinstance(target, dict | bool):
-        raise Unenforceable(f"leads to something that is no schema: {reference!r}")
+        raise Unenforceable(f"leads to something that is not a schema: {reference!r}")
     return target, place + pointer
 
 
@@ -127,4 +127,4 @@ def _draft(root: Any) -> int:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

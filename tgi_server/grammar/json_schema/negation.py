@@ -62,7 +62,7 @@ class Negation:
         if isinstance(schema, bool):
             return not schema
         if not isinstance(schema, dict):
-            raise Unenforceable("has something in it that is no schema")
+            raise Unenforceable("contains something that is not a schema")
         self._left -= 1
         if self._left < 0:
             raise Unenforceable("has an opposite that is too large")

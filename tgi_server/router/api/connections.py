@@ -263,7 +263,7 @@ class ClientConnection(HttpToolsProtocol):
                 data = data[upgrade.args[0] :]
             method, version = self.parser.get_method(), self.parser.get_http_version().encode()
             if method == b"CONNECT":  # what follows is for another host
-                raise httptools.HttpParserError("this is no proxy")
+                raise httptools.HttpParserError("this is not a proxy")
             fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
@@ -377,10 +377,10 @@ class Connections:
             connection.check_client()
 
     def warn(self, reason: str) -> None:
-        """Logs why clients are turned away, once in a while."""
+        """Logs why connections are refused, at most every few seconds."""
         if monotonic() - self._told > _QUIET_SECONDS:
             self._told = monotonic()
-            logger.warning("clients are turned away: %s", reason)
+            logger.warning("connections are refused: %s", reason)
 
     def _give_way(self, groups: Iterable[set[ClientConnection]]) -> bool:
         for group in groups:

@@ -16,7 +16,7 @@ def data_of(url: str) -> bytes:
     """Returns the content of a data URL. Raises UnusableImage."""
     head, comma, content = url.partition(",")
     if not comma:
-        raise UnusableImage("its data URL has no comma, behind which the data stands")
+        raise UnusableImage("its data URL has no comma before the data")
     if not head[-40:].rstrip().lower().endswith(";base64"):
         data = _unquoted(content)
     else:

@@ -59,7 +59,7 @@ def decoded(data: bytes, most_pixels: int) -> Image.Image:
         image = ImageOps.exif_transpose(image)
         return image.convert("RGB")
     except UnidentifiedImageError:
-        raise UnusableImage("it is no JPEG, PNG, WebP, GIF or BMP") from None
+        raise UnusableImage("it is not a JPEG, PNG, WebP, GIF or BMP") from None
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError) as error:
         raise UnusableImage(f"its file is broken: {error}") from None
 

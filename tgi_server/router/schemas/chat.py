@@ -84,7 +84,7 @@ class MessageBody(RefusingModel):
         description="Thoughts before an answer; templates show them. Also called `reasoning`.",
     )
     content: MessageContent | None = None
-    refusal: str | None = Field(default=None, description="Said in place of an answer.")
+    refusal: str | None = Field(default=None, description="Written in place of an answer.")
     tool_calls: Items[PastToolCall] | None = None
 
 
@@ -121,7 +121,7 @@ class ChatRequest(SharedParameters):
     reasoning_effort: str | None = Field(
         default=None, description="How much to think, for templates that know it; `none`: not at all."
     )
-    include_reasoning: bool = Field(default=True, description="Send the thoughts that come before the answer.")
+    include_reasoning: bool = Field(default=True, description="Send the reasoning that comes before the answer.")
     add_generation_prompt: bool = Field(default=True, description="Have the template begin the answer.")
     continue_final_message: bool | None = Field(
         default=None, description="Go on with the last message; unset: if it is the assistant's."

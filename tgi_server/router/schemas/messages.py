@@ -115,7 +115,7 @@ class ThinkingOptions(RequestModel):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: UnsignedInt | None = Field(
-        default=None, description="Tokens of thoughts, which are closed then; with the type `enabled`."
+        default=None, description="Maximum number of thinking tokens; then thinking is closed. For the type `enabled`."
     )
     display: Literal["summarized", "updates", "omitted"] | None = Field(
         default=None, description="`omitted`: thoughts are not sent. They are never summarized."

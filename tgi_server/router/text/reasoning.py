@@ -94,7 +94,7 @@ def thought_budget(
     """
     if tags is None:
         raise InvalidRequest(
-            "`thinking_token_budget` cannot be used: this model has no thoughts that are separated from its answers",
+            "`thinking_token_budget` cannot be used: this model's reasoning is not separated from its answers",
             param="thinking_token_budget",
         )
     if tokens == UNLIMITED or (grammar is not None and not grammar.frame):

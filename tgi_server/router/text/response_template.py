@@ -82,7 +82,7 @@ class Region:
             return value
         if self.each:
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-                raise ValueError("it is no list of objects")
+                raise ValueError("it is not a list of objects")
             return [_transformed(self.transform, {**captures, **item}) for item in value]
         return _transformed(self.transform, {**captures, "content": value})
 
@@ -99,7 +99,7 @@ class ResponseTemplate:
     def read(cls, spec: Any) -> "ResponseTemplate":
         """Raises ValueError for what is no template."""
         if not isinstance(spec, dict) or spec.get("version", 1) != 1:
-            raise ValueError("it is no object of version 1")
+            raise ValueError("it is not an object of version 1")
         fields = spec.get("fields")
         if not isinstance(fields, dict) or not fields:
             raise ValueError("it has no `fields`")
@@ -144,7 +144,7 @@ class ResponseTemplate:
 
 def _region(name: str, spec: Any) -> Region:
     if not isinstance(spec, dict):
-        raise ValueError(f"`{name}` is no object")
+        raise ValueError(f"`{name}` is not an object")
     parser, settings, join = spec.get("content", "text"), spec.get("content_args", {}), spec.get("join")
     if parser not in _PARSERS or not isinstance(settings, dict) or not isinstance(join, str | None):
         raise ValueError(f"`{name}` has a `content`, `content_args` or `join` that is not known")
@@ -160,12 +160,12 @@ def _mark(spec: Mapping[str, Any], name: str) -> Mark | None:
         try:
             return Mark(regex.compile(pattern, regex.DOTALL), open_ended=True)
         except (regex.error, TypeError) as error:
-            raise ValueError(f"`{name}_pattern` is no regular expression: {error}") from error
+            raise ValueError(f"`{name}_pattern` is not a regular expression: {error}") from error
     if texts is None:
         return None
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(each, str) and each for each in texts):
-        raise ValueError(f"`{name}` is no text, nor a list of them")
+        raise ValueError(f"`{name}` is neither a text nor a list of texts")
     ordered = sorted(set(texts), key=len, reverse=True)
     open_ended = any(one.startswith(other) for one, other in permutations(ordered, 2))
     return Mark(regex.compile("|".join(map(regex.escape, ordered))), open_ended, tuple(ordered))

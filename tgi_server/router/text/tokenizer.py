@@ -250,7 +250,7 @@ def _convert(model: Path, folder: Path) -> Path:
     In a process of its own, because `transformers` loads torch as soon as it is there.
     """
     if not model.is_dir():
-        raise StartupError(f"{model} is not a folder; --tokenizer-name wants the folder of a downloaded model")
+        raise StartupError(f"{model} is not a folder; --tokenizer-name needs the folder of a downloaded model")
     file = folder / "tokenizer.json"
     command = [sys.executable, "-c", _CONVERSION, str(model), str(file)]
     try:

@@ -108,7 +108,7 @@ def test_matrices_may_be_quantised(model: Path, adapter: Path, tmp_path: Path) -
         ({"general__type": "model"}, r"chef.gguf is a model, not an adapter \(general.type is 'model'\)"),
         ({"adapter__lora__alpha": None}, "adapter.lora.alpha is None; a finite number is needed"),
         ({"adapter__lora__alpha": float("nan")}, "adapter.lora.alpha is nan; a finite number is needed"),
-        ({"adapter__alora__invocation_tokens": [1, 2]}, "takes effect only behind its adapter.alora.invocation_tokens"),
+        ({"adapter__alora__invocation_tokens": [1, 2]}, "takes effect only after its adapter.alora.invocation_tokens"),
     ],
 )
 def test_what_is_not_read_is_named(metadata: Any, message: str, model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_refusals_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             connections.warn("full")
-    assert caplog.messages == ["clients are turned away: full"]
+    assert caplog.messages == ["connections are refused: full"]
 
 
 def test_limits_follow_the_open_files(monkeypatch: pytest.MonkeyPatch):

@@ -131,7 +131,7 @@ async def test_a_process_without_open_files_left_takes_clients_in_a_little_later
     accepting = acceptor(listener, Connections(8, 8))
     try:
         assert await first_line(listener.address) == b"HTTP/1.1 200 OK\r\n"
-        assert "clients are turned away: Too many open files (ulimit -n)" in caplog.messages
+        assert "connections are refused: Too many open files (ulimit -n)" in caplog.messages
         assert not listener.errors
     finally:
         accepting.close()

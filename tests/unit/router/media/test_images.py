@@ -147,7 +147,7 @@ async def test_many_small_images_share_one_memory(readers, tmp_path, monkeypatch
 @pytest.mark.slow
 async def test_faults_name_the_image(readers, tmp_path):
     reader, _ = readers(tmp_path, most_tokens=100)
-    with pytest.raises(InvalidRequest, match=r"`messages\[0\].content\[1\]`: .* no JPEG") as caught:
+    with pytest.raises(InvalidRequest, match=r"`messages\[0\].content\[1\]`: .* not a JPEG") as caught:
         await read(reader, source(b"hello"))
     assert caught.value.param == "messages[0].content[1]"
     with pytest.raises(InvalidRequest, match="aspect ratio"):

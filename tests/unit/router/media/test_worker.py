@@ -69,12 +69,12 @@ def bomb() -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "no JPEG"),
-        (b"hello", "no JPEG"),
-        (b"<svg></svg>", "no JPEG"),
+        (b"", "not a JPEG"),
+        (b"hello", "not a JPEG"),
+        (b"<svg></svg>", "not a JPEG"),
         (as_file(photograph(40, 30))[:-60], "broken"),
         (as_file(photograph(40, 30), "JPEG")[:300], "broken"),
-        (as_file(photograph(40, 30), "TIFF"), "no JPEG"),
+        (as_file(photograph(40, 30), "TIFF"), "not a JPEG"),
         (as_file(photograph(101, 100)), "--max-image-pixels"),
         (bomb(), "--max-image-pixels"),
         (gif(8000, 8000), "--max-image-pixels"),

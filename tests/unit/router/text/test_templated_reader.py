@@ -1,4 +1,4 @@
-"""Answers that are taken apart by a model's `response_template`, as `transformers` does it, and within bounds."""
+"""Answers that are parsed with a model's `response_template`, as `transformers` does it, and within bounds."""
 
 import json
 from itertools import pairwise
@@ -200,7 +200,7 @@ def test_long_answers_are_not_given_up():
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        ([], "no object"),
+        ([], "not an object"),
         ({"version": 2}, "version 1"),
         ({"start_anchor": "a"}, "no `fields`"),
         ({"fields": {"content": {}}}, "no `start_anchor`"),

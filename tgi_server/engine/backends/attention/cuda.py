@@ -36,7 +36,7 @@ class CudaAttention(GatherAttention):
         if shape.value_dim is not None:
             return "the attention kernels take no latents"
         if shape.head_dim > MAX_HEAD_DIM:
-            return f"the attention kernels take heads of at most {MAX_HEAD_DIM} elements, not {shape.head_dim}"
+            return f"the attention kernels support heads of at most {MAX_HEAD_DIM} elements, not {shape.head_dim}"
         if find_spec("triton") is None:
             return "Triton is not installed"
         return device_fault(torch.device("cuda"))

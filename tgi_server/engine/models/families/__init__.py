@@ -27,7 +27,7 @@ def spec_of(config: Any) -> DecoderSpec:
     config = config.get_text_config(decoder=True)
     spec = family_of(config).spec
     if spec is None:
-        raise NoSpec(f"nobody has described {config.model_type} models")
+        raise NoSpec(f"there is no spec for {config.model_type} models")
     return spec(config)
 
 

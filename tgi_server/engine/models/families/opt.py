@@ -9,7 +9,7 @@ from tgi_server.engine.parallel.plan import ShardingPlan, vocab_parallel_embeddi
 
 def opt(config: Any) -> DecoderSpec:
     if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
-        raise NoSpec("its norms come behind attention, or its embeddings are projected")
+        raise NoSpec("its norms come after attention, or its embeddings are projected")
     if activation(config.activation_function) != "relu" or not config.layer_norm_elementwise_affine:
         raise NoSpec(f"a feed-forward part with {config.activation_function} and no gate is not known")
     layer = LayerSpec(

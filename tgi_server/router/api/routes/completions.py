@@ -153,7 +153,7 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
         for each in rendered
     ]
     if request.echo and any(each.images for each in rendered):
-        raise InvalidRequest("`echo` cannot be used with images: their tokens are no text")
+        raise InvalidRequest("`echo` cannot be used with images: their tokens are not text")
     checked = [
         await service.preparer.prepare(
             each,
@@ -187,7 +187,7 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
 
 def _check(request: CompletionRequest, choices: int, attempts: int) -> None:
     if request.suffix:
-        raise InvalidRequest("`suffix` is not supported: put it into the prompt as the model's format wants it")
+        raise InvalidRequest("`suffix` is not supported; put it into the prompt in the model's own format")
     if attempts < choices:
         raise InvalidRequest(f"`best_of` is {attempts}; it must be at least `n`, which is {choices}", param="best_of")
     if request.stream and attempts > choices:
