@@ -263,7 +263,9 @@ def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> It
 def _possible(models: Sequence[type[RequestModel]], content: Any) -> list[type[RequestModel]]:
     """Returns the members of a union that an object may be, by its type."""
     kind = content.get("type") if isinstance(content, dict) else None
-    return [each for each in models if kind is None or (types := known_types(each)) is None or kind in types]
+    if not isinstance(kind, str):  # the request has not been validated
+        return list(models)
+    return [each for each in models if (types := known_types(each)) is None or kind in types]
 
 
 def _meant(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from tgi_server.router.schemas.base import unknown_fields
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.compatibility import VertexRequest
 from tgi_server.router.schemas.completions import CompletionRequest
@@ -98,3 +99,9 @@ def test_null_within_data_is_data():
     )
     assert request.tools is not None
     assert request.tools[0].root.input_schema == schema  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [[], {}, 1, None], ids=repr)
+def test_a_type_that_is_not_a_text_names_no_unknown_fields(kind: Any) -> None:
+    content = {"inputs": "a", "parameters": {"grammar": {"type": kind, "value": "a"}}}
+    assert list(unknown_fields(GenerateRequest, content)) == []
