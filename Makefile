@@ -34,7 +34,7 @@ $(READY): $(RUNS)
 	@tools/system-packages.sh $(PYTHON) venv compiler
 	@$(PIP) -c constraints.txt -e '.[engine,dev]'
 	@echo "installing: the CPU kernels, compiled for this machine"
-	@$(BIN)/python -m tgi_server.engine.kernels || echo "going on without them: plain torch does their work, slower"
+	@$(BIN)/python -m tgi_server.engine.kernels || echo "continuing without them: plain torch is used, which is slower"
 	@touch $@
 	@echo "installed in $(VENV)"
 

@@ -104,7 +104,7 @@ class WrongToken(EndpointRefused):
 
 
 class NotFound(EndpointRefused):
-    """The endpoint responded with 404 or 405: it is no text-generation server, or its URL has the wrong path."""
+    """The endpoint responded with 404 or 405: it is not a text-generation server, or its URL has the wrong path."""
 
     reason = "not_found"
 

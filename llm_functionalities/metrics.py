@@ -153,4 +153,4 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-        """Logs nothing: whoever asks for metrics asks often."""
+        """Logs nothing, because metrics are requested often."""

@@ -9,12 +9,12 @@ USAGE: Final = """\
 usage: oatmill serve [MODEL] [--grpc-port PORT] [FLAGS]   serve a model over HTTP, on port 8080
        oatmill chat [URL]                                 chat with a server in this terminal
        oatmill demo                                       start both services, make calls, stop them
-       oatmill doctor                                     check this machine, and say what to do
+       oatmill doctor                                     check this machine, and say how to fix problems
 
-MODEL is a folder, a GGUF file, an id of the hub, or missing: the bundled demo model. FLAGS are those of
-text-generation-launcher: `oatmill serve --help` lists them.
+MODEL is a folder, a GGUF file, or a hub id; without it, the bundled demo model is served. FLAGS are the flags of
+text-generation-launcher; `oatmill serve --help` lists them.
 
-The programs behind it: text-generation-launcher, llm-functionalities. Version: oatmill --version
+`serve` runs text-generation-launcher, and with --grpc-port also llm-functionalities. Version: oatmill --version
 """
 
 
@@ -22,7 +22,7 @@ COMMANDS: Final = ("serve", "chat", "demo", "doctor")
 
 
 def main() -> None:
-    """Runs a command. Exit codes: as the command's own; 2 if there is no such command.
+    """Runs a command. The exit code is that of the command; 2 if there is no such command.
 
     While the command is imported, Ctrl-C ends the process without a traceback.
     """

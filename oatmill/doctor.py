@@ -79,7 +79,7 @@ def _cpu() -> Iterator[Finding]:
     from tgi_server.launcher.environment import describe_cpu
 
     cores = usable_cores()
-    advice = "most of the speed on CPUs comes from cores: give the server more of them" if cores < 2 else ""
+    advice = "speed on CPUs depends on the number of cores; give the server more of them" if cores < 2 else ""
     yield Finding(State.OK if cores > 1 else State.SLOW, f"CPU: {describe_cpu()}", advice)
     if importlib.util.find_spec("psutil") is None:  # comes with the model server
         return
@@ -99,13 +99,13 @@ def _kernels() -> Iterator[Finding]:
     elif shutil.which("g++") or shutil.which("clang++"):
         yield Finding(
             State.SLOW,
-            "CPU kernels: not compiled yet; the first start on a CPU does it, beside serving",
-            "to do it now, in some minutes: python -m tgi_server.engine.kernels",
+            "CPU kernels: not compiled yet; the first start on a CPU compiles them while it serves",
+            "to compile them now, which takes some minutes: python -m tgi_server.engine.kernels",
         )
     else:
         yield Finding(
             State.SLOW,
-            "CPU kernels: none for this machine, and no C++ compiler; plain torch does their work, some times slower",
+            "CPU kernels: none for this machine, and no C++ compiler; plain torch is used, several times slower",
             "pip install oatmill-kernels, or install g++",
         )
 

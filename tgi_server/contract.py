@@ -269,7 +269,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StateSave:
-    """The state behind the first `length` tokens of a request, which a step copies into a snapshot."""
+    """The state after the first `length` tokens of a request, which a step copies into a snapshot."""
 
     request_id: int
     length: int

@@ -61,7 +61,7 @@ def one_line(value: str) -> str:
 
 
 def with_images(images: Iterable[bytes], prompt: str) -> str:
-    """Returns the prompt behind images, which text-generation servers take as Markdown."""
+    """Returns the prompt after its images, which text-generation servers take as Markdown."""
     return "".join(f"![]({data_url(image)})" for image in images) + prompt
 
 

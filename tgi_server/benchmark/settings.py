@@ -73,7 +73,7 @@ class BenchmarkSettings(ServiceSettings):
     )
     watermark: bool = Field(False, description="watermark the generated tokens")
     do_sample: bool = Field(False, description="sample; temperature, top-k, top-p and typical-p imply it")
-    top_n_tokens: int = Field(0, ge=0, lt=2**31, description="most likely tokens reported at each position")
+    top_n_tokens: int = Field(0, ge=0, lt=2**31, description="number of most likely tokens to report at each position")
 
     output: Annotated[Path, AfterValidator(_readable)] | None = Field(
         None, description="file for the results: .json or .csv"

@@ -121,7 +121,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     num_nodes: PositiveInt = Field(
         1, description="number of machines that run the model together, each with a launcher"
     )
-    node_rank: int = Field(0, ge=0, description="number of this machine among them, from 0; node 0 serves HTTP")
+    node_rank: int = Field(0, ge=0, description="number of this machine, from 0 to num-nodes - 1; node 0 serves HTTP")
     node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(
         None, description="address at which the other machines reach this one"
     )

@@ -45,7 +45,7 @@ class CpuBackend(ReferenceBackend):
         self.samples_on_cpu = load_kernels()
         self._packed = False  # the linear layers of `source`
         if not load_kernels():
-            self.fallbacks.append("the CPU kernels are not available, so plain torch does their work")
+            self.fallbacks.append("the CPU kernels are not available; plain torch is used")
 
     def resume(self, config: EngineConfig) -> None:
         super().resume(config)

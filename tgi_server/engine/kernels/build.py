@@ -93,15 +93,15 @@ def compile_beside() -> bool:
     """Makes this process do without kernels if none are compiled for this machine, and a child of it compile them.
 
     Returns True if a child does so, at low priority; the kernels are used from the next start on. A compilation that is
-    broken off goes on at the next start.
+    interrupted resumes at the next start.
     """
     global _compiles_beside
     if compiled_library() is not None or _compiler() is None or not _is_writable(CACHE):
         return False
     _compiles_beside = True
     logger.warning(
-        "the CPU kernels are compiled beside serving, at low priority; until the next start after that, plain torch "
-        "does their work, some times slower. To wait for them instead: python -m tgi_server.engine.kernels"
+        "the CPU kernels are being compiled in the background, at low priority; the next start uses them. Until then, plain "
+        "torch is used, several times slower. To wait for them instead: python -m tgi_server.engine.kernels"
     )
     command = [sys.executable, "-m", "tgi_server.engine.kernels", "--low-priority"]
     subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of the process's group, with which it ends

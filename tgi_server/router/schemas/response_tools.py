@@ -20,7 +20,7 @@ class FunctionTool(RequestModel):
 
 
 class InputFormat(RequestModel):
-    """The form of a text. A `regex` is enforced; the model is told of a `lark` grammar."""
+    """The form of a text. A `regex` is enforced; a `lark` grammar is shown to the model."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None

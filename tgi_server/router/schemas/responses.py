@@ -33,7 +33,7 @@ class TextOptions(RequestModel):
 
 
 class ReasoningOptions(RequestModel):
-    """Thoughts are sent as they are: there are no summaries of them."""
+    """Reasoning is sent as it is, without summaries."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "mode", "summary"})
 
