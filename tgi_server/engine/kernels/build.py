@@ -100,8 +100,8 @@ def compile_beside() -> bool:
         return False
     _compiles_beside = True
     logger.warning(
-        "the CPU kernels are being compiled in the background, at low priority; the next start uses them. Until then, plain "
-        "torch is used, several times slower. To wait for them instead: python -m tgi_server.engine.kernels"
+        "the CPU kernels are being compiled in the background, at low priority; the next start uses them. Until then, "
+        "plain torch is used, several times slower. To wait for them instead: python -m tgi_server.engine.kernels"
     )
     command = [sys.executable, "-m", "tgi_server.engine.kernels", "--low-priority"]
     subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of the process's group, with which it ends
