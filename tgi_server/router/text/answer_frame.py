@@ -10,6 +10,7 @@ from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.response_template import Mark
 from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
 from tgi_server.router.text.tool_formats import (
+    DOUBLED_BRACES,
     JSON_PARTS,
     NUMBER,
     TEXT_ARGUMENTS,
@@ -146,7 +147,7 @@ class FrameWriter:
             in_text = not calls.required and schema is None and not opening
             if calls.as_text:
                 names = "|".join(_pattern(json.dumps(name, ensure_ascii=False)) for name in calls.arguments)
-                others = [*others, f"{form.text_layouts}({names})"]
+                others = [*others, f"{form.text_layouts}({names})", DOUBLED_BRACES]
                 lines += self._text_call_rules(calls)
                 yield f"{opening} text_call"
             if in_text and form.anywhere:

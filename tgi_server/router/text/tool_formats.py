@@ -128,6 +128,9 @@ def json_name(names: Iterable[str]) -> str:
     return rf'(?P<name>"([^"\\\n]|\\[^\n]){{0,{longest}}}")'
 
 
+# What the template of Qwen2.5-Coder shows as the beginning of a call. The model repeats it, although it is not JSON.
+DOUBLED_BRACES = rf'([ \n]{{0,8}}{_FENCE})?([ \n]*\[)?[ \n]*\{{\{{"'
+
 # DeepSeek's marks; their bars are wide ones.
 _CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
     f"<\uff5c{name}\uff5c>"

@@ -361,6 +361,17 @@ def test_a_model_that_writes_calls_as_text_without_an_end():
     assert not takes(grammar, f"[{', '.join([one] * 33)}]")
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("fence", ["", "```json\n"])
+def test_calls_with_the_doubled_braces_of_some_templates_are_not_written(name: str, fence: str):
+    doubled = '{{"name": "weather", "arguments": {"place": "Paris"}}}'
+    form = AnswerForm(tool_format(name, ""), THINK, {})
+    assert not takes(form.grammar(MAY, None, thinking=False), fence + doubled)
+    assert takes(form.grammar(MAY, None, thinking=False), "Write " + doubled)
+    off = AnswerForm(tool_format(name, ""), THINK, {}, calls_as_text=False)
+    assert takes(off.grammar(MAY, None, thinking=False), fence + doubled)
+
+
 def test_calls_have_the_ids_that_the_model_gives_them():
     form = AnswerForm(tool_format("kimi_k2", ""), None, {})
     found = events(form.readers(MUST, None, thinking=False), [WRITTEN["kimi_k2"]])
