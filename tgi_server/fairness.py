@@ -1,4 +1,4 @@
-"""Equal shares among clients: who goes first, by what each has had."""
+"""Fair queueing: the client that has used least goes first."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
@@ -11,42 +11,42 @@ T = TypeVar("T")
 
 
 class Shares:
-    """The share that each client has had, divided by its weight: fair queueing (arXiv:2401.00588).
+    """The service that each client has received, divided by its weight: fair queueing (arXiv:2401.00588).
 
-    Who comes back after a pause is put level with those who are there, so that nobody saves up.
+    A client that returns after a pause starts level with the active ones, so that idle time earns no credit.
     """
 
     def __init__(self) -> None:
         self._had: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, client: str, present: Collection[str]) -> None:
-        """Notes that work of the client comes. present: the clients of all other work that waits or runs."""
+        """Registers new work of a client. present: the clients of all other work that waits or runs."""
         if not present:
             self._had.clear()
         elif client not in present:
             self._had[client] = max(self._had[client], min(self._had[each] for each in present))
 
     def charge(self, client: str, cost: float, weight: float = 1.0) -> None:
-        """Notes what was done for a client."""
+        """Charges a client for work."""
         self._had[client] += cost / weight
 
     def had(self, client: str) -> float:
-        """Returns what the client has had. The client that has had least goes first."""
+        """Returns the service that a client has received. The client with the least goes first."""
         return self._had[client]
 
 
 class FairOrder(Generic[T]):
-    """Work of which the clients take turns. The work of a client costs the seconds for which it runs.
+    """A queue in which clients take turns. A client is charged the seconds for which its work runs.
 
-    The next work is that of the client that has had least, running work included, and of a client's work the smallest.
-    So small work of a client waits for one piece of work of another one at most, however many wait.
+    The next client is the one that has used least, running work included; its smallest work goes first. So small work
+    waits for at most one item of another client, however many are queued.
     """
 
     def __init__(
         self, gone: Callable[[T], bool], most_of_one: int | None = None, clock: Callable[[], float] = monotonic
     ) -> None:
-        """gone: returns True for work that nobody waits for any more. most_of_one: pieces of work of one client that
-        may run at a time; None: all.
+        """gone: returns True for cancelled work. most_of_one: maximum number of items of one client that run at a
+        time; None: no limit.
         """
         self._gone = gone
         self._most_of_one = most_of_one
@@ -57,18 +57,18 @@ class FairOrder(Generic[T]):
         self._waiting: dict[str, list[tuple[float, int, T]]] = {}  # heaps: size, number, work
 
     def __len__(self) -> int:
-        """How many pieces of work wait, with some that nobody waits for any more."""
+        """Returns the number of queued items. Some of them may be cancelled."""
         return sum(map(len, self._waiting.values()))
 
     def add(self, client: str, work: T, size: float = 0.0) -> int:
-        """Has work of a client wait. size: of the work, beside others of the client. Returns the work's number."""
+        """Queues work of a client, smaller sizes first. Returns a number that identifies the work."""
         self._shares.enter(client, {each for each, _ in self._running.values()} | self._waiting.keys())
         number = next(self._numbers)
         heappush(self._waiting.setdefault(client, []), (size, number, work))
         return number
 
     def begin(self) -> tuple[int, T] | None:
-        """Takes the work whose turn it is. Returns it with its number; None if none may run."""
+        """Starts the next work. Returns it with its number; None if none may run."""
         for each in list(self._waiting):
             self._forget_gone(each)
         client = self._next()
@@ -80,7 +80,7 @@ class FairOrder(Generic[T]):
         return number, work
 
     def end(self, number: int) -> bool:
-        """Charges work that ends to its client. Returns False if it was not running."""
+        """Ends work, and charges its client. Returns False if it was not running."""
         if number not in self._running:
             return False
         client, began = self._running.pop(number)
@@ -88,7 +88,7 @@ class FairOrder(Generic[T]):
         return True
 
     def drop_beyond(self, most: int) -> T | None:
-        """Takes the largest work of the client that has most of it waiting, if more than `most` wait; returns it."""
+        """Removes the largest work of the client with the most queued work, if more than `most` are queued. Returns it."""
         for client, waiting in list(self._waiting.items()):
             self._waiting[client] = [each for each in waiting if not self._gone(each[2])]
             heapify(self._waiting[client])
@@ -119,7 +119,7 @@ class FairOrder(Generic[T]):
         )
 
     def _forget_gone(self, client: str) -> None:
-        """Drops the work of a client that nobody waits for any more, as far as it would be next."""
+        """Drops cancelled work from the head of a client's queue."""
         waiting = self._waiting[client]
         while waiting and self._gone(waiting[0][2]):
             heappop(waiting)

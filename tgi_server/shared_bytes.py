@@ -1,4 +1,4 @@
-"""Bytes that processes of one machine share without a copy, in memory that has no name.
+"""Anonymous shared memory, through which processes of one machine pass bytes without a copy.
 
 The memory belongs to a descriptor of the process that made it (memfd_create, Linux). Another process of the same user
 opens it by the number of the descriptor, below /proc. The system frees it when the last process that has it open or
@@ -26,7 +26,7 @@ _SEALS = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """The descriptor of a process by which a memory can be opened. inode: of the memory, as numbers are reused."""
+    """A file descriptor of a process, by which others can open the memory. inode: detects reused descriptors."""
 
     process: int
     descriptor: int
@@ -44,7 +44,7 @@ class SharedMemory:
 
     @classmethod
     def of(cls, parts: Sequence[memoryview | bytes]) -> "list[SharedBytes]":
-        """Returns copies of some parts in one memory. Raises OSError where there is none."""
+        """Copies some buffers into one new memory. Raises OSError if the system does not support it."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a name")
         memory = cls(os.memfd_create("oatmill", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -75,7 +75,7 @@ class SharedMemory:
     def map(self, start: int, size: int) -> mmap.mmap:
         """Returns a part, which stays mapped for as long as the returned object lives. Raises OSError or ValueError.
 
-        What is written to it is seen by nobody else.
+        Writes to it are private to this object.
         """
         return mmap.mmap(
             self._descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start

@@ -32,7 +32,7 @@ class TaskAnswer:
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> "TaskAnswer":
-        """Raises LookupError, TypeError for what is not a response."""
+        """Reads the body of a response. Raises LookupError or TypeError if it is not one."""
         if "choices" not in body:
             return cls(body)
         choice = body["choices"][0]
@@ -46,7 +46,7 @@ class TaskAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TaskVerdict:
-    """score: 0 to 1. valid: whether the answer matches the schemas it was bound by; None where there were none.
+    """The score of an answer, 0 to 1. valid: True if it matches the schemas of its request; None if there are none.
 
     loss: the negative log-probability of the right answer, where the server reports probabilities.
     """

@@ -65,12 +65,12 @@ class _Lane:
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
-        """How many grammars wait; one of several clients counts several times."""
+        """Returns the number of queued grammars; a grammar of several clients counts several times."""
         return len(self._order)
 
     def put(self, job: _Job, *, turn_away: bool = True) -> _Job | None:
-        """Returns the job that is turned away, when more would wait than may: the one with the most bytes, of the
-        client that has most of them.
+        """Queues a job. Returns the job that is refused if the queue is full: the largest one of the client with the
+        most jobs.
         """
         with self._changed:
             job.lane = self
@@ -83,7 +83,7 @@ class _Lane:
             return refused
 
     def join(self, job: _Job, client: str) -> None:
-        """Has a job that waits here have the turns of another client, too."""
+        """Adds a client to a queued job, which then also has the turns of that client."""
         with self._changed:
             if job.lane is self:
                 self._order.add(client, job, job.grammar.text_bytes())

@@ -1,4 +1,4 @@
-"""Who goes first: the lower `priority`, then the key that has had less, then the earlier deadline."""
+"""The order of requests: lower `priority` first, then the key that has received less, then the earlier deadline."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""Bounds of the prompt tokens in a step: replies that run keep their pace, and nobody waits long for the next step."""
+"""Limits the prompt tokens of a step, so that inter-token latency stays low and steps end soon."""
 
 from collections import defaultdict, deque
 from functools import partial
