@@ -88,7 +88,7 @@ class FairOrder(Generic[T]):
         return True
 
     def drop_beyond(self, most: int) -> T | None:
-        """Removes the largest work of the client with the most queued work, if more than `most` are queued. Returns it."""
+        """Removes and returns the largest work of the client with the most queued, if more than `most` are queued."""
         for client, waiting in list(self._waiting.items()):
             self._waiting[client] = [each for each in waiting if not self._gone(each[2])]
             heapify(self._waiting[client])
