@@ -54,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="measure all perplexities of tests/real, on 20,000 tokens")
     parser.addoption("--agents", action="store_true", help="run tests/agents, which fetches agents and runs them")
     parser.addoption("--soak-minutes", type=float, default=10.0, help="how long test_soak.py loads both services")
+    parser.addoption("--conservation-calls", type=int, default=1_000, help="how many test_conservation.py makes")
+    parser.addoption("--conservation-seed", type=int, default=0, help="what decides them; 0: another one each time")
 
 
 def pytest_configure(config: pytest.Config) -> None:

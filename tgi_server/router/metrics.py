@@ -377,6 +377,11 @@ class Metrics:
             ["by"],
             registry=self._registry,
         )
+        self._client_memory = Gauge(
+            "tgi_client_memory_bytes",
+            "Memory held for clients in bytes, as `--max-client-memory` counts it; counted once a second.",
+            registry=self._registry,
+        )
         self._refused = Counter(
             "tgi_requests_refused",
             "Requests without a valid API key, or from web pages of other sites, by error type.",
@@ -393,6 +398,9 @@ class Metrics:
 
     def connection_broken(self, by: str) -> None:
         self._broken_connections.labels(by).inc()
+
+    def client_memory(self, held: int) -> None:
+        self._client_memory.set(held)
 
     def refused(self, error_type: str) -> None:
         self._refused.labels(error_type).inc()

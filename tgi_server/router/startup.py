@@ -83,6 +83,7 @@ async def run(settings: RouterSettings) -> None:
         async with assembled(settings) as service:
             _collect_garbage_seldom()
             connections.on_broken = service.metrics.connection_broken
+            connections.account.on_counted = service.metrics.client_memory
             rules = access_rules(settings, listener)
             app.current = create_app(service, rules)
             if metrics_listener is not None:

@@ -117,6 +117,7 @@ async def running_router(
         limits = connection_limits(chosen.max_connections, chosen.max_connections_per_address)
         connections = Connections(*limits, chosen.max_client_memory * 2**20)
         connections.on_broken = service.metrics.connection_broken
+        connections.account.on_counted = service.metrics.client_memory
         server = HttpServer(app, grace=1, patience=chosen.client_timeout, connections=connections)
         serving = asyncio.create_task(server.serve([listener]))
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:

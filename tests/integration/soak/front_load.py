@@ -1,22 +1,25 @@
 """Mixed load on llm_functionalities over gRPC, from a process of its own, which times the answers.
 
-`python -m tests.integration.soak.front_load HOST:PORT SECONDS` prints what became of the calls, as JSON.
+`python -m tests.integration.soak.front_load HOST:PORT SECONDS` prints what became of the calls, as JSON. With
+`COUNT SEED` in place of the seconds it makes so many calls; those of one seed are the same each time.
 """
 
 import asyncio
 import gc
 import json
-import random
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 
 from shared.stubs import llm_pb2
 from tests.integration.soak.delays import Delays
 from tests.integration.soak.tally import Tally
+from tests.integration.soak.turns import Turn, turns, turns_until
 from tests.integration.structured.test_generate import PROMPT, REGEX, SCHEMA
 
 WORKERS = 16
@@ -37,13 +40,17 @@ STEP = "Melt the butter in a pan, then add the milk and the sugar."
 
 @dataclass(frozen=True)
 class Call:
-    """A method, a message for it, and the status that it has to end with. timed: the message may set a `timeout`."""
+    """A method, a message for it, and the status that it has to end with. timed: the message may set a `timeout`.
+
+    whole: checks a response for which no reason to be empty is given.
+    """
 
     method: str
     message: Any
     status: grpc.StatusCode = OK
     timed: bool = False
     share: int = 4
+    whole: Callable[[Any], bool] = bool
 
 
 def _steps(count: int, ingredients: int) -> llm_pb2.AdjustedStepGenerationRequest:
@@ -61,6 +68,10 @@ def _prompt(**fields: Any) -> llm_pb2.ModelRequest:
     return llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=40, **fields)
 
 
+def _of(count: int, field: str) -> Callable[[Any], bool]:
+    return lambda response: len(getattr(response, field)) == count
+
+
 _SCHEMA = llm_pb2.Grammar(json_schema=json.dumps(SCHEMA))
 _EGGS = {"task_title": "Eggs", "step_text": STEP, "more_details": "Use a timer."}
 CALLS = {
@@ -71,6 +82,7 @@ CALLS = {
         "LLMRunner/batch_call_model",
         llm_pb2.ModelBatchRequest(formatted_prompts=[PROMPT] * 8, max_tokens=20),
         timed=True,
+        whole=_of(8, "text"),
     ),
     "stream_model": Call("LLMRunner/stream_model", _prompt(), timed=True, share=12),
     "stream_model, read slowly": Call("LLMRunner/stream_model", _prompt(), timed=True),
@@ -104,6 +116,21 @@ CALLS = {
         "LLMExecutionSearchManager/generate_decision",
         llm_pb2.ExecutionSearchRequest(user_question="I want to make pizza instead"),
         timed=True,
+    ),
+    "decide": Call(
+        "LLMDecisions/Decide",
+        llm_pb2.DecisionRequest(input=STEP, questions=[llm_pb2.DecisionQuestion(instructions="It is sweet.")] * 4),
+        timed=True,
+        whole=lambda response: len(response.answers) == 4 and all(each.probabilities for each in response.answers),
+    ),
+    "embed": Call(
+        "LLMEmbeddings/Embed", llm_pb2.EmbedRequest(texts=[STEP] * 8), timed=True, whole=_of(8, "embeddings")
+    ),
+    "warm": Call(
+        "LLMPrefixCache/Warm",
+        llm_pb2.WarmRequest(formatted_prompt=PROMPT, ttl_seconds=2),
+        timed=True,
+        whole=lambda response: response.prompt_tokens > 0,
     ),
     "bad: batch of 300,000": Call(
         "LLMRunner/batch_call_model", llm_pb2.ModelBatchRequest(formatted_prompts=[""] * 300_000), REFUSED, share=1
@@ -148,10 +175,9 @@ class FrontLoad:
         # The kind of a call, when it was made, by how much its answer was late, and when that came.
         self._times: list[tuple[str, float, float, float]] = []
 
-    async def run(self, seconds: float) -> Report:
-        over = time.monotonic() + seconds
+    async def run(self, given: Iterator[Turn]) -> Report:
         async with self.delays.watched():
-            await asyncio.gather(*(self._work(over) for _ in range(WORKERS)))
+            await asyncio.gather(*(self._work(given) for _ in range(WORKERS)))
         past = sorted(
             ((late, self._delay(begun, late, ended), kind) for kind, begun, late, ended in self._times), reverse=True
         )
@@ -172,27 +198,27 @@ class FrontLoad:
             return 0.0
         return self.delays.between(begun, begun + late) + self.delays.between(ended - late, ended)
 
-    async def _work(self, over: float) -> None:
+    async def _work(self, given: Iterator[Turn]) -> None:
         calls = list(CALLS.items())
         shares = [call.share for _, call in calls]
-        while time.monotonic() < over:
-            ((kind, call),) = random.choices(calls, shares)
-            await self._make(kind, call)
-            await asyncio.sleep(random.uniform(0, PAUSE_SECONDS))
+        for turn in given:
+            ((kind, call),) = turn.choices(calls, shares)
+            await self._make(kind, call, turn)
+            await asyncio.sleep(turn.uniform(0, PAUSE_SECONDS))
 
-    async def _make(self, kind: str, call: Call) -> None:
+    async def _make(self, kind: str, call: Call, turn: Turn) -> None:
         message, seconds = call.message, DEFAULT_SECONDS
         if call.timed:
-            timeout = random.choice(TIMEOUTS)
+            timeout = turn.choice(TIMEOUTS)
             message, seconds = type(message)(), timeout / 1000
             message.CopyFrom(call.message)
             message.timeout = timeout
         sent = message if isinstance(message, bytes) else message.SerializeToString()
-        cancelled = random.random() < CANCELLED
+        cancelled, whole = turn.random() < CANCELLED, True
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(random.uniform(0, seconds) if cancelled else GUARD_SECONDS):
-                outcome = await self._answer(call.method, sent, slowly="slowly" in kind)
+            async with asyncio.timeout(turn.uniform(0, seconds) if cancelled else GUARD_SECONDS):
+                outcome, whole = await self._answer(call, sent, turn if "slowly" in kind else None)
         except TimeoutError:
             if cancelled:
                 self.tally.note(kind, "cancelled")
@@ -204,31 +230,43 @@ class FrontLoad:
             if error.code() != call.status:
                 self.tally.fault(kind, f"{outcome} {error.details()}")
                 return
+        if not whole:
+            self.tally.fault(kind, "neither a whole answer nor a reason for an empty one")
         if "slowly" not in kind:
             ended = time.monotonic()
             self._times.append((kind, begun, ended - begun - seconds, ended))
         self.tally.note(kind, outcome)
 
-    async def _answer(self, method: str, sent: bytes, slowly: bool) -> str:
-        """Returns "answered", or why the answer is empty."""
-        if "stream" in method:
-            stream = self._channel.unary_stream(f"/{method}")(sent)
-            async for _ in stream:
-                await asyncio.sleep(random.uniform(0, 0.5) if slowly else 0)
+    async def _answer(self, call: Call, sent: bytes, slowly: Turn | None) -> tuple[str, bool]:
+        """Returns "answered", or why the answer is empty; and False if it is neither whole nor said to be empty."""
+        whole = False
+        if "stream" in call.method:
+            stream = self._channel.unary_stream(f"/{call.method}")(sent)
+            async for received in stream:
+                whole = whole or self._is_whole(call, received)
+                await asyncio.sleep(0 if slowly is None else slowly.uniform(0, 0.5))
             trailing = await stream.trailing_metadata()
         else:
-            call = self._channel.unary_unary(f"/{method}")(sent)
-            await call
-            trailing = await call.trailing_metadata()
+            unary = self._channel.unary_unary(f"/{call.method}")(sent)
+            whole = self._is_whole(call, await unary)
+            trailing = await unary.trailing_metadata()
         reason = dict(trailing).get("empty-reason", "")
-        return f"empty: {reason}" if reason else "answered"
+        return (f"empty: {reason}", True) if reason else ("answered", whole)
+
+    @staticmethod
+    def _is_whole(call: Call, received: bytes) -> bool:
+        service, method = call.method.split("/")
+        described = llm_pb2.DESCRIPTOR.services_by_name[service].methods_by_name[method]
+        return call.whole(GetMessageClass(described.output_type).FromString(received))
 
 
 async def main() -> None:
     gc.collect()
     gc.freeze()  # a collection that walks what was imported takes 35 ms, which would be the service's delay
     async with grpc.aio.insecure_channel(sys.argv[1]) as channel:
-        report = await FrontLoad(channel).run(float(sys.argv[2]))
+        amount, *seed = sys.argv[2:]
+        given = turns(int(amount), int(seed[0])) if seed else turns_until(time.monotonic() + float(amount))
+        report = await FrontLoad(channel).run(given)
     print(json.dumps(asdict(report)), flush=True)
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
-import random
 import socket
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import httpx
 
 from tests import hostile_grammars as hostile
 from tests.integration.soak.tally import Tally
+from tests.integration.soak.turns import Turn
 from tests.integration.structured.test_chat import TOOLS
 from tests.integration.structured.test_generate import GRAMMARS, PROMPT
 
@@ -34,6 +35,13 @@ HELLO = [{"role": "user", "content": "How do I boil an egg?"}]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "max_new_tokens": 60}
 COMPARED = {"inputs": PROMPT, "parameters": {"max_new_tokens": 60, "ignore_eos": True}}
 
+_FIELDS = {
+    "/generate": "generated_text",
+    "/v1/chat/completions": "finish_reason",
+    "/v1/completions": "finish_reason",
+    "/v1/decisions": "answers",
+}
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -45,6 +53,16 @@ class Ask:
     statuses: frozenset[int] = FINE
     share: int = 4
     headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def field(self) -> str:
+        """A field of a whole answer."""
+        return "" if self.body is None else _FIELDS.get(self.path, "")
+
+    @property
+    def end(self) -> str:
+        """The end of a whole stream."""
+        return "data: [DONE]" if self.path.startswith("/v1/") else '"generated_text":"'
 
     @property
     def content(self) -> bytes | None:
@@ -117,10 +135,20 @@ BAD = {
 ASKS = GOOD | BAD
 
 
-class HttpLoad:
-    """Workers that each send one request after the other; `tally` is what came back."""
+class _Wrong(Exception):
+    """An answer that must not be."""
 
-    def __init__(self, url: str) -> None:
+
+class HttpLoad:
+    """Workers that each send one request after the other; `tally` is what came back.
+
+    asks: the requests, by their kinds. there: unset while the server may be gone, when nothing is expected of it.
+    """
+
+    def __init__(self, url: str, asks: Mapping[str, Ask] = ASKS) -> None:
+        self.there = asyncio.Event()
+        self.there.set()
+        self._asks = list(asks.items())
         self.tally = Tally()
         self._url = url
         limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_SECONDS)
@@ -131,33 +159,42 @@ class HttpLoad:
     async def begin(self) -> None:
         self._compared = (await self._http.post("/generate", json=COMPARED)).json()["generated_text"]
 
-    async def run(self, seconds: float) -> None:
+    async def run(self, given: Iterator[Turn]) -> None:
         """Returns when all workers have their last answers."""
-        over = asyncio.get_running_loop().time() + seconds
-        await asyncio.gather(*(self._work(over) for _ in range(WORKERS)))
+        await asyncio.gather(*(self._work(given) for _ in range(WORKERS)))
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _work(self, over: float) -> None:
-        asks = list(ASKS.items())
-        shares = [ask.share for _, ask in asks]
-        while asyncio.get_running_loop().time() < over:
-            turn = random.random()
-            if turn < 0.06:
-                await self._read_slowly()
-            elif turn < 0.1:
-                await self._send_half()
-            elif turn < 0.2:
-                await self._compare()
+    async def _work(self, given: Iterator[Turn]) -> None:
+        shares = [ask.share for _, ask in self._asks]
+        for turn in given:
+            kind = turn.random()
+            if kind < 0.06:
+                await self._unless_gone("slow reader", self._read_slowly(turn))
+            elif kind < 0.1:
+                await self._unless_gone("half a request", self._send_half(turn))
+            elif kind < 0.2:
+                await self._unless_gone("generate, compared", self._compare())
             else:
-                ((kind, ask),) = random.choices(asks, shares)
-                await self._ask(kind, ask)
-            await asyncio.sleep(random.uniform(0, PAUSE_SECONDS))
+                ((name, ask),) = turn.choices(self._asks, shares)
+                await self._unless_gone(name, self._ask(name, ask, turn))
+            await asyncio.sleep(turn.uniform(0, PAUSE_SECONDS))
 
-    async def _ask(self, kind: str, ask: Ask) -> None:
-        leaves = random.random() < LEAVERS
-        stays = random.uniform(0, STAY_SECONDS) ** 2 if leaves else ANSWER_SECONDS
+    async def _unless_gone(self, kind: str, request: Coroutine[Any, Any, None]) -> None:
+        there = self.there.is_set()
+        try:
+            await request
+        except (_Wrong, httpx.HTTPError, OSError) as error:
+            if there and self.there.is_set():
+                self.tally.fault(kind, str(error) if isinstance(error, _Wrong) else repr(error))
+                return
+            self.tally.note(kind, "the server went")
+            await self.there.wait()
+
+    async def _ask(self, kind: str, ask: Ask, turn: Turn) -> None:
+        leaves = turn.random() < LEAVERS
+        stays = turn.uniform(0, STAY_SECONDS) ** 2 if leaves else ANSWER_SECONDS
         try:
             async with asyncio.timeout(stays):
                 self._check(kind, ask, *await self._answer(ask))
@@ -166,8 +203,6 @@ class HttpLoad:
                 self.tally.note(kind, "left")
             else:
                 self.tally.fault(kind, f"no answer within {ANSWER_SECONDS} s")
-        except httpx.HTTPError as error:
-            self.tally.fault(kind, repr(error))
 
     async def _answer(self, ask: Ask) -> tuple[int, str]:
         method = "GET" if ask.body is None else "POST"
@@ -175,25 +210,21 @@ class HttpLoad:
             return response.status_code, (await response.aread()).decode()
 
     def _check(self, kind: str, ask: Ask, status: int, text: str) -> None:
-        failed = ask.streams and status == 200 and ('"error_type"' in text or "data:" not in text)
-        if status in ask.statuses and not failed:
-            self.tally.note(kind, str(status))
-        else:
-            self.tally.fault(kind, f"{status} {text[-500:]}")
+        whole = ask.end in text if ask.streams else not ask.field or f'"{ask.field}":' in text
+        failed = status == 200 and (not whole or (ask.streams and '"error_type"' in text))
+        if status not in ask.statuses or failed:
+            raise _Wrong(f"{status} {text[-500:]}")
+        self.tally.note(kind, str(status))
 
     async def _compare(self) -> None:
         """Checks that an answer does not depend on the other requests that run."""
-        try:
-            response = await self._http.post("/generate", json=COMPARED)
-        except httpx.HTTPError as error:
-            self.tally.fault("generate, compared", repr(error))
-            return
+        response = await self._http.post("/generate", json=COMPARED)
         if response.status_code == 429:
             self.tally.note("generate, compared", "429")
         elif response.status_code == 200 and response.json()["generated_text"] == self._compared:
             self.tally.note("generate, compared", "the same")
         else:
-            self.tally.fault("generate, compared", response.text)
+            raise _Wrong(response.text)
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """One that takes in little, so that the server has to keep what is not read."""
@@ -204,22 +235,24 @@ class HttpLoad:
         await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
         return await asyncio.open_connection(sock=connection, limit=SMALL_BUFFER)
 
-    async def _read_slowly(self) -> None:
+    async def _read_slowly(self, turn: Turn) -> None:
         reader, writer = await self._connection()
         parameters = {"max_new_tokens": 300, "ignore_eos": True, "top_n_tokens": 5}
         body = json.dumps({"inputs": PROMPT, "parameters": parameters}).encode()
         writer.write(_head("/generate_stream", len(body)) + body)
         with contextlib.suppress(TimeoutError, ConnectionResetError):
-            async with asyncio.timeout(random.uniform(0, SLOW_READER_SECONDS)):
+            async with asyncio.timeout(turn.uniform(0, SLOW_READER_SECONDS)):
                 async for _ in reader:
                     await asyncio.sleep(0.1)
         writer.transport.abort()
         self.tally.note("slow reader", "left")
 
-    async def _send_half(self) -> None:
+    async def _send_half(self, turn: Turn) -> None:
         _, writer = await self._connection()
         request = _head("/generate", 100) + b'{"inputs": "a'
-        for byte in request[: random.randrange(len(request))]:
+        for byte in request[: turn.randrange(len(request))]:
+            if writer.transport.is_closing():  # the server waits no longer than it says
+                break
             writer.write(bytes([byte]))
             await asyncio.sleep(0.01)
         with contextlib.suppress(OSError):

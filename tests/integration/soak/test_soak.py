@@ -7,28 +7,33 @@ make test ARGS="--runslow -n 0 -s -k test_soak --soak-minutes 1"   shorter
 import asyncio
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import grpc
 import httpx
 import psutil
 import pytest
 
-from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.conftest import FreePort, ServerFactory
 from tests.integration.llm_functionalities.faults import priority
 from tests.integration.llm_functionalities.service import Service, running_service
 from tests.integration.soak.flapping_proxy import FlappingProxy
 from tests.integration.soak.front_load import DEFAULT_SECONDS, SLACK_SECONDS, Report
+from tests.integration.soak.holdings import (
+    grown,
+    held_by_front,
+    held_by_router,
+    idle,
+    places_of_the_front,
+    places_of_the_server,
+    wait_for,
+)
 from tests.integration.soak.http_load import HttpLoad
 from tests.integration.soak.tally import Tally
+from tests.integration.soak.turns import turns_until
 from tests.integration.soak.vitals import Vitals, table, vitals
-from tests.integration.structured.test_generate import PROMPT
 from tests.servers import TextGenerationServer
 from tgi_server import demo_model
 
@@ -36,7 +41,6 @@ from tgi_server import demo_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600 + 1200)]
 
 WARM_UP_SECONDS = 30.0
-SETTLE_SECONDS = 90.0
 # Longer than llm_functionalities keeps idle connections.
 IDLE_SECONDS = 4.0
 # Places of the text-generation server, and as many threads of llm_functionalities.
@@ -45,11 +49,6 @@ CALLS = 64
 KV_TOKENS = 16_384
 # The text-generation server's `--client-timeout`, so that it cuts off slow readers before they leave.
 CLIENT_SECONDS = 5
-MORE_DESCRIPTORS = 0
-# Pools of threads start one when all others have something to do, which the warm-up need not have seen.
-MORE_THREADS = 2
-# MiB: what the C library keeps of the largest bodies that came together, and caches that were not yet full.
-MORE_MEMORY = 100
 SERVER = (
     *(f"--model-id={demo_model.PATH}", "--dtype=float32", f"--max-concurrent-requests={PLACES}"),
     *(f"--max-batch-total-tokens={KV_TOKENS}", f"--client-timeout={CLIENT_SECONDS}"),
@@ -67,27 +66,16 @@ class Stack:
         self.server = server
         self.front = front
         self.proxy = proxy
-        self.metrics = {"tgi": f"{server.url}/metrics", "llm": f"http://127.0.0.1:{metrics_port}/metrics"}
+        self.front_metrics = f"http://127.0.0.1:{metrics_port}/metrics"
 
     def vitals(self) -> dict[str, Vitals]:
         server = {role: self.server.child(role) for role in ("router", "shard")}
         launcher = psutil.Process(self.server.process.pid)
         return vitals({"launcher": launcher, **server, "llm_functionalities": psutil.Process(self.front.process.pid)})
 
-    def value(self, of: str, metric: str) -> float:
-        text = httpx.get(self.metrics[of], timeout=30).text
-        found = re.search(rf"^{metric} (\S+)$", text, re.MULTILINE)
-        assert found, f"{metric} is not among the metrics:\n{text}"
-        return float(found.group(1))
-
     def held(self) -> dict[str, float]:
-        """Places and KV blocks that requests have."""
-        return {
-            "requests waiting": self.value("tgi", "tgi_queue_size"),
-            "requests running": self.value("tgi", "tgi_batch_current_size"),
-            "KV slots held": self.value("tgi", "tgi_batch_current_max_tokens"),
-            "calls running": self.value("llm", "llm_functionalities_calls_running"),
-        }
+        """Places, KV blocks and memory that requests have."""
+        return held_by_router(self.server.url) | held_by_front(self.front_metrics)
 
 
 @contextlib.contextmanager
@@ -113,7 +101,7 @@ async def load(stack: Stack, seconds: float) -> tuple[Tally, Report]:
     await http.begin()
     flapping = asyncio.create_task(stack.proxy.flap())
     try:
-        await http.run(seconds)
+        await http.run(turns_until(time.monotonic() + seconds))
         output, _ = await asyncio.to_thread(callers.communicate, timeout=60)
     finally:
         callers.kill()
@@ -124,28 +112,12 @@ async def load(stack: Stack, seconds: float) -> tuple[Tally, Report]:
     return http.tally, Report(**json.loads(output))
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Returns when it is true, or when nobody would wait any longer."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.5)
-
-
 async def settled(stack: Stack) -> None:
     """Waits until nothing runs and idle connections are gone; a call makes llm_functionalities drop its own."""
-    await asyncio.to_thread(wait_for, lambda: not any(stack.held().values()))
+    await asyncio.to_thread(wait_for, lambda: idle(stack.held()))
     await asyncio.sleep(max(IDLE_SECONDS, CLIENT_SECONDS + 1))
-    await places_of_the_front(stack, 1)
+    await places_of_the_front(stack.front.address, 1)
     await asyncio.sleep(1)
-
-
-async def places_of_the_front(stack: Stack, calls: int) -> Counter[str]:
-    """Makes as many calls at once as there are places. Returns their outcomes."""
-    async with grpc.aio.insecure_channel(stack.front.address) as channel:
-        stub = llm_pb2_grpc.LLMRunnerStub(channel)
-        request = llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=10, timeout=20_000)
-        answers = await asyncio.gather(*(stub.call_model(request) for _ in range(calls)), return_exceptions=True)
-    return Counter(type(answer).__name__ if isinstance(answer, Exception) else "answered" for answer in answers)
 
 
 async def fill_kv_cache(stack: Stack) -> None:
@@ -157,14 +129,6 @@ async def fill_kv_cache(stack: Stack) -> None:
             bodies = ({"inputs": prompt, "parameters": {"max_new_tokens": 1}} for prompt in prompts)
             answers = await asyncio.gather(*(http.post("/generate", json=body) for body in bodies))
             assert {answer.status_code for answer in answers} == {200}
-
-
-async def places_of_the_server(stack: Stack) -> Counter[int]:
-    """Sends as many requests at once as there are places. Returns their statuses."""
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 60, "ignore_eos": True}}
-    async with httpx.AsyncClient(base_url=stack.server.url, timeout=60) as http:
-        answers = await asyncio.gather(*(http.post("/generate", json=body) for _ in range(PLACES)))
-    return Counter(answer.status_code for answer in answers)
 
 
 async def each_minute(stack: Stack, curve: list[dict[str, Vitals]]) -> None:
@@ -179,18 +143,6 @@ def resident(curve: list[dict[str, Vitals]], name: str) -> list[int]:
     return [vitals[name].resident for vitals in curve if name in vitals]
 
 
-def grown(before: dict[str, Vitals], after: dict[str, Vitals]) -> dict[str, tuple[Vitals | None, Vitals]]:
-    """Processes that hold more than before, or that were not there."""
-    return {
-        name: (old, new)
-        for name, new in after.items()
-        if (old := before.get(name)) is None
-        or new.descriptors > old.descriptors + MORE_DESCRIPTORS
-        or new.threads > old.threads + MORE_THREADS
-        or new.resident > old.resident + MORE_MEMORY
-    }
-
-
 async def test_nobody_is_harmed_and_nothing_is_kept(
     server: ServerFactory, free_port: FreePort, pytestconfig: pytest.Config
 ) -> None:
@@ -199,7 +151,7 @@ async def test_nobody_is_harmed_and_nothing_is_kept(
         await running.proxy.start()
         await load(running, min(WARM_UP_SECONDS, seconds / 2))
         await fill_kv_cache(running)
-        await places_of_the_front(running, CALLS)
+        await places_of_the_front(running.front.address, CALLS)
         await settled(running)
         before = await asyncio.to_thread(running.vitals)
         running.proxy.faults.clear()
@@ -210,7 +162,10 @@ async def test_nobody_is_harmed_and_nothing_is_kept(
         await settled(running)
         await asyncio.to_thread(wait_for, lambda: not grown(before, running.vitals()))
         after, held = await asyncio.to_thread(running.vitals), await asyncio.to_thread(running.held)
-        places = await places_of_the_server(running), await places_of_the_front(running, CALLS)
+        places = (
+            await places_of_the_server(running.server.url, PLACES),
+            await places_of_the_front(running.front.address, CALLS),
+        )
         await running.proxy.stop()
         front = Tally()
         for kind, outcomes in report.outcomes.items():
@@ -223,6 +178,6 @@ async def test_nobody_is_harmed_and_nothing_is_kept(
         print(f"less delays: {report.worst_but_delays * 1000:.0f} ms, idle thread: {report.worst_delay * 1000:.0f} ms")
     assert tally.wrong == report.wrong == []
     assert report.worst_but_delays < SLACK_SECONDS, report
-    assert not any(held.values()), held
+    assert idle(held), held
     assert places == ({200: PLACES}, {"answered": CALLS})
     assert not grown(before, after)

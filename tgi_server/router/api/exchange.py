@@ -182,7 +182,9 @@ class Exchange:
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:
         """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""
-        return await read_beside_loop(self.service.text.threads, await self.body(), read)
+        content = await read_beside_loop(self.service.text.threads, await self.body(), read)
+        self.lease.give_back(self.size)  # only what it became is held from here on
+        return content
 
     def generate(
         self,

@@ -16,8 +16,9 @@ LEASE = "lease"
 # Bytes that may arrive between two counts of what is held.
 _INTERVAL = 16 * 2**20
 _FLAG = "--max-client-memory"
-# Bytes that parsed JSON takes, by byte, item, list and object: an object may become a message with its parts.
-_TEXT, _ITEM, _LIST, _OBJECT = 4, 40, 80, 400
+# Bytes that parsed JSON takes, by byte of ASCII, of other text, by item, list and object: one character beyond the
+# BMP makes all of its string four bytes wide, and an object may become a message with its parts.
+_ASCII, _TEXT, _ITEM, _LIST, _OBJECT = 1, 4, 40, 80, 400
 
 
 class Holder(Protocol):
@@ -41,12 +42,16 @@ class Account:
     """
 
     def __init__(self, most: int, share: float) -> None:
-        """most: bytes. share: part of them that one address may have."""
+        """most: bytes. share: part of them that one address may have.
+
+        `on_counted` is called with the bytes that are held, whenever these have been counted.
+        """
         self._most = most
         self._share = int(most * share)
         self._holders: set[Holder] = set()
         self._bound = 0  # of what is held: what was held at the last look, and all that has come since
         self._looked_at = 0
+        self.on_counted: Callable[[int], None] = lambda held: None
 
     def add(self, holder: Holder) -> None:
         """Counts what is held for it from now on."""
@@ -98,6 +103,7 @@ class Account:
     def _look(self) -> dict[Holder, int]:
         held = {each: size for each in self._holders if (size := each.held)}
         self._bound = self._looked_at = sum(held.values())
+        self.on_counted(self._bound)
         return held
 
 
@@ -130,7 +136,7 @@ class Lease:
 
     def parse(self, body: bytes) -> None:
         """Counts what JSON becomes. Raises Overloaded, or PayloadTooLarge."""
-        size = _TEXT * len(body)
+        size = (_ASCII if body.isascii() and b"\\u" not in body else _TEXT) * len(body)
         for character, each in ((b",", _ITEM), (b"[", _LIST), (b"{", _OBJECT)):
             size += each * body.count(character)
         self._account.admit(self.network, size)

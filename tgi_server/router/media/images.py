@@ -211,7 +211,7 @@ class ImageReader:
             return _File(data, detail, client.namespace, digest.digest(), stated_work(data))
 
         if source.url[:5].lower() == "data:":
-            hold(len(source.url))
+            hold(len(source.url) * 3 // 4)  # of base64
             return await self._threads.run(len(source.url), lambda: described(data_of(source.url)))
         data = await self._fetcher.fetch(source.url, client.name, hold)
         return await self._threads.run(len(data), lambda: described(data))
