@@ -92,7 +92,7 @@ def unread_answer(_: int) -> tuple[bytes, Any]:
 
 def unread_stream(_: int) -> tuple[bytes, Any]:
     """Ends with less unread than what a stream is broken off for."""
-    parameters = {"max_new_tokens": 1_600, "ignore_eos": True, "top_n_tokens": 5}
+    parameters = {"max_new_tokens": 2_400, "ignore_eos": True, "top_n_tokens": 5}
     return b"/generate_stream", {"inputs": "Hello", "parameters": parameters}
 
 

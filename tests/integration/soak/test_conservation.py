@@ -186,9 +186,11 @@ async def load(endpoints: list[Endpoint], front: Service, calls: int, seed: int,
 
 
 async def start_decoders(url: str) -> None:
-    """Has the router start the processes that decode images, which it does for the first one."""
+    """Has the router start all processes that decode images, which it does as images come together."""
     async with httpx.AsyncClient(timeout=120) as http:
-        (await http.post(f"{url}/v1/chat/completions", json=_shown(9, max_tokens=1))).raise_for_status()
+        bodies = [_shown(seed, max_tokens=1) for seed in range(10, 26)]
+        answers = await asyncio.gather(*(http.post(f"{url}/v1/chat/completions", json=body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}
 
 
 async def every_block(url: str) -> int:
