@@ -220,7 +220,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({f"{Q}.lora_A.weight": torch.zeros(4, 65)}, r"q_proj.lora_A.weight has the shape \[4, 65\].* wants \[4, 64\]"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4, 65)}, r"q_proj.lora_A.weight has the shape \[4, 65\].* needs \[4, 64\]"),
         ({f"{Q}.lora_B.weight": torch.zeros(96, 4)}, r"q_proj.lora_B.weight has the shape \[96, 4\]"),
         ({f"{Q}.lora_B.weight": None}, "q_proj.lora_A.weight has no lora_B.weight beside it"),
         ({f"{Q}.lora_A.weight": torch.zeros(4, 64).int()}, "dtype torch.int32"),
@@ -242,7 +242,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
                 "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64),
                 "base_model.model.lm_head.lora_B.weight": torch.zeros(203, 4),
             },
-            r"lm_head.lora_B.weight has the shape \[203, 4\].* wants \[199, 4\]",
+            r"lm_head.lora_B.weight has the shape \[203, 4\].* needs \[199, 4\]",
         ),
     ],
 )
