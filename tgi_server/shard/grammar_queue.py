@@ -162,7 +162,7 @@ class GrammarQueue:
 
     @property
     def waiting(self) -> int:
-        """How many grammars wait for their turn."""
+        """Returns the number of grammars that wait for their turn."""
         return len(self._sure) + len(self._quick) + len(self._slow)
 
     def compile(
