@@ -1,8 +1,8 @@
-"""JSON schemas with `x-span` and `x-hint`, which no JSON schema compiler knows, as Lark grammars.
+"""JSON schemas with `x-span`, `x-lark` and `x-hint`, which no JSON schema compiler knows, as Lark grammars.
 
 The objects and arrays on the way to an annotated schema become rules; everything beside it is left to llguidance
-(`%json`). A span is a terminal made of the text that it is taken from. A hint is a marker: a token that the engine
-replaces by the words of the hint, which the model sees and the text does not have.
+(`%json`). A span is a terminal made of the text that it is taken from. `x-lark` is the grammar of a text. A hint is a
+marker: a token that the engine replaces by the words of the hint, which the model sees and the text does not have.
 """
 
 import json
@@ -13,11 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from tgi_server.grammar.errors import InvalidGrammar
+from tgi_server.grammar.json_lark import json_lark
 from tgi_server.grammar.json_schema.keywords import (
     HINT,
     ITEM_SEPARATOR,
     JSON_LAYOUT,
     KEY_SEPARATOR,
+    LARK,
     SPAN,
     SPAN_SOURCE,
     subschemas,
@@ -70,6 +72,7 @@ class _Writer:
         self._annotated = self._annotated_references()
         self._rules: dict[str, str] = {}  # by reference
         self._sources: dict[tuple[str, str], str] = {}
+        self._texts: dict[str, str] = {}  # by Lark grammar
         self._number = 0
 
     def rule(self, schema: Any, place: str) -> str:
@@ -80,6 +83,8 @@ class _Writer:
             return self._add(f"%json {json.dumps(self._alone(schema))}")
         if SPAN in schema:
             return self._span(schema, place)
+        if LARK in schema:
+            return self._text_of(schema, place)
         if "$ref" in schema:
             self._only(schema, {"$ref"}, place)
             return self.reference(schema["$ref"])
@@ -92,7 +97,8 @@ class _Writer:
         if "items" in schema:
             return self._array(schema, place)
         raise InvalidGrammar(
-            f"{SPAN} and {HINT} are supported below properties, items, anyOf and $ref, not where they are in {place}"
+            f"{SPAN}, {LARK} and {HINT} are supported below properties, items, anyOf and $ref, "
+            f"not where they are in {place}"
         )
 
     def reference(self, reference: str) -> str:
@@ -112,7 +118,7 @@ class _Writer:
         others = sorted(set(schema) - known)
         if others:
             raise InvalidGrammar(
-                f"the JSON schema keyword {others[0]!r} (at {place}) cannot be combined with {SPAN} or {HINT} "
+                f"the JSON schema keyword {others[0]!r} (at {place}) cannot be combined with {SPAN}, {LARK} or {HINT} "
                 "in the same part of the schema"
             )
 
@@ -217,6 +223,20 @@ class _Writer:
         null = "" if kind == "string" else ' | "null"'
         return self._add(f"{terminal}{null}")
 
+    def _text_of(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, {"type", LARK}, place)
+        definition = schema[LARK]
+        if not isinstance(definition, str) or schema.get("type", "string") != "string":
+            raise InvalidGrammar(f"{LARK} (at {place}) must be a grammar, of a value of type string")
+        if definition not in self._texts:
+            try:
+                text, lines = json_lark(definition, f"text{len(self._texts)}")
+            except InvalidGrammar as error:
+                raise InvalidGrammar(f"the Lark grammar at {place}: {error}") from error
+            self.lines += lines
+            self._texts[definition] = self._add(f'"\\"" {text} "\\""')
+        return self._texts[definition]
+
     def _terminal(self, granularity: str, source: str) -> str:
         """A span of the source as a JSON string. Its pieces are written as JSON, so that no escape is cut."""
         name = self._sources.get((granularity, source))
@@ -230,9 +250,9 @@ class _Writer:
 
 
 def _is_annotated(schema: Any) -> bool:
-    """Returns True if a span or a hint is anywhere in the schema."""
+    """Returns True if a span, a hint or a Lark grammar is anywhere in the schema."""
     return isinstance(schema, dict) and (
-        SPAN in schema or HINT in schema or any(_is_annotated(each) for _, each in subschemas(schema))
+        not schema.keys().isdisjoint((SPAN, HINT, LARK)) or any(_is_annotated(each) for _, each in subschemas(schema))
     )
 
 

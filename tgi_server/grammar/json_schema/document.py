@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from tgi_server.grammar.errors import InvalidGrammar
-from tgi_server.grammar.json_schema.keywords import HINT, MAX_DEPTH, SPAN, Unenforceable, subschemas
+from tgi_server.grammar.json_schema.keywords import HINT, LARK, MAX_DEPTH, SPAN, Unenforceable, subschemas
 
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 
@@ -13,8 +13,8 @@ _ANCHORS = ("$anchor", "$dynamicAnchor")
 class Document:
     """Follows references (RFC 6901, and JSON Schema 2020-12, chapters 8.2 and 9), within the document only.
 
-    root: the whole schema. draft: the number of the draft that `$schema` names, or 2020. annotated: there is a span or
-    a hint in it.
+    root: the whole schema. draft: the number of the draft that `$schema` names, or 2020. annotated: there is a span, a
+    hint or a Lark grammar in it.
     """
 
     def __init__(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Document:
                 continue  # reported when it is translated, if it ever is
             if depth > MAX_DEPTH:
                 raise InvalidGrammar(f"the JSON schema is nested more than {MAX_DEPTH} levels deep")
-            self.annotated = self.annotated or SPAN in schema or HINT in schema
+            self.annotated = self.annotated or not schema.keys().isdisjoint((SPAN, HINT, LARK))
             name = schema.get(identifier)
             if isinstance(name, str) and not ("$ref" in schema and self.draft <= 7):
                 if name.startswith("#"):

@@ -22,6 +22,7 @@ JSON_LAYOUT = {
 SPAN = "x-span"
 SPAN_SOURCE = "x-span-source"
 HINT = "x-hint"
+LARK = "x-lark"
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Integers beyond it are not all floats, as which bounds are compared.

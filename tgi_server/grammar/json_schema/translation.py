@@ -14,6 +14,7 @@ from tgi_server.grammar.json_schema.document import Document
 from tgi_server.grammar.json_schema.keywords import (
     HINT,
     LARGEST_EXACT,
+    LARK,
     MAX_DEPTH,
     SPAN,
     SPAN_SOURCE,
@@ -41,7 +42,7 @@ _COSTLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EnforcedSchema:
-    """definition: in keywords that llguidance enforces. annotated: there is a span or a hint in it.
+    """definition: in keywords that llguidance enforces. annotated: there is a span, a hint or a Lark grammar in it.
 
     places: references to what references named before, by their places then.
     left: the constraints that are left to the model, each as a line that names the keyword and its place.
@@ -151,7 +152,7 @@ class _Translation:
 
     def _translate(self, part: Part, own: dict[str, Any], beside: list[Schema]) -> None:
         keyword = part.keyword
-        if keyword in (SPAN, SPAN_SOURCE):
+        if keyword in (SPAN, SPAN_SOURCE, LARK):
             own[keyword] = part.value
         if keyword not in _OWN and keyword not in REWRITTEN:
             return
@@ -294,4 +295,4 @@ _OWN: dict[str, Callable[[_Translation, Part], dict[str, Any]]] = {
 }
 
 # The keywords that are enforced, or refused by name.
-KEYWORDS = frozenset({*_OWN, *REWRITTEN, "nullable", SPAN, SPAN_SOURCE, HINT})
+KEYWORDS = frozenset({*_OWN, *REWRITTEN, "nullable", SPAN, SPAN_SOURCE, HINT, LARK})

@@ -263,5 +263,5 @@ def _tool(tool: ToolSpec) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
-    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    function["parameters"] = tool.shown or tool.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from tgi_server.router.text.tools import ToolSpec
 
 _INPUT = "input"
+_LARK = "x-lark"
 LOCAL_SHELL = "local_shell"
 _SHELL_PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -49,7 +50,7 @@ def name_for_model(name: str, namespace: str | None) -> str:
 def free_form_tool(name: str, description: str | None, syntax: str | None = None, definition: str = "") -> ToolSpec:
     """Returns a tool whose input is text as a function with one argument.
 
-    syntax: of the grammar of that text: `regex`, which is enforced, or `lark`, which the model is only told.
+    syntax: of the grammar of that text: `regex`, or `lark`, which the model is told as well.
     """
     text: dict[str, Any] = {"type": "string"}
     lines = [description] if description else []
@@ -57,8 +58,14 @@ def free_form_tool(name: str, description: str | None, syntax: str | None = None
         text["pattern"] = f"^(?:{definition})$"
     elif syntax is not None:
         lines.append(f"`{_INPUT}` is a text of this grammar ({syntax}):\n{definition}")
-    parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
-    return ToolSpec(name, "\n\n".join(lines) or None, parameters)
+    shown = _with_input(text)
+    enforced = _with_input({**text, _LARK: definition}) if syntax == "lark" else shown
+    return ToolSpec(name, "\n\n".join(lines) or None, enforced, strict=True if syntax == "lark" else None, shown=shown)
+
+
+def _with_input(text: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a function with one text."""
+    return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
 
 
 def free_form_arguments(text: str) -> str:

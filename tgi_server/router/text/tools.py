@@ -40,13 +40,14 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A function that the model may call. parameters: JSON schema of its arguments; None: it has none. strict: refuse a
-    schema that cannot be fully enforced.
+    schema that cannot be fully enforced. shown: the parameters as prompts show them; None: as they are.
     """
 
     name: str
     description: str | None = None
     parameters: Any = None
     strict: bool | None = None
+    shown: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,10 @@ class AnswerForm:
         by_letter = all(tool.strict for tool in use.tools) and (answer is None or answer.reading == JSON_SCHEMA)
         reading = JSON_SCHEMA if by_letter else CLOSED_OBJECTS
         return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient), reading=reading)
+
+    def enforces(self, use: ToolUse, answer: Grammar | None) -> bool:
+        """Returns True if the arguments of calls in such an answer have a grammar."""
+        return self._templated(use, answer) is None
 
     def without_calls(self, use: ToolUse, *, thinking: bool) -> Grammar | None:
         """Returns the grammar of a text that calls none of the tools that the prompt shows; None: it shows none."""

@@ -42,8 +42,8 @@ class ChatPlan:
     """A chat that is to be answered.
 
     use: the tools that the answer may call. show_thoughts: they are sent. client_tools: by the names that the model
-    knows, those of `use` that are no plain functions to the client. unenforced: constraints that are left to the model,
-    each as a line.
+    knows, those of `use` that are no plain functions to the client. formats: the grammars of free texts, each as a
+    line.
     """
 
     dialect: Dialect
@@ -52,7 +52,7 @@ class ChatPlan:
     options: GenerationOptions
     show_thoughts: bool = True
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
-    unenforced: Sequence[str] = ()
+    formats: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
     options = replace(options, report=report, grammar=requested_form(request))
     use = tools_of(request)
     conversation = conversation_of(request, use)
-    tools, left = free_form_tools(request)
-    return ChatPlan(Dialect.CHAT, conversation, use, options, request.include_reasoning, tools, left)
+    tools, formats = free_form_tools(request)
+    return ChatPlan(Dialect.CHAT, conversation, use, options, request.include_reasoning, tools, formats)
 
 
 async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> ChatPrompt:
@@ -120,7 +120,8 @@ async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> C
         size=size,
         thinking=thinking,
     )
-    checked = replace(checked, unenforced=(*made.unenforced, *checked.unenforced))
+    enforced = not made.use.tools or form.enforces(made.use, made.options.grammar)
+    checked = replace(checked, unenforced=(*(() if enforced else made.formats), *checked.unenforced))
     return ChatPrompt(prompt.text, checked, readers, made.show_thoughts, made.client_tools)
 
 
@@ -146,15 +147,15 @@ def tools_of(request: ChatRequest) -> ToolUse:
 
 
 def free_form_tools(request: ChatRequest) -> tuple[dict[str, ClientTool], list[str]]:
-    """Returns the tools whose input is text, and their grammars that are left to the model, each as a line."""
+    """Returns the tools whose input is text, and the grammars of their texts, each as a line."""
     tools: dict[str, ClientTool] = {}
-    unenforced: list[str] = []
+    formats: list[str] = []
     for index, tool in enumerate(request.tools or ()):
         if isinstance(each := tool.root, OfferedFreeForm):
             tools[each.custom.name] = ClientTool(each.custom.name, ToolKind.FREE_FORM)
-            if each.custom.format and each.custom.format.grammar and each.custom.format.grammar.syntax == "lark":
-                unenforced.append(f"tools.{index}.custom.format (lark)")
-    return tools, unenforced
+            if each.custom.format and each.custom.format.grammar:
+                formats.append(f"tools.{index}.custom.format ({each.custom.format.grammar.syntax})")
+    return tools, formats
 
 
 def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:

@@ -174,7 +174,7 @@ def plan_response(
         use,
         replace(options, report=report, grammar=_form(request)),
         client_tools=offered.client_tools,
-        unenforced=offered.unenforced,
+        formats=offered.formats,
     )
 
 

@@ -33,12 +33,12 @@ class OfferedTools:
     """The tools of a request.
 
     specs: as functions of the model. client_tools: those that are no plain functions, by the names that the model
-    knows. unenforced: grammars that are left to the model, each as a line.
+    knows. formats: the grammars of texts, each as a line.
     """
 
     specs: list[ToolSpec] = field(default_factory=list)
     client_tools: dict[str, ClientTool] = field(default_factory=dict)
-    unenforced: list[str] = field(default_factory=list)
+    formats: list[str] = field(default_factory=list)
 
     def add(self, tools: Iterable[ResponseTool | NamespacedTool], place: str, namespace: str | None = None) -> None:
         """Adds tools. place: of their list in the request."""
@@ -63,8 +63,8 @@ class OfferedTools:
         grammar = (form.syntax, form.definition) if form is not None and form.syntax is not None else ()
         self.specs.append(free_form_tool(name, tool.description, *grammar))
         self.client_tools[name] = ClientTool(tool.name, ToolKind.FREE_FORM, namespace)
-        if "lark" in grammar[:1]:
-            self.unenforced.append(f"{place}.format (lark)")
+        if grammar:
+            self.formats.append(f"{place}.format ({grammar[0]})")
 
     def choice(self, request: ResponsesRequest) -> Choice | None:
         """Returns the choice of tools; None: no tool may be called."""
