@@ -114,7 +114,7 @@ class LarkGrammar:
     def __init__(self, definition: str) -> None:
         """Raises InvalidGrammar that names what is wrong, or what is not supported."""
         if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(definition)):
-            raise InvalidGrammar(reason(fault))
+            raise InvalidGrammar(reason(fault)[:500])
         self.rules: dict[str, Any] = {}
         self.terminals: dict[str, Any] = {}
         self.imported: dict[str, str] = {}
@@ -264,7 +264,7 @@ def read_regex(pattern: str, flags: str = "") -> Any:
     try:
         return _RegexReader(pattern, frozenset(flags)).whole()
     except InvalidGrammar as error:
-        raise InvalidGrammar(f"{error} in the regular expression /{pattern[:200]}/") from None
+        raise InvalidGrammar(f"{error} in the regular expression /{pattern[:100]}/") from None
 
 
 class _RegexReader:

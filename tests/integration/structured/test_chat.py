@@ -1,6 +1,7 @@
 """`response_format` and `tools` with the `openai` client, through a real server."""
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -200,6 +201,55 @@ def test_the_usage_of_a_streamed_call_that_comes_at_once(client: OpenAI) -> None
     whole = ask(client, tools=tools, tool_choice="required").usage
     chunks = ask(client, tools=tools, tool_choice="required", stream=True, stream_options={"include_usage": True})
     assert [chunk.usage for chunk in chunks][-1].prompt_tokens == whole.prompt_tokens
+
+
+LINES = r"""
+start: "say \"" word ("\", \"" word) ~ 1..2 "\"" LF
+word: /[a-z\\\t]{1,4}/
+%import common.LF
+"""
+SUMS = r"""
+start: "=" sum "\n"
+sum: DIGIT | "(" DIGIT "+" sum ")"
+%import common.DIGIT
+"""
+LANGUAGES = {LINES: r'say "[a-z\\\t]{1,4}(", "[a-z\\\t]{1,4}){1,2}"\n', SUMS: r"=(\([0-9]\+)*[0-9]\)*\n"}
+
+
+@pytest.mark.parametrize("definition", LANGUAGES, ids=["lines", "sums"])
+def test_the_text_of_a_tool_has_its_grammar(client: OpenAI, definition: str) -> None:
+    grammar = {"syntax": "lark", "definition": definition}
+    in_chats: Any = [{"type": "custom", "custom": {"name": "say", "format": {"type": "grammar", "grammar": grammar}}}]
+    in_responses: Any = [{"type": "custom", "name": "say", "format": {"type": "grammar", **grammar}}]
+    called = 0
+    for seed in range(3):
+        chosen = ask(client, tools=in_chats, tool_choice="required", temperature=1.2, seed=seed).choices[0]
+        if chosen.finish_reason == "tool_calls":
+            text = chosen.message.tool_calls[0].custom.input
+            assert re.fullmatch(LANGUAGES[definition], text), text
+            called += 1
+        response = client.responses.create(
+            **{"model": "tgi", "input": "Say it.", "tools": in_responses, "tool_choice": "required"},
+            max_output_tokens=150,
+            temperature=1.2,
+            extra_body={"seed": seed},
+        )
+        if response.status == "completed":
+            (item,) = response.output
+            assert item.type == "custom_tool_call"
+            assert re.fullmatch(LANGUAGES[definition], item.input), item.input
+            called += 1
+    assert called
+
+
+def test_the_grammar_of_a_tools_text_that_is_not_supported_is_refused(client: OpenAI) -> None:
+    grammar = {"syntax": "lark", "definition": "start: /a+?b/"}
+    tools: Any = [{"type": "custom", "custom": {"name": "say", "format": {"type": "grammar", "grammar": grammar}}}]
+    with pytest.raises(openai.BadRequestError, match=r"say/properties/input: lazy repetitions .* \(\+\?\)"):
+        ask(client, tools=tools)
+    shown: Any = [{"type": "custom", "name": "say", "format": {"type": "grammar", **grammar}}]
+    with pytest.raises(openai.BadRequestError, match=r"say/properties/input: lazy repetitions"):
+        client.responses.create(model="tgi", input="Say it.", tools=shown)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -273,6 +273,9 @@ ENFORCED: dict[str, list[Group]] = {
     "x-span-source": [
         group({"type": ["string", "null"], "x-span": True, "x-span-source": "oak"}, ["oak", None], ["elm"])
     ],
+    "x-lark": [
+        group({"type": "string", "x-lark": r'start: "\"" /[ab]/+ "\n"?'}, ['"ab', '"a\n'], ['"', '"c', "ab"]),
+    ],
     "x-hint": [
         group(
             {"type": "object", "properties": {"a": {"type": "integer", "x-hint": "of all"}}}, [{"a": 1}], [{"a": "x"}]

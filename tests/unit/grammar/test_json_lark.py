@@ -57,14 +57,17 @@ pair: ESCAPED_STRING ":" value
 %ignore WS
 """
 ODD = r"""
-start: quoted | coded | /./ "\t" | /[^\n]+/ "!" | /.\x22/s | "\"\\\/é\u00e9\x41" | "a".."f" HEX ~ 2..5 | ["ß"i] /(?i:ÉX)+\p{Greek}?/
+start: quoted | coded | /./ "\t" | /[^\n]+/ "!" | /.\x22/s | "\"\\\/é\u00e9\x41" | "a".."f" HEX ~ 2..5 | quiet
+quiet: ["ß"i] /(?i:ÉX)+\p{Greek}?/
 quoted: "\"" /[^"\\\x00-\x1f]/* "\""
 coded: /[\x00-\x08]{2,3}/ | /[[:cntrl:]&&[^\x7f]]\d\s/ | ("(" LINE? ")")
 LINE: /[a-z"]*/ & ~/(.|\n)*xx(.|\n)*/
 HEX: /[0-9a-f]/i
 """
 # As one terminal, since llguidance takes the longest one of several, whatever follows.
-ODD_TERMINAL = "start: START\n" + ODD.replace("start", "START").replace("quoted", "QUOTED").replace("coded", "CODED")
+ODD_TERMINAL = "start: START\n" + ODD.replace("start", "START").replace("quoted", "QUOTED").replace(
+    "coded", "CODED"
+).replace("quiet", "QUIET")
 NESTED = r"""
 start: item
 item: "(" (item | WORD | TEXT | NOTE)* ")"

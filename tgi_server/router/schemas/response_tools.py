@@ -20,7 +20,7 @@ class FunctionTool(RequestModel):
 
 
 class InputFormat(RequestModel):
-    """The form of a text. A `regex` is enforced; a `lark` grammar is shown to the model."""
+    """The form of a text, which is enforced. A `lark` grammar is shown to the model, too."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None

@@ -16,6 +16,7 @@ from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.settings import ToolCallParser
 from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader
+from tgi_server.router.text.free_form import free_form_input, free_form_tool
 from tgi_server.router.text.reasoning import REASONING_PARSERS, reasoning_tags
 from tgi_server.router.text.tagged_arguments import ArgumentTags
 from tgi_server.router.text.tool_formats import FORMAT_NAMES, NUMBER, ToolFormat, tool_format
@@ -641,6 +642,40 @@ def test_arguments_that_are_taken_from_the_conversation():
     grammar = Grammar(grammar.type, grammar.value, "What of Oslo?", grammar.frame)
     assert takes(grammar, '<function=weather>{"place": "Oslo"}</function>')
     assert not takes(grammar, '<function=weather>{"place": "Rome"}</function>')
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "say", "arguments": {"input": TEXT}}\n</tool_call>'),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.say:0<|tool_call_argument_begin|>"
+            '{"input": TEXT}<|tool_call_end|><|tool_calls_section_end|>',
+        ),
+        ("pythonic", "[say(input=TEXT)]"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=say>\n<parameter=input>\nTEXT\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("glm45", "<tool_call>say\n<arg_key>input</arg_key>\n<arg_value>TEXT</arg_value>\n</tool_call>"),
+        ("gemma4", "<|tool_call>call:say{input:TEXT}<tool_call|>"),
+    ],
+)
+def test_a_text_with_a_grammar_is_written_as_json(name: str, call: str):
+    lark = 'start: "say " (/[a-z]+/ | ESCAPED_STRING) "\\n"\n%import common.ESCAPED_STRING'
+    form = AnswerForm(tool_format(name, ""), None, {})
+    use = ToolUse([free_form_tool("say", None, "lark", lark)], required=True)
+    grammar = form.grammar(use, None, thinking=False)
+    for text, valid in (("say yes\n", True), ('say "a\\"\\\\"\n', True), ("say yes", False), ('say "\n', False)):
+        written = call.replace("TEXT", json.dumps(text))
+        assert takes(grammar, written) is valid, written
+        make = form.readers(use, None, thinking=False)
+        assert make is not None
+        reader = make()
+        pieces = [*reader.feed(written), *reader.end()]
+        arguments = "".join(piece.text for piece in pieces if piece.part is AnswerPart.ARGUMENTS)
+        assert free_form_input(arguments) == text
 
 
 @pytest.mark.parametrize(

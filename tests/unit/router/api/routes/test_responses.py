@@ -91,9 +91,7 @@ async def test_a_tool_whose_input_is_text(client: httpx.AsyncClient, scheduler: 
         assert "tool: Done." in scheduler._tokenizer.decode(request.input_ids)
 
 
-async def test_a_regex_of_a_free_text_is_enforced_and_a_lark_grammar_is_reported(
-    client: httpx.AsyncClient, scheduler: ScriptedScheduler
-):
+async def test_the_grammar_of_a_free_text_is_enforced(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
     scheduler.texts = [call("patch", input="12")]
     regex = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
     await respond(client, tools=[{**FREE_FORM, "format": regex}])
@@ -102,8 +100,13 @@ async def test_a_regex_of_a_free_text_is_enforced_and_a_lark_grammar_is_reported
     assert "^(?:[0-9]+)$" in grammar.value
     lark = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
     response = await client.post("/v1/responses", json={"input": "hello", "tools": [{**FREE_FORM, "format": lark}]})
-    assert response.headers["x-unenforced-constraints"] == "tools.0.format (lark)"
-    assert "start: /a+/" in prompts(scheduler)[-1]
+    assert "x-unenforced-constraints" not in response.headers
+    grammar = scheduler.submitted[-1].options.grammar
+    assert grammar is not None
+    assert '"x-lark": "start: /a+/"' in grammar.value
+    assert grammar.lenient == ()
+    assert prompts(scheduler)[-1].count("start: /a+/") == 1
+    assert "x-lark" not in prompts(scheduler)[-1]
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
