@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Any
 
 from tgi_server.grammar.errors import InvalidGrammar
-from tgi_server.grammar.lark_reading import (
+from tgi_server.grammar.lark_reading import LarkGrammar
+from tgi_server.grammar.regex_reading import (
     Both,
     Characters,
     Choice,
-    LarkGrammar,
     Lexeme,
     Named,
     Repeated,

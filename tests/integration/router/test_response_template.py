@@ -78,3 +78,16 @@ async def test_its_thoughts_have_a_budget(router: Router):
     await router.post("/v1/chat/completions", messages=HELLO, max_tokens=100, thinking_token_budget=4)
     budget = router.shard.received[-1].thought_budget
     assert (budget.tokens, budget.begin, budget.end) == (4, "[[", "]]")
+
+
+async def test_grammars_of_texts_that_are_not_enforced_are_reported(router: Router):
+    grammar = {"syntax": "lark", "definition": 'start: "a"'}
+    tool = {"type": "custom", "custom": {"name": "say", "format": {"type": "grammar", "grammar": grammar}}}
+    router.say("Well.")
+    response = await router.post("/v1/chat/completions", messages=HELLO, tools=[TOOL, tool], max_tokens=100)
+    assert response.headers["x-unenforced-constraints"] == "tools.1.custom.format (lark)"
+    router.say('{"function": {"_name": "say", "_arguments": {"input": "a"}}}')
+    response = await router.post(
+        "/v1/chat/completions", messages=HELLO, tools=[tool], tool_choice="required", max_tokens=100
+    )
+    assert "x-unenforced-constraints" not in response.headers
