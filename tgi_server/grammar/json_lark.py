@@ -15,13 +15,13 @@ from itertools import groupby
 from typing import Any
 
 from tgi_server.grammar.errors import InvalidGrammar
-from tgi_server.grammar.lark_reading import LarkGrammar
+from tgi_server.grammar.lark_reading import GrammarTrees
 from tgi_server.grammar.regex_reading import (
     Both,
     Characters,
-    Choice,
     Lexeme,
     Named,
+    OneOf,
     Repeated,
     Sequenced,
     Without,
@@ -37,12 +37,12 @@ def json_lark(definition: str, prefix: str) -> tuple[str, list[str]]:
 
     prefix: of all names in them. Raises InvalidGrammar that says what is wrong, or is not supported.
     """
-    writer = _Writer(LarkGrammar(definition), prefix)
+    writer = _JsonWriter(GrammarTrees(definition), prefix)
     return writer.start(), writer.lines
 
 
-class _Writer:
-    def __init__(self, grammar: LarkGrammar, prefix: str) -> None:
+class _JsonWriter:
+    def __init__(self, grammar: GrammarTrees, prefix: str) -> None:
         self.lines: list[str] = []
         self._grammar = grammar
         self._prefix = prefix
@@ -95,7 +95,7 @@ class _Writer:
                 return " ".join([self._terminal(terminal), *self._ignored(self._terminal)])
             case Sequenced(parts):
                 return " ".join(map(self._terminal, parts))
-            case Choice(choices):
+            case OneOf(choices):
                 return " | ".join(map(self._terminal, choices))
             case Both(each):
                 return " & ".join(map(self._terminal, each))
@@ -107,7 +107,7 @@ class _Writer:
 
     def _ignored(self, write: Callable[[Any], str]) -> Iterator[str]:
         if self._grammar.ignored:
-            yield f"{write(Choice(tuple(self._grammar.ignored)))}*"
+            yield f"{write(OneOf(tuple(self._grammar.ignored)))}*"
 
     def _rule(self, node: Any) -> str:
         """Returns a rule that matches what a node of a rule does, in JSON."""
@@ -121,7 +121,7 @@ class _Writer:
                 return " ".join([self._pieces(terminal), *self._ignored(self._pieces)])
             case Sequenced(parts):
                 return " ".join(map(self._rule, parts)) or '""'
-            case Choice(choices):
+            case OneOf(choices):
                 return " | ".join(map(self._rule, choices))
             case Repeated(item, low, high):
                 return _times(self._rule(item), low, high)
@@ -149,7 +149,7 @@ class _Writer:
                     for plain, run in runs
                 )
                 return " ".join(each for names in named for each in names)
-            case Choice(choices):
+            case OneOf(choices):
                 return " | ".join(map(self._pieces, choices))
             case Repeated(item, low, None) if low <= 1:
                 return _times(self._runs(self._resolved(item)), low, None)
@@ -171,7 +171,7 @@ class _Writer:
             case Characters(plain, escaped) if plain:
                 pieces = [f"/{plain}+/", *([f"/{_escapes(escaped)}/"] if escaped else [])]
                 return self._once("runs", item, lambda: " | ".join(pieces), rule=True)
-            case Choice(choices):
+            case OneOf(choices):
                 return self._once(
                     "runs",
                     item,
@@ -182,13 +182,13 @@ class _Writer:
 
     def _has_characters(self, item: Any) -> bool:
         item = self._resolved(item)
-        if isinstance(item, Choice):
+        if isinstance(item, OneOf):
             return any(map(self._has_characters, item.choices))
         return isinstance(item, Characters) and bool(item.plain)
 
     def _resolved(self, node: Any) -> Any:
         """Returns what a name of single characters stands for; any other node as it is."""
-        while isinstance(node, Named) and isinstance(self._definitions.get(node.name), Named | Characters | Choice):
+        while isinstance(node, Named) and isinstance(self._definitions.get(node.name), Named | Characters | OneOf):
             node = self._definitions[node.name]
         return node
 
@@ -199,7 +199,7 @@ class _Writer:
                 return not escaped
             case Named(name):
                 return self._plain[name]
-            case Sequenced(parts) | Choice(parts):
+            case Sequenced(parts) | OneOf(parts):
                 return all(map(self._is_plain, parts))
             case Both(parts):
                 return any(map(self._is_plain, parts))
@@ -236,7 +236,7 @@ def _regex(node: Any) -> str | None:
         case Characters(plain, escaped):
             forms = [each for each in (plain, _escapes(escaped)) if each]
             return f"(?:{'|'.join(forms)})" if len(forms) > 1 else (forms or [_NOTHING])[0]
-        case Sequenced(parts) | Choice(parts):
+        case Sequenced(parts) | OneOf(parts):
             found = [_regex(each) for each in parts]
             if None in found:
                 return None

@@ -41,12 +41,12 @@ _COMMON = {
 }
 _TOKEN = re.compile(
     r"""(?P<skipped>(?:\#|//)[^\n]*|[ \t]+)
-    |(?P<line>(?:\r?\n)+[ \t]*(?P<goes_on>\|)?)
+    |(?P<line>[\r\n][\r\n \t]*(?P<goes_on>\|)?)
     |(?P<string>"(?:\\.|[^"\\])*"i?)
     |(?P<regex>/(?:\\.|[^/\\])+/[imslux]*)
     |(?P<name>!?[_?]?[a-z][_a-z0-9-]*|_?[A-Z][_A-Z0-9-]*)
     |(?P<times>~[ \t]*(?P<low>\d+)(?:[ \t]*\.\.[ \t]*(?P<high>\d+))?)
-    |(?P<braces>\{[ \t]*(?P<least>\d*)[ \t]*(?P<comma>,)?[ \t]*(?P<most>\d*)[ \t]*\})
+    |(?P<braces>\{[ \t]*(?:(?P<least>\d+)[ \t]*)?(?:(?P<comma>,)[ \t]*(?:(?P<most>\d+)[ \t]*)?)?\})
     |(?P<op>[+*?])
     |(?P<range>\.\.)|(?P<alias>->)
     |(?P<mark>[:|&~()\[\]])
@@ -56,7 +56,7 @@ _TOKEN = re.compile(
 _HEX = re.compile(r"\\(?:x(..)|.)", re.DOTALL)
 
 
-class LarkGrammar:
+class GrammarTrees:
     """rules, terminals: the tree of each by its name. imported: plain terminals of Lark's library, by their names here.
 
     ignored: what may stand behind every terminal of a rule.
@@ -199,7 +199,9 @@ class _Tree:
 def _items(definition: str) -> Iterator[list[re.Match[str]]]:
     """Yields the tokens of each definition or statement."""
     item: list[re.Match[str]] = []
-    for token in _TOKEN.finditer(definition):
+    at = 0
+    while token := _TOKEN.match(definition, at):
+        at = token.end()
         if token["line"] and not token["goes_on"]:
             if item:
                 yield item

@@ -29,7 +29,7 @@ class Sequenced(NamedTuple):
     parts: tuple[Any, ...]
 
 
-class Choice(NamedTuple):
+class OneOf(NamedTuple):
     choices: tuple[Any, ...]
 
 
@@ -64,7 +64,7 @@ class Lexeme(NamedTuple):
 _IN_REGEX = re.compile(
     r"""(?P<open>\((?:\?P?<\w+>|\?(?P<scoped>[a-zA-Z-]*):)?) | \(\?(?P<flags>[a-zA-Z-]+)\)
     |(?P<close>\)) | (?P<bar>\|)
-    |(?P<repeat>(?:[*+?]|\{\s*(?P<low>\d+)\s*(?P<comma>,)?\s*(?P<high>\d*)\s*\})(?P<lazy>\??))
+    |(?P<repeat>(?:[*+?]|\{\s*(?P<low>\d+)\s*(?:(?P<comma>,)\s*(?:(?P<high>\d+)\s*)?)?\})(?P<lazy>\??))
     |(?P<set>\[) | (?P<any>\.) | (?P<anchor>[$^])
     |(?P<escape>\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.))
     |(?P<literal>.)""",
@@ -162,7 +162,7 @@ def choice_of(found: Sequence[Any]) -> Any:
         return Characters(
             f"(?:{plain})" if "|" in plain else plain, frozenset().union(*(each.escaped for each in found))
         )
-    return found[0] if len(found) == 1 else Choice(tuple(found))
+    return found[0] if len(found) == 1 else OneOf(tuple(found))
 
 
 def sequence_of(parts: Sequence[Any]) -> Any:
