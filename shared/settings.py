@@ -136,6 +136,33 @@ def fail(program: str, *lines: str, status: int = USAGE_ERROR) -> NoReturn:
 S = TypeVar("S", bound=ServiceSettings)
 
 
+class InvalidSettings(ValueError):
+    """Settings that were given by name are unknown, wrong or not supported."""
+
+
+def check_settings(settings: type[S], values: Mapping[str, Any]) -> S:
+    """Returns settings of these values alone, for a program that reads neither flags nor variables.
+
+    Raises InvalidSettings with what is wrong with each.
+    """
+    unknown = []
+    for name in values.keys() - settings.model_fields.keys():
+        same = settings.foreign_flags.get(f"--{name.replace('_', '-')}", "").removeprefix("--").replace("-", "_")
+        near = [same] if same else get_close_matches(name, settings.model_fields, 1)
+        unknown.append(f"there is no setting `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+    if unknown:
+        raise InvalidSettings("; ".join(sorted(unknown)))
+    try:
+        result = settings.model_validate(dict(values))
+    except ValidationError as error:
+        raise InvalidSettings(
+            "; ".join(_explain(each["loc"], each["msg"], each["input"]) for each in error.errors())
+        ) from None
+    if refusals := _refusals(result):
+        raise InvalidSettings("; ".join(refusals))
+    return result
+
+
 def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> S:
     """Reads a process's settings from `arguments` (without the program's name) and the environment.
 

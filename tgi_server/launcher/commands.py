@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shared.settings import SECRETS
 from tgi_server.launcher.machine import free_port
@@ -20,12 +21,17 @@ from tgi_server.shard.settings import ModelSettings
 SHARED = {*ServingSettings.model_fields, *ModelSettings.model_fields, "otlp_service_name"} - SECRETS
 
 
+def shared_values(settings: LauncherSettings) -> dict[str, Any]:
+    """Returns the settings for shards and router."""
+    values = settings.model_dump(mode="json", include=SHARED, exclude_none=True)
+    return values | {"logger_level": settings.log_level}
+
+
 @contextmanager
 def settings_file(settings: LauncherSettings) -> Iterator[Path]:
     """Gives a file of the settings for shards and router, which only this user can read."""
-    values = settings.model_dump(mode="json", include=SHARED, exclude_none=True)
     with tempfile.NamedTemporaryFile("w", prefix="text-generation-launcher-", suffix=".json") as file:
-        json.dump(values | {"logger_level": settings.log_level}, file)
+        json.dump(shared_values(settings), file)
         file.flush()
         yield Path(file.name)
 

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from time import monotonic
@@ -118,8 +118,12 @@ def _known_as_ready(path: Path | None) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
+async def assembled(
+    settings: RouterSettings, connect: Callable[[], Awaitable[ShardedClient]] | None = None
+) -> AsyncIterator[Service]:
     """Reads the tokenizer, connects to the shards, warms them up, and runs the scheduler while the context is open.
+
+    connect: returns the client of the shards; None: it is that of the shards on the socket of the settings.
 
     Raises StartupError with one line that says what is missing.
     """
@@ -130,7 +134,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
     decisions = await asyncio.to_thread(read_decision_config, model)
-    shards = await _connect(settings.master_shard_uds_path)
+    shards = await (connect() if connect is not None else _connect(settings.master_shard_uds_path))
     try:
         adapters = Adapters(shards, settings.max_loras)
         await _add_adapters(adapters, settings)
@@ -168,7 +172,9 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
-        watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
+        watch = None
+        if connect is None:  # or a shard may compute its steps on this loop
+            watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
                 model=described,
@@ -205,7 +211,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 generates=not info.encoders_only,
             )
         finally:
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
             await scheduler.stop()
             if images is not None:
                 await images.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shared.logging import configure_logging
+from shared.openmp import leave_threads_unbound, let_idle_threads_sleep
 from shared.settings import fail, package_version, read_settings
 from tgi_server.contract import Task
 from tgi_server.loading import IMPORTING, percent_of, remove_progress, write_progress
@@ -20,8 +21,6 @@ logger = logging.getLogger(__name__)
 PROGRAM = "text-generation-server"
 FAILED = 1
 INTERRUPTED = 130
-# With these OpenMP binds the thread that loads torch to one core, and so all threads that the kernels start there.
-_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _COMMANDS_HELP = """Commands:
   serve             Serves one shard of a model on a Unix socket, for the router; started by text-generation-launcher.
   download-weights  Fetches a model from the hub and converts its .bin weights to safetensors.
@@ -58,8 +57,8 @@ def serve(arguments: Sequence[str]) -> None:
     settings = read_settings(ShardSettings, program, arguments)
     service = f"shard-{settings.rank}"
     _configure_logging(settings, service)
-    _leave_threads_unbound()
-    _let_idle_threads_sleep()
+    leave_threads_unbound()
+    let_idle_threads_sleep()
 
     from tgi_server.model_files.download import find_model, find_models
 
@@ -136,7 +135,7 @@ def quantize(arguments: Sequence[str]) -> None:
     program = f"{PROGRAM} quantize"
     settings = read_settings(QuantizeSettings, program, arguments)
     _configure_logging(settings, "quantize")
-    _let_idle_threads_sleep()
+    let_idle_threads_sleep()
 
     from tgi_server.model_files.download import find_model
 
@@ -166,24 +165,6 @@ def quantize(arguments: Sequence[str]) -> None:
     except KeyboardInterrupt:
         fail(program, "interrupted; the same command resumes where it stopped", status=INTERRUPTED)
     print(settings.output_dir)
-
-
-def _leave_threads_unbound() -> None:
-    for name in _BINDINGS:
-        if os.environ.pop(name, "false").lower() != "false":
-            logger.warning(
-                "%s is ignored, because it would bind all threads to one core; choose cores with `taskset`", name
-            )
-
-
-def _let_idle_threads_sleep() -> None:
-    """Shortens the loop in which GNU OpenMP's idle threads look for work before they sleep, from about 1 ms to 0.1 ms.
-
-    0.1 ms is enough for the next kernel of a step to come; after that the router should have the core. OpenMP reads the
-    variable once, when torch is loaded. A value that the user has set stays.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _configure_logging(settings: CommandSettings, service: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,24 +102,34 @@ def load(
     Raises SystemExit after one line when one cannot be loaded.
     """
     report_to(LoadingProgress(shard_socket(settings.uds_path, settings.rank)).report)
-    compiles = settings.world_size == 1 and not has_gpu() and not settings.disable_custom_kernels
-    if compiles and model_path is not None and _fits_twice(model_path):
-        compile_beside()
     try:
-        _check_gpus(settings)
-        group = _connect(settings)
-        encoders = {
-            task: Encoder(task, replace(engine_config(settings, path), device=_device(settings)))
-            for task, path in (encoder_paths or {}).items()
-            if settings.rank == 0
-        }
-        if model_path is None:
-            return Loaded(None, group, encoders)
-        return Loaded(Engine(engine_config(settings, model_path, speculative_model, group)), group, encoders)
+        return load_models(settings, model_path, speculative_model, encoder_paths)
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
     except PeerLost as error:
         fail(f"shard {settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
+
+
+def load_models(
+    settings: ShardSettings,
+    model_path: Path | None,
+    speculative_model: Path | None = None,
+    encoder_paths: Mapping[Task, Path] | None = None,
+) -> Loaded:
+    """Loads the models as `load` does. Raises EngineError, or PeerLost."""
+    compiles = settings.world_size == 1 and not has_gpu() and not settings.disable_custom_kernels
+    if compiles and model_path is not None and _fits_twice(model_path):
+        compile_beside()
+    _check_gpus(settings)
+    group = _connect(settings)
+    encoders = {
+        task: Encoder(task, replace(engine_config(settings, path), device=_device(settings)))
+        for task, path in (encoder_paths or {}).items()
+        if settings.rank == 0
+    }
+    if model_path is None:
+        return Loaded(None, group, encoders)
+    return Loaded(Engine(engine_config(settings, model_path, speculative_model, group)), group, encoders)
 
 
 def _fits_twice(model_path: Path) -> bool:
@@ -239,6 +249,57 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
     return address
 
 
+class Services:
+    """The services of a shard: `generation`, and `grammars` beside it."""
+
+    def __init__(
+        self,
+        settings: ShardSettings,
+        model_path: Path | None,
+        encoder_paths: Mapping[Task, Path],
+        loaded: Loaded,
+        places: Sequence[Place],
+        *,
+        on_fatal: Callable[[], None],
+        spans: RequestSpans | None = None,
+    ) -> None:
+        """places, on_fatal, spans: of TextGenerationService."""
+        engine = loaded.engine
+        self._queue = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
+        encodes = bool(loaded.encoders) or (engine is not None and engine.tower is not None)
+        self._encoders = EncoderQueue(loaded.encoders, Turns(), beside=engine is not None) if encodes else None
+        encoders = [
+            encoder_message(each, settings.encoders[task], encoder_paths[task])
+            for task, each in loaded.encoders.items()
+        ]
+        self.grammars = GrammarService(self._queue)
+        self.generation: TextGenerationService | EncoderService
+        if engine is None:
+            assert self._encoders is not None  # or nothing would be served
+            self.generation = EncoderService(self._encoders, encoders, (places[0].url, places[0].grammar_url))
+            return
+        self.generation = TextGenerationService(
+            engine,
+            settings.model_id,
+            settings.revision,
+            places,
+            self._queue,
+            on_fatal=on_fatal,
+            spans=spans,
+            encoders=self._encoders,
+            encoder_infos=encoders,
+        )
+
+    def close(self) -> None:
+        """Ends what is computed, the threads, and the processes of grammars."""
+        if isinstance(self.generation, TextGenerationService):
+            self.generation.end_run("the shard is shutting down")
+        if self._encoders is not None:
+            self._encoders.close()
+        if self._queue is not None:
+            self._queue.close()
+
+
 async def _serve(
     settings: ShardSettings, model_path: Path | None, encoder_paths: Mapping[Task, Path], loaded: Loaded
 ) -> None:
@@ -250,47 +311,20 @@ async def _serve(
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
     grammar_server = grpc.server(grammar_threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=_GRAMMAR_CALLS)
     place = Place(_listen(server, socket, settings), _listen(grammar_server, grammar_socket(socket), settings))
-    engine, group = loaded.engine, loaded.group
-    grammars = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
-    add_GrammarServiceServicer_to_server(GrammarService(grammars), grammar_server)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
-    encodes = bool(loaded.encoders) or (engine is not None and engine.tower is not None)
-    queue = EncoderQueue(loaded.encoders, Turns(), beside=engine is not None) if encodes else None
-    encoders = [
-        encoder_message(each, settings.encoders[task], encoder_paths[task]) for task, each in loaded.encoders.items()
-    ]
-    service = None
-    if engine is None:
-        assert queue is not None  # or nothing would be served
-        add_TextGenerationServiceServicer_to_server(
-            EncoderService(queue, encoders, (place.url, place.grammar_url)), server
-        )
-    else:
-        service = TextGenerationService(
-            engine,
-            settings.model_id,
-            settings.revision,
-            _all_places(place, group),
-            grammars,
-            on_fatal=_end_at_once,
-            spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
-            encoders=queue,
-            encoder_infos=encoders,
-        )
-        add_TextGenerationServiceServicer_to_server(service, server)
+    spans = RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None
+    places = _all_places(place, loaded.group)
+    services = Services(settings, model_path, encoder_paths, loaded, places, on_fatal=_end_at_once, spans=spans)
+    add_GrammarServiceServicer_to_server(services.grammars, grammar_server)
+    add_TextGenerationServiceServicer_to_server(services.generation, server)
     await server.start()
     grammar_server.start()
     remove_progress(socket)
     logger.info("shard %d is ready on %s", settings.rank, socket)
     try:
         await stop.wait()
-        if service is not None:
-            service.end_run("the shard is shutting down")
-        if queue is not None:
-            queue.close()
         grammar_server.stop(0)
-        if grammars is not None:
-            grammars.close()
+        services.close()
         await server.stop(STOP_SECONDS)
     finally:
         for each in (socket, grammar_socket(socket)):

@@ -191,9 +191,12 @@ class ChatCompletionComplete(ResponseModel, kw_only=True):
     message: OutputMessage
     logprobs: ChatCompletionLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(ResponseModel, kw_only=True):
+    """`prompt_token_ids`, and the `token_ids` of choices: with `return_token_ids`."""
+
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -201,6 +204,7 @@ class ChatCompletion(ResponseModel, kw_only=True):
     system_fingerprint: str
     choices: list[ChatCompletionComplete]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Function(ResponseModel, kw_only=True):
@@ -247,9 +251,12 @@ class ChatCompletionChoice(ResponseModel, kw_only=True):
     delta: ChatCompletionDelta
     logprobs: ChatCompletionLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(ResponseModel, kw_only=True):
+    """With `return_token_ids`, the first one has `prompt_token_ids`, and each the tokens since the one before it."""
+
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -257,6 +264,7 @@ class ChatCompletionChunk(ResponseModel, kw_only=True):
     system_fingerprint: str
     choices: list[ChatCompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatTokenizeResponse(ResponseModel, kw_only=True):

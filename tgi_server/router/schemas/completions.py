@@ -81,10 +81,14 @@ class CompletionLogprobs(ResponseModel, kw_only=True):
 
 
 class CompletionComplete(ResponseModel, kw_only=True):
+    """`token_ids`, `prompt_token_ids`: with `return_token_ids`; in streams, a choice's first chunk has the latter."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionFinal(ResponseModel, kw_only=True):

@@ -96,7 +96,7 @@ class SharedParameters(TextParameters):
     """Parameters of chats and completions."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **TextParameters.refused,
+        **{name: values for name, values in TextParameters.refused.items() if name != "return_token_ids"},
         "audio": (),
         "chat_template": (),
         "function_call": ("none",),
@@ -110,6 +110,9 @@ class SharedParameters(TextParameters):
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(
+        default=False, description="Send the token ids of the prompt and of the answer: vLLM's name."
+    )
     response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's way to ask for a form.")
     guided_json: Any = Field(default=None, description="JSON schema of the answer: vLLM's older name.")

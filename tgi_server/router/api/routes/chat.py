@@ -56,7 +56,7 @@ async def answer_chat(exchange: Exchange, request: ChatRequest) -> Response:
     service = exchange.service
     prompt = await prompt_for_chat(exchange, lambda: plan_chat(service, request))
     exchange.reserve(prompt.checked.options.n - 1)
-    return _stream(exchange, request, prompt) if request.stream else await _whole(exchange, prompt)
+    return _stream(exchange, request, prompt) if request.stream else await _whole(exchange, request, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class ChatChoices:
         return usage_of(len(self.prompt.checked.input_ids), self.streams, self.streams[0].cached_tokens)
 
 
-async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
+async def _whole(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Response:
     number = prompt.checked.options.n
     end = AllEnded(number)
     written = [WholeChoice(prompt.client_tools) for _ in range(number)]
@@ -111,6 +111,10 @@ async def _whole(exchange: Exchange, prompt: ChatPrompt) -> Response:
         usage=choices.usage(),
         **envelope("chatcmpl", exchange.service.model, prompt.checked.options.adapter_id),
     )
+    if request.return_token_ids:
+        completion.prompt_token_ids = prompt.checked.input_ids
+        for choice, stream in zip(completion.choices, choices.streams, strict=True):
+            choice.token_ids = stream.output.token_ids
     return exchange.respond(completion, characters=len(prompt.text), streams=choices.streams)
 
 
@@ -123,6 +127,7 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
         object="chat.completion.chunk",
         choices=[],
         usage=None if whole_usage else UNSET,
+        prompt_token_ids=prompt.checked.input_ids if request.return_token_ids else UNSET,
         **envelope("chatcmpl", exchange.service.model, prompt.checked.options.adapter_id),
     )
 
@@ -133,8 +138,19 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
     def usage() -> Usage:
         return choices.usage()
 
+    def token_ids(index: int) -> list[int]:
+        answer = choices.streams[index].output
+        ids, answer.token_ids = answer.token_ids, []
+        return ids
+
     end = exchange.stream_end(outbox, sequences=prompt.checked.options.n, last_words=last_words, trailer=DONE)
-    chunks = _Chunks(outbox, chunk, usage if usage_so_far else None, logprobs=prompt.logprobs is not None)
+    chunks = _Chunks(
+        outbox,
+        chunk,
+        usage if usage_so_far else None,
+        token_ids if request.return_token_ids else None,
+        logprobs=prompt.logprobs is not None,
+    )
     tools = prompt.client_tools
     choices = ChatChoices.begin(exchange, prompt, lambda index: _StreamedChoice(chunks, index, tools), end)
     return exchange.stream(outbox, characters=len(prompt.text))
@@ -144,22 +160,27 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
 class _Chunks:
     """Writes the chunks of one response: `chunk` with another choice each time.
 
-    usage: returns what each chunk has for it; None: all have the same. logprobs: they were requested.
+    usage: returns what each chunk has for it; None: all have the same. token_ids: returns those since the last chunk of
+    a choice; None, like logprobs: they were not requested.
     """
 
     outbox: Outbox
     chunk: ChatCompletionChunk
     usage: Callable[[], Usage] | None
+    token_ids: Callable[[int], list[int]] | None
     logprobs: bool
 
     def write(self, index: int, delta: Delta, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
         """Writes a chunk with the next piece of a choice."""
         entries = ChatCompletionLogprobs(content=list(logprobs)) if self.logprobs else None
         choice = ChatCompletionChoice(index=index, delta=delta, logprobs=entries, finish_reason=reason)
+        if self.token_ids is not None:
+            choice.token_ids = self.token_ids(index)
         self.chunk.choices = [choice]
         if self.usage is not None:
             self.chunk.usage = self.usage()
         self.outbox.write(event(self.chunk))
+        self.chunk.prompt_token_ids = UNSET
 
 
 @dataclass(slots=True)

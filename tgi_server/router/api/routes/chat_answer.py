@@ -43,9 +43,12 @@ class PieceWriter(Protocol):
 
 
 class ChatAnswer:
-    """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece."""
+    """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece.
 
-    __slots__ = ("_logprobs", "_most", "_reader", "_show_thoughts", "_tokenizer", "writer")
+    token_ids: the tokens, until they are taken.
+    """
+
+    __slots__ = ("_logprobs", "_most", "_reader", "_show_thoughts", "_tokenizer", "token_ids", "writer")
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class ChatAnswer:
         self._most = most
         self._show_thoughts = show_thoughts
         self._logprobs: list[ChatCompletionLogprob] = []
+        self.token_ids: list[int] = []
 
     def token(
         self,
@@ -75,6 +79,7 @@ class ChatAnswer:
         logprob: float | None,
         top: pb.TopTokens | None,
     ) -> bool:
+        self.token_ids.append(token_id)
         if self._most is not None:
             self._logprobs.append(
                 _logprobs(self._tokenizer, self._most, token_id, logprob, top, drafted=stream.drafted)

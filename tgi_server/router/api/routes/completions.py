@@ -213,7 +213,11 @@ def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[Collect
         entries = _logprobs(plan.entries(exchange, each), stream, text, answer=plan.generates) if logprobs else None
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
-        choices.append(_choice(index, text, entries, reason))
+        choice = _choice(index, text, entries, reason)
+        if plan.request.return_token_ids:
+            choice.token_ids = stream.output.token_ids if plan.generates else []
+            choice.prompt_token_ids = plan.sequences[each].input_ids
+        choices.append(choice)
     completion = CompletionFinal(
         object="text_completion",
         choices=choices,
@@ -268,7 +272,7 @@ class _CompletionChunks:
     Of a prompt that is shown, the first chunk has all.
     """
 
-    __slots__ = ("_chunk", "_entries", "_index", "_outbox", "_plan", "_told")
+    __slots__ = ("_chunk", "_entries", "_index", "_outbox", "_plan", "_prompt_ids", "_token_ids", "_told")
 
     def __init__(
         self,
@@ -285,6 +289,9 @@ class _CompletionChunks:
         self._index = index
         self._entries = entries
         self._told = False
+        ids = plan.request.return_token_ids
+        self._token_ids: list[int] | None = [] if ids else None
+        self._prompt_ids: list[int] | UnsetType = plan.sequences[index].input_ids if ids else UNSET
 
     def token(
         self,
@@ -298,6 +305,8 @@ class _CompletionChunks:
         self._tell_prompt(stream)
         if self._entries is not None and self._plan.generates:
             self._entries.token(token_id, text, logprob, top)
+        if self._token_ids is not None and self._plan.generates:
+            self._token_ids.append(token_id)
         if visible or stream.finish_reason is not None:
             self._write(stream, visible, stream.finish_reason)
 
@@ -328,7 +337,11 @@ class _CompletionChunks:
         elif reason is not None or (options is not None and options.include_usage):
             usage = self._plan.usage([stream], stream.input_length)
         logprobs = None if self._entries is None else self._entries.take()
-        self._chunk.choices, self._chunk.usage = [_choice(self._index, text, logprobs, reason)], usage
+        choice = _choice(self._index, text, logprobs, reason)
+        if self._token_ids is not None:
+            choice.token_ids, choice.prompt_token_ids = self._token_ids, self._prompt_ids
+            self._token_ids, self._prompt_ids = [], UNSET
+        self._chunk.choices, self._chunk.usage = [choice], usage
         self._outbox.write(event(self._chunk))
 
 

@@ -36,7 +36,7 @@ def embedding_routes(service: Service) -> APIRouter:
         **endpoint(OPENAI_ERRORS, EmbeddingsRequest, EmbeddingsResponse),
     )
     async def embeddings(request: Request) -> Response:
-        return await respond_to(service, request, EmbeddingsRequest, _embeddings)
+        return await respond_to(service, request, EmbeddingsRequest, embed_texts)
 
     @router.post(
         "/embed",
@@ -49,7 +49,8 @@ def embedding_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _embeddings(exchange: Exchange, request: EmbeddingsRequest) -> Response:
+async def embed_texts(exchange: Exchange, request: EmbeddingsRequest) -> Response:
+    """Responds with the embeddings of texts."""
     encoder = exchange.encoder("embed", request.model)
     most = request.truncate_prompt_tokens
     fitting = Fitting("input", cut=most is not None, most=most if most and most > 0 else None)
