@@ -104,8 +104,6 @@ class LLM:
                 "torch was imported before oatmill, so its idle threads keep cores busy: beside other programs loading "
                 "may take ten times as long. Import oatmill first, or set GOMP_SPINCOUNT=10000"
             )
-        # Its lines say what exceptions say.
-        logging.getLogger("tgi_server.router.api.exchange").setLevel(logging.CRITICAL)
         try:
             self._pipeline = Pipeline(_settings(model, settings))
         except InvalidSettings as error:
