@@ -108,7 +108,7 @@ GOOD = {
         for name, (grammar, _) in GRAMMARS.items()
     },
     "page": Ask("/", headers=(("accept", "text/html"),)),
-    **{path[1:]: Ask(path, share=1) for path in ("/static/page.js", "/docs", "/openapi.json", "/v1/models", "/ping")},
+    **{path[1:]: Ask(path, share=1) for path in ("/static/main.js", "/docs", "/openapi.json", "/v1/models", "/ping")},
     **{path[1:]: Ask(path) for path in ("/info", "/metrics", "/health")},
 }
 

@@ -32,7 +32,7 @@ from tgi_server.router.api.routes.embeddings import embedding_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.messages import message_routes
-from tgi_server.router.api.routes.page import page_routes
+from tgi_server.router.api.routes.page import page_routes, page_while_loading
 from tgi_server.router.api.routes.ranking import ranking_routes
 from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
@@ -95,14 +95,19 @@ class ReplaceableApp:
 def loading_app(first_socket: Path) -> ASGIApp:
     """Returns an application that answers every request with 503 and how far the shards are with loading.
 
+    A browser gets the page with that status, and the files of the page: it shows the progress.
+
     first_socket: on which the first shard is going to listen.
     """
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        percent, stage = await asyncio.to_thread(read_progress, first_socket)
-        error = Unhealthy(f"Loading model, {percent} %: {stage}")
-        response = error_response(error, scope["path"], Headers(scope=scope))
-        response.headers["retry-after"] = _LOADING_RETRY_SECONDS
+        headers = Headers(scope=scope)
+        response = page_while_loading(scope["method"], scope["path"], headers)
+        if response is None:
+            percent, stage = await asyncio.to_thread(read_progress, first_socket)
+            response = error_response(Unhealthy(f"Loading model, {percent} %: {stage}"), scope["path"], headers)
+        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            response.headers["retry-after"] = _LOADING_RETRY_SECONDS
         await response(scope, receive, send)
 
     return refuse

@@ -43,7 +43,7 @@ def probe_routes(service: Service) -> APIRouter:
         return Response()
 
     async def root(request: Request) -> Response:
-        return page() if wants_page(request) else await health()
+        return page() if wants_page(request.headers) else await health()
 
     for path, endpoint in (("/health", health), ("/ping", health), ("/", root)):
         router.add_api_route(

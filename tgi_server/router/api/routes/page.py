@@ -1,19 +1,19 @@
 """The page that a browser sees at `/`. Everything on it comes from this server; programs see no difference."""
 
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import NamedTuple
 
 from fastapi import APIRouter
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.errors import NoSuchRoute
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_FILES = {
-    file.name: (file.read_bytes(), _TYPES[file.name.rpartition(".")[2]])
-    for file in (files("tgi_server.router.api") / "static").iterdir()
-    if file.name.rpartition(".")[2] in _TYPES
-}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -22,34 +22,69 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+_FOLDER = "/static/"
 
 
-def wants_page(request: Request) -> bool:
+class _File(NamedTuple):
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def _files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]:
+    """Yields the page's files with their names, such as `chat/composer.js`."""
+    for entry in folder.iterdir():
+        media_type = _TYPES.get(entry.name.rpartition(".")[2])
+        if entry.is_dir():
+            yield from _files_below(entry, f"{prefix}{entry.name}/")
+        elif media_type is not None:
+            content = entry.read_bytes()
+            yield prefix + entry.name, _File(content, media_type, f'"{sha256(content).hexdigest()[:20]}"')
+
+
+_FILES = dict(_files_below(files("tgi_server.router.api") / "static"))
+
+
+def wants_page(headers: Mapping[str, str]) -> bool:
     """Returns True if a browser asks: it names text/html, which programs do not."""
-    return "text/html" in request.headers.get("accept", "")
+    return "text/html" in headers.get("accept", "")
 
 
-def page() -> Response:
-    return _file("index.html")
+def page(status: int = 200) -> Response:
+    """Returns the page. status: 503 while the model loads; the page then shows the progress."""
+    return _respond("index.html", status=status)
+
+
+def page_while_loading(method: str, path: str, headers: Headers) -> Response | None:
+    """Returns the response of a server that still loads its model, if a browser asks for the page or a file of it."""
+    if method not in ("GET", "HEAD"):
+        return None
+    if path == "/" and wants_page(headers):
+        return page(503)
+    name = "favicon.svg" if path == "/favicon.ico" else path.removeprefix(_FOLDER)
+    return _respond(name, headers) if name != path and name in _FILES else None
 
 
 def page_routes() -> APIRouter:
     """Serves the files that the page consists of."""
     router = APIRouter()
 
-    @router.get("/static/{name}", include_in_schema=False)
-    async def static(name: str) -> Response:
-        return _file(name)
+    @router.get(f"{_FOLDER}{{name:path}}", include_in_schema=False)
+    async def static(request: Request, name: str) -> Response:
+        return _respond(name, request.headers)
 
     @router.get("/favicon.ico", include_in_schema=False)
-    async def favicon() -> Response:
-        return _file("favicon.svg")
+    async def favicon(request: Request) -> Response:
+        return _respond("favicon.svg", request.headers)
 
     return router
 
 
-def _file(name: str) -> Response:
+def _respond(name: str, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    """Returns a file, or 304 if the browser has it. Raises NoSuchRoute."""
     if name not in _FILES:
         raise NoSuchRoute(f"there is no file {name!r}")
-    content, media_type = _FILES[name]
-    return Response(content, media_type=media_type, headers=_HEADERS)
+    content, media_type, etag = _FILES[name]
+    if headers is not None and headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers={**_HEADERS, "ETag": etag})
+    return Response(content, status, media_type=media_type, headers={**_HEADERS, "ETag": etag})

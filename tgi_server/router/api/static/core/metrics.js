@@ -10,18 +10,3 @@ export function parseMetrics(text) {
   }
   return sums;
 }
-
-/** Asks for the metrics once a second while the page is seen, and hands each answer, or null, to `receive`. */
-export function watchMetrics(receive) {
-  const ask = async () => {
-    if (document.hidden) return;
-    try {
-      const response = await fetch("metrics");
-      receive(response.ok ? parseMetrics(await response.text()) : null);
-    } catch {
-      receive(null);
-    }
-  };
-  ask();
-  setInterval(ask, 1000);
-}
