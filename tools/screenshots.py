@@ -5,8 +5,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 from oatmill.services import is_ready, text_generation_server
@@ -14,8 +15,24 @@ from tgi_server.launcher.machine import free_port
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 _START_SECONDS, _ANSWER_SECONDS = 120, 60
-_PROMPT = "How do I hang a picture?"
-_PICTURES: dict[str, Literal["light", "dark"]] = {"page": "light", "page-dark": "dark"}
+_QUESTIONS = ("How do I make pear and almond muffins?", "How do I sharpen a chisel?", "How do I hang a picture?")
+_COLOURS = 64
+
+
+class _Picture(NamedTuple):
+    """A picture of the page: the window's size in pixels, and the colour scheme."""
+
+    width: int
+    height: int
+    scheme: Literal["light", "dark"]
+
+
+_PICTURES = {
+    "page": _Picture(1280, 800, "light"),
+    "page-dark": _Picture(1280, 800, "dark"),
+    "page-phone": _Picture(390, 844, "light"),
+    "page-phone-dark": _Picture(390, 844, "dark"),
+}
 
 
 def main() -> int:
@@ -42,16 +59,24 @@ def main() -> int:
 
 
 def _take(chromium: str, url: str, name: str) -> None:
+    width, height, scheme = _PICTURES[name]
+    file = FOLDER / f"{name}.png"
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 860}, color_scheme=_PICTURES[name])
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         page.goto(url)
-        page.fill("#prompt", _PROMPT)
-        page.click("#generate")
-        expect(page.locator("#generate")).to_be_enabled(timeout=_ANSWER_SECONDS * 1000)
-        page.screenshot(path=FOLDER / f"{name}.png")
+        page.click("[data-opens=options-dialog]")
+        page.fill("#option-temperature", "0")
+        page.keyboard.press("Escape")
+        for question in _QUESTIONS:
+            page.fill("#prompt", question)
+            page.press("#prompt", "Enter")
+            expect(page.locator("#send")).to_have_attribute("aria-label", "Send", timeout=_ANSWER_SECONDS * 1000)
+        page.mouse.move(width / 2, height / 2)
+        page.screenshot(path=file)
         browser.close()
-    print(FOLDER / f"{name}.png")
+    Image.open(file).convert("RGB").quantize(_COLOURS).save(file, optimize=True)
+    print(file)
 
 
 if __name__ == "__main__":

@@ -146,9 +146,9 @@ export class ChatView {
     this.generations.set(conversation.id, generation);
     location.hash = conversation.id;
     announce("The model answers.");
+    this.showAll();
     await this.save(conversation);
     this.sidebar.refresh(this.conversation.id);
-    this.showAll();
     await generation.run(() => {
       const path = conversation.path(message.id);
       return requestFor(conversation.options, message.text ? path : path.slice(0, -1));

@@ -1,14 +1,16 @@
 // Requests to the server, and what to do when it refuses them.
 
 const KEY = "oatmill-api-key";
+const TOO_LONG = "Start a new chat, shorten the message, or ask for fewer tokens.";
 const ADVICE = {
   401: "Enter a key of this server.",
   403: "Open the page by a name of the server that --allowed-hosts has.",
-  413: "Start a new chat, shorten the message, or ask for fewer tokens.",
+  413: TOO_LONG,
   429: "The server has too much to do. Try again in a moment.",
   503: "The server is loading or stopping. Try again in a moment.",
   504: "The request took too long. Try again, or ask for a shorter answer.",
 };
+const ADVICE_BY_CODE = { context_length_exceeded: TOO_LONG };
 const ADVICE_BY_TYPE = {
   template_error: "Send it as plain text (Options, Send as), or change the messages.",
   tool_error: "Change the tools in the options.",
@@ -67,14 +69,17 @@ async function request(path, options) {
 async function failure(response) {
   let message = `${response.status} ${response.statusText}`;
   let type = "";
+  let code = "";
   try {
     const body = await response.json();
     message = body.error?.message ?? body.error ?? message;
     type = body.error_type;
+    code = body.error?.code;
   } catch {
     // The status line has to do.
   }
-  return new ServerError(message, response.status, ADVICE_BY_TYPE[type] ?? ADVICE[response.status] ?? "");
+  const advice = ADVICE_BY_TYPE[type] ?? ADVICE_BY_CODE[code] ?? ADVICE[response.status] ?? "";
+  return new ServerError(message, response.status, advice);
 }
 
 /** Yields the data of a response's server-sent events, as their lines come in. Throws ServerError if it breaks off. */
