@@ -101,6 +101,7 @@ def test_while_the_model_loads_the_page_shows_how_far_it_is(browser, start, flag
     with opened(browser, url, failures=200) as page:
         expect(page.locator("#loading-title")).to_have_text("The model is loading")
         expect(page.locator("#loading-detail")).to_have_text("40 %: reading weights")
+        assert page.locator("[data-opens=options-dialog]").is_hidden()
         with shard_process(path):
             process.until_ready(url)
             expect(page.locator("#prompt")).to_be_visible(timeout=20_000)

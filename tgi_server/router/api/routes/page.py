@@ -25,13 +25,13 @@ _HEADERS = {
 _FOLDER = "/static/"
 
 
-class _File(NamedTuple):
+class _PageFile(NamedTuple):
     content: bytes
     media_type: str
     etag: str
 
 
-def _files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]:
+def _files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _PageFile]]:
     """Yields the page's files with their names, such as `chat/composer.js`."""
     for entry in folder.iterdir():
         media_type = _TYPES.get(entry.name.rpartition(".")[2])
@@ -39,7 +39,7 @@ def _files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _
             yield from _files_below(entry, f"{prefix}{entry.name}/")
         elif media_type is not None:
             content = entry.read_bytes()
-            yield prefix + entry.name, _File(content, media_type, f'"{sha256(content).hexdigest()[:20]}"')
+            yield prefix + entry.name, _PageFile(content, media_type, f'"{sha256(content).hexdigest()[:20]}"')
 
 
 _FILES = dict(_files_below(files("tgi_server.router.api") / "static"))

@@ -44,12 +44,18 @@ function showModels(info) {
   element("model").hidden = !element("adapter").hidden;
 }
 
+/** Shows or hides what belongs to the chat only, such as the list of conversations. */
+function showChatParts(shown) {
+  document.body.classList.toggle("without-chat", !shown);
+  for (const part of document.querySelectorAll("[data-chat]")) part.hidden = !shown;
+}
+
 /** Shows one of the views at a time. views: [name, element] each. */
 function showViews(views) {
   const select = (chosen) => {
     for (const [, view] of views) view.hidden = view !== chosen;
     for (const tab of element("tabs").children) tab.setAttribute("aria-selected", String(tab.dataset.view === chosen.id));
-    for (const part of document.querySelectorAll("[data-chat]")) part.hidden = chosen.id !== "chat";
+    showChatParts(chosen.id === "chat");
   };
   for (const [name, view] of views) {
     const tab = make("button", { type: "button", role: "tab", data: { view: view.id }, "aria-controls": view.id, on: { click: () => select(view) } }, name);
@@ -77,6 +83,7 @@ async function start() {
   drawIcons();
   connectDialogs();
   connectTheme();
+  showChatParts(false);
   const info = await whenReady();
   showModels(info);
   showLoad(element("load-dialog"), info);
@@ -89,10 +96,7 @@ async function start() {
     showViews(views);
     await chat.start();
     if (matchMedia("(pointer: fine)").matches) chat.composer.focus();
-  } else {
-    document.body.classList.add("without-chat");
-    showViews(views);
-  }
+  } else showViews(views);
 }
 
 start();
