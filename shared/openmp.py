@@ -1,4 +1,4 @@
-"""How OpenMP's threads behave, which torch loads. OpenMP reads its variables once, when torch is imported."""
+"""Sets how the threads of OpenMP behave. Torch loads OpenMP, which reads its variables once, at that import."""
 
 import logging
 import os

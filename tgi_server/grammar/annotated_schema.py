@@ -15,6 +15,7 @@ from typing import Any
 from tgi_server.grammar.errors import InvalidGrammar
 from tgi_server.grammar.json_lark import json_lark
 from tgi_server.grammar.json_schema.keywords import (
+    ANNOTATIONS,
     HINT,
     ITEM_SEPARATOR,
     JSON_LAYOUT,
@@ -252,7 +253,7 @@ class _Writer:
 def _is_annotated(schema: Any) -> bool:
     """Returns True if a span, a hint or a Lark grammar is anywhere in the schema."""
     return isinstance(schema, dict) and (
-        not schema.keys().isdisjoint((SPAN, HINT, LARK)) or any(_is_annotated(each) for _, each in subschemas(schema))
+        not ANNOTATIONS.isdisjoint(schema) or any(_is_annotated(each) for _, each in subschemas(schema))
     )
 
 

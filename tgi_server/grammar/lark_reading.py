@@ -59,7 +59,7 @@ _HEX = re.compile(r"\\(?:x(..)|.)", re.DOTALL)
 class GrammarTrees:
     """rules, terminals: the tree of each by its name. imported: plain terminals of Lark's library, by their names here.
 
-    ignored: what may stand behind every terminal of a rule.
+    ignored: the terminals that may follow every terminal of a rule.
     """
 
     def __init__(self, definition: str) -> None:

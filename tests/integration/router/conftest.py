@@ -17,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tests.browser import ARGUMENTS, CHROMIUM, opened
 from tests.conftest import FreePort
 from tests.fakes.instant_shard import InstantShard
 from tests.fakes.instant_shard import start as start_shard
@@ -224,3 +225,21 @@ def flags(shard_path: Path, free_port: FreePort) -> tuple[str, list[str]]:
         "--hostname=127.0.0.1",
         f"--port={port}",
     ]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, demo_server: Any) -> Iterator[Any]:
+    """The page of a server with the demo model."""
+    with opened(browser, demo_server.url) as page:
+        yield page

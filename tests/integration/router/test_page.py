@@ -1,12 +1,11 @@
 """The page at `/`, in headless Chromium: what fits the server's models and state. The chat has tests of its own."""
 
 import re
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.browser import ARGUMENTS, CHROMIUM, choose, opened, say
+from tests.browser import CHROMIUM, choose, opened, say
 from tests.integration.router.conftest import shard_process
 from tests.timing import until
 from tests.tiny_encoders import make_embedder, make_ranker
@@ -18,20 +17,6 @@ NOT_SO_QUICK = [(360, "dark"), (768, "light"), (768, "dark"), (1440, "light")]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 expect = playwright.expect
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser, demo_server) -> Iterator:
-    with opened(browser, demo_server.url) as page:
-        yield page
 
 
 def test_limits_and_load_are_shown(page) -> None:

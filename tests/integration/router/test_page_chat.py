@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.browser import ARGUMENTS, CHROMIUM, answered, choose, opened, say, set_options
+from tests.browser import CHROMIUM, answered, choose, opened, say, set_options
 from tests.image_processors import as_data_url, as_file, photograph
 from tests.integration.router.conftest import Router, running_router
 from tests.tiny_models import make_llama
@@ -21,20 +21,6 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 expect = playwright.expect
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser, demo_server) -> Iterator:
-    with opened(browser, demo_server.url) as page:
-        yield page
 
 
 class Scripted:

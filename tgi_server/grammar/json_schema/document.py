@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from tgi_server.grammar.errors import InvalidGrammar
-from tgi_server.grammar.json_schema.keywords import HINT, LARK, MAX_DEPTH, SPAN, Unenforceable, subschemas
+from tgi_server.grammar.json_schema.keywords import ANNOTATIONS, MAX_DEPTH, Unenforceable, subschemas
 
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 
@@ -75,7 +75,7 @@ class Document:
                 continue  # reported when it is translated, if it ever is
             if depth > MAX_DEPTH:
                 raise InvalidGrammar(f"the JSON schema is nested more than {MAX_DEPTH} levels deep")
-            self.annotated = self.annotated or not schema.keys().isdisjoint((SPAN, HINT, LARK))
+            self.annotated = self.annotated or not ANNOTATIONS.isdisjoint(schema)
             name = schema.get(identifier)
             if isinstance(name, str) and not ("$ref" in schema and self.draft <= 7):
                 if name.startswith("#"):

@@ -23,6 +23,8 @@ SPAN = "x-span"
 SPAN_SOURCE = "x-span-source"
 HINT = "x-hint"
 LARK = "x-lark"
+# What no JSON schema compiler knows: a schema with one of them becomes a Lark grammar.
+ANNOTATIONS = frozenset({SPAN, HINT, LARK})
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Integers beyond it are not all floats, as which bounds are compared.

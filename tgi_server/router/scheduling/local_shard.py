@@ -38,7 +38,7 @@ class LocalShard(ShardClient):
 
 
 class _Context:
-    """What a service uses of gRPC's context. The call ends with `abort`, or when its caller has gone."""
+    """Stands for gRPC's context towards a service. The call ends with `abort`, or when its caller has gone."""
 
     def __init__(self) -> None:
         self.gone: Future[None] = Future()

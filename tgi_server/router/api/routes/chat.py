@@ -73,8 +73,12 @@ class ChatChoices:
         prompt: ChatPrompt,
         writer: Callable[[int], PieceWriter],
         on_end: OnEnd,
+        *,
+        token_ids: bool = False,
     ) -> "ChatChoices":
-        """writer: makes what writes the choice of that index. on_end: called at the end of each choice."""
+        """writer: makes what writes the choice of that index. on_end: called at the end of each choice. token_ids: keep
+        the tokens of each.
+        """
         service = exchange.service
         streams = [
             exchange.generate(
@@ -85,6 +89,7 @@ class ChatChoices:
                     service.text.tokenizer,
                     prompt.logprobs,
                     show_thoughts=prompt.show_thoughts,
+                    token_ids=token_ids,
                 ),
                 on_end,
                 shown=service.text.answer_form.shown,
@@ -102,7 +107,7 @@ async def _whole(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -
     number = prompt.checked.options.n
     end = AllEnded(number)
     written = [WholeChoice(prompt.client_tools) for _ in range(number)]
-    choices = ChatChoices.begin(exchange, prompt, written.__getitem__, end)
+    choices = ChatChoices.begin(exchange, prompt, written.__getitem__, end, token_ids=request.return_token_ids)
     await exchange.wait_for(end.future)
     logprobs = prompt.logprobs is not None
     completion = ChatCompletion(
@@ -114,7 +119,7 @@ async def _whole(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -
     if request.return_token_ids:
         completion.prompt_token_ids = prompt.checked.input_ids
         for choice, stream in zip(completion.choices, choices.streams, strict=True):
-            choice.token_ids = stream.output.token_ids
+            choice.token_ids = stream.output.token_ids or []
     return exchange.respond(completion, characters=len(prompt.text), streams=choices.streams)
 
 
@@ -141,7 +146,7 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
     def token_ids(index: int) -> list[int]:
         answer = choices.streams[index].output
         ids, answer.token_ids = answer.token_ids, []
-        return ids
+        return ids or []
 
     end = exchange.stream_end(outbox, sequences=prompt.checked.options.n, last_words=last_words, trailer=DONE)
     chunks = _Chunks(
@@ -152,7 +157,13 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
         logprobs=prompt.logprobs is not None,
     )
     tools = prompt.client_tools
-    choices = ChatChoices.begin(exchange, prompt, lambda index: _StreamedChoice(chunks, index, tools), end)
+    choices = ChatChoices.begin(
+        exchange,
+        prompt,
+        lambda index: _StreamedChoice(chunks, index, tools),
+        end,
+        token_ids=request.return_token_ids,
+    )
     return exchange.stream(outbox, characters=len(prompt.text))
 
 

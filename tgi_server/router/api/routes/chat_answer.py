@@ -45,7 +45,7 @@ class PieceWriter(Protocol):
 class ChatAnswer:
     """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece.
 
-    token_ids: the tokens, until they are taken.
+    token_ids: the tokens, until they are taken; None: nobody takes them.
     """
 
     __slots__ = ("_logprobs", "_most", "_reader", "_show_thoughts", "_tokenizer", "token_ids", "writer")
@@ -58,9 +58,11 @@ class ChatAnswer:
         most: int | None,
         *,
         show_thoughts: bool = True,
+        token_ids: bool = False,
     ) -> None:
         """reader: takes the text apart; None: all of it is text. most: alternatives reported for each token; None: no
-        log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them.
+        log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them. token_ids: keep the
+        tokens.
         """
         self.writer = writer
         self._reader = reader
@@ -68,7 +70,7 @@ class ChatAnswer:
         self._most = most
         self._show_thoughts = show_thoughts
         self._logprobs: list[ChatCompletionLogprob] = []
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] | None = [] if token_ids else None
 
     def token(
         self,
@@ -79,7 +81,8 @@ class ChatAnswer:
         logprob: float | None,
         top: pb.TopTokens | None,
     ) -> bool:
-        self.token_ids.append(token_id)
+        if self.token_ids is not None:
+            self.token_ids.append(token_id)
         if self._most is not None:
             self._logprobs.append(
                 _logprobs(self._tokenizer, self._most, token_id, logprob, top, drafted=stream.drafted)
