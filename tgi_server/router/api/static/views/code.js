@@ -25,5 +25,5 @@ export function showCode(dialog, current) {
   };
   language.addEventListener("change", fill);
   element("copy-code").addEventListener("click", () => copyText(snippet.textContent));
-  dialog.addEventListener("toggle", () => dialog.open && fill());
+  dialog.addEventListener("beforetoggle", (event) => event.newState === "open" && fill());
 }
