@@ -7,7 +7,9 @@ Whoever connects to the socket is sent one line, the longest time in seconds sin
 
 import asyncio
 import sys
+import threading
 import time
+from pathlib import Path
 
 from tgi_server.router import cli, startup
 from tgi_server.router.settings import RouterSettings
@@ -18,12 +20,14 @@ _TICK_SECONDS = 0.002
 class LoopWatch:
     """Measures each turn of the running loop, in seconds.
 
-    On a machine with other things to do a turn takes longer than its work. What it took from others is at least the CPU
-    time of the loop's thread; if another thread held the interpreter's lock, it is in the CPU time of the process.
+    On a busy machine a turn takes longer than its work, since the loop's thread waits for a processor. The kernel
+    counts that time, and it is left out. What the turn took from others is at least the CPU time of that thread; if
+    another thread held the interpreter's lock, it is in the CPU time of the process.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._last = self._now()
         self._longest = 0.0
         self._tick()
@@ -34,13 +38,14 @@ class LoopWatch:
         longest, self._longest = self._longest, 0.0
         return longest
 
-    def _now(self) -> tuple[float, float, float]:
-        return time.monotonic(), time.process_time(), time.thread_time()
+    def _now(self) -> tuple[float, float, float, float]:
+        queued = int(self._schedule.read_text().split()[1]) / 1e9  # seconds in which it waited for a processor
+        return time.monotonic(), queued, time.process_time(), time.thread_time()
 
     def _measure(self) -> None:
         now = self._now()
-        wall, process, thread = (after - before for after, before in zip(now, self._last, strict=True))
-        self._longest = max(self._longest, thread, min(wall, process))
+        wall, queued, process, thread = (after - before for after, before in zip(now, self._last, strict=True))
+        self._longest = max(self._longest, thread, min(wall - queued, process))
         self._last = now
 
     def _tick(self) -> None:
