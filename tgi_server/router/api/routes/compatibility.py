@@ -115,7 +115,7 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
 
         prompt = await prompt_for_chat(exchange, plan)
         return prompt.text, prompt.checked
-    options = tgi_options(service, instance.parameters or GenerateParameters())
+    options = await tgi_options(service, instance.parameters or GenerateParameters(), exchange.size)
     rendered = await markdown_prompt(service, exchange.request, instance.inputs, "inputs", options.cache_salt)
     checked = await service.preparer.prepare(rendered, options, Dialect.TGI, client=exchange.owner, size=exchange.size)
     return instance.inputs, checked

@@ -59,16 +59,25 @@ def generate_routes(service: Service) -> APIRouter:
     return router
 
 
-def tgi_options(service: Service, parameters: GenerateParameters, cache_salt: str | None = None) -> GenerationOptions:
-    """Returns the options of a request. cache_salt: wins over the one in `parameters`. Raises InvalidRequest."""
-    options = service.options.read(parameters, Dialect.TGI)
-    grammar = requested_grammar(parameters.grammar)
-    return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
+async def tgi_options(
+    service: Service, parameters: GenerateParameters, size: int, cache_salt: str | None = None
+) -> GenerationOptions:
+    """Returns the options of a request. size: of its body, in bytes. cache_salt: wins over the one in `parameters`.
+
+    Raises InvalidRequest.
+    """
+
+    def read() -> GenerationOptions:
+        options = service.options.read(parameters, Dialect.TGI)
+        grammar = requested_grammar(parameters.grammar)
+        return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
+
+    return await service.text.threads.handle_text(size, read)
 
 
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """Responds in one piece. in_list: with a list of one, as `/` does."""
-    options = tgi_options(exchange.service, request.parameters, request.cache_salt)
+    options = await tgi_options(exchange.service, request.parameters, exchange.size, request.cache_salt)
     details = request.parameters.details or options.report.prefill_logprobs
     best_of = options.best_of or 1
     options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
@@ -164,7 +173,7 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> list
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Response:
     """Responds with an event for each token."""
     parameters = request.parameters
-    options = tgi_options(exchange.service, parameters, request.cache_salt)
+    options = await tgi_options(exchange.service, parameters, exchange.size, request.cache_salt)
     check_streaming(options)
     options = replace(options, report=replace(options.report, logprobs=True))
     prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
