@@ -171,6 +171,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "glm4_moe": ("glm4_moe", _GATED | _LATENT_EXPERTS | {"head_dim": 16}),
     "glm4_moe_lite": ("glm4_moe_lite", _LATENTS | _LATENT_EXPERTS),
     "glm4": ("glm4", _GATED | {"head_dim": 16}),
+    "helium": ("helium", _GATED | {"head_dim": 16}),
     "granite": (
         "granite",
         _GATED
@@ -282,6 +283,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),
     "seed_oss": ("seed_oss", _GATED | {"head_dim": 16}),
     "stablelm": ("stablelm", _GATED),
+    "stablelm_parallel": ("stablelm", _GATED | {"use_parallel_residual": True, "use_qkv_bias": True}),
     "starcoder": ("gpt_bigcode", {"multi_query": True, "num_attention_heads": 34, "hidden_size": 544}),
     "smollm3": ("smollm3", _GATED | {"no_rope_layers": [1, 0]}),
     "youtu": ("youtu", _LATENTS),

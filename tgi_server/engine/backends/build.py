@@ -62,9 +62,13 @@ def build_decoder(
     layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
     for index, layer in enumerate(spec.layers if keep else counted(PACKING, spec.layers, len(spec.layers))):
-        made.append(_layer(modules[index], index, spec, layer, variants.get(index), mixers[index], linear, pack))
+        made.append(_layer(modules[index], index, spec, layer, variants.get(index), mixers[index], linear))
         if not keep:
+            for name in (*layer.up, layer.down) if layer.shared else ():
+                _put(modules[index], name, nn.Identity(), deferred)
             _put(modules, str(index), nn.Identity(), deferred)
+        if layer.mixture:
+            pack(made[-1].mixture, linear)
     deferred.free()
     head = model.get_output_embeddings()
     assert head is not None
@@ -159,9 +163,8 @@ def _layer(
     variant: AttentionVariant | None,
     mixer: MixerKernel | None,
     linear: LinearFactory,
-    pack: Callable[[nn.Module, LinearFactory], None],
 ) -> DecoderLayer:
-    """Returns a layer with the weights of one of `transformers`."""
+    """Returns a layer with the weights of one of `transformers`; those of a mixture are not packed yet."""
     linears: dict[str, Any] = dict.fromkeys(("up", "down", "shared_gate"))
     parts = {}
     for part, names in _linear_names(spec, mixer).items():
@@ -170,8 +173,6 @@ def _layer(
         linears[part] = _joined(own, linear)
     norms = {name: Norm.of(module.get_submodule(path), model.norms) for name, path in _norm_names(spec).items()}
     mixture = module.get_submodule(spec.mixture[0]) if spec.mixture else None
-    if mixture is not None:
-        pack(mixture, linear)
     return DecoderLayer(
         spec,
         index,
@@ -348,7 +349,7 @@ def _replace_children(
 def _put(parent: nn.Module, name: str, new: nn.Module, deferred: DeferredFree) -> None:
     """Puts a module in the place of another, whose weights are freed."""
     old = parent.get_submodule(name)
-    setattr(parent, name, new)
+    parent.set_submodule(name, new)
     for each in old.modules():
         if isinstance(each, nn.Linear | QuantizedLinear):
             deferred.add([*each.parameters(recurse=False), *each.buffers(recurse=False)])

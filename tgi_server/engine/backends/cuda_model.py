@@ -82,14 +82,23 @@ class CudaModel(PagedModel):
         residual = self._added(residual, layer.output, attended, layer.norms.get("attended_norm"), rows)
         if not self._spec.parallel:
             normed = _normed(layer.norms.get("feed_forward_norm"), residual)
-        if layer.mixture is None:
-            assert layer.up is not None
-            assert layer.down is not None
-            widened = self._widened(layer.up, normed, rows)
-            return self._added(residual, layer.down, widened, layer.norms.get("fed_norm"), rows)
-        output = layer.mixture(normed.unsqueeze(0))
-        output = output[0] if isinstance(output, tuple) else output  # beside it, what the router says
-        return residual + output[0]
+        if layer.mixture is not None:
+            return residual + self._mixed(layer, normed, rows)
+        assert layer.up is not None
+        assert layer.down is not None
+        widened = self._widened(layer.up, normed, rows)
+        return self._added(residual, layer.down, widened, layer.norms.get("fed_norm"), rows)
+
+    def _mixed(self, layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns what a mixture of experts makes of x, [tokens, hidden_size], with that of the shared expert."""
+        assert layer.spec.mixture is not None
+        if layer.up is None or layer.down is None:
+            output = layer.mixture(x.unsqueeze(0))
+            return (output[0] if isinstance(output, tuple) else output)[0]  # beside it, what the router says
+        _, shares, chosen = getattr(layer.mixture, layer.spec.mixture[1])(x)
+        output = layer.mixture.experts(x, chosen, shares)
+        shared = layer.down.adapted(self._widened(layer.up, x, rows), rows)
+        return output + (shared if layer.shared_gate is None else layer.shared_gate.adapted(x, rows).sigmoid() * shared)
 
     def _attend(
         self,

@@ -23,6 +23,9 @@ IN_ONE_CALL = ["cohere", "cohere_qk_norm", "gemma", "gemma2", "gemma3_text", "gl
 IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
 IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
 IN_ONE_CALL += ["jamba", "qwen3_5_moe_text", "qwen3_next"]
+# Their parts are those of others, so that they are slow tests.
+OF_THE_SAME_PARTS = {"cohere2", "ernie4_5", "exaone4", "helium", "olmo3", "qwen2_moe", "stablelm", "stablelm_parallel"}
+IN_ONE_CALL += sorted(OF_THE_SAME_PARTS)
 # Of the others only what gives all logits runs by default.
 GREEDY_TOO = {"gemma2", "llama", "qwen3_5_text"}
 
@@ -63,8 +66,10 @@ def run(runner: Runner, *, all_logits: bool, greedy: TopOnly | None = None) -> l
 
 def both_ways(all_logits: object, greedy: object) -> list[object]:
     """Returns each model with both values."""
-    return [(name, all_logits) for name in IN_ONE_CALL] + [
-        pytest.param(name, greedy, marks=() if name in GREEDY_TOO else pytest.mark.slow) for name in IN_ONE_CALL
+    return [
+        pytest.param(name, value, marks=() if quick else pytest.mark.slow)
+        for name in IN_ONE_CALL
+        for value, quick in ((all_logits, name not in OF_THE_SAME_PARTS), (greedy, name in GREEDY_TOO))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Cohere's Command R: attention and feed-forward part side by side, layer norms without a bias, scaled logits."""
+"""Cohere's Command R and A: attention and feed-forward part side by side, layer norms without a bias, scaled logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from tgi_server.engine.parallel.shares import key_heads, query_heads
 
 def cohere(config: Any) -> DecoderSpec:
     layer = LayerSpec(feed_forward_norm=None)
-    if config.use_qk_norm:
+    if getattr(config, "use_qk_norm", False):
         layer = replace(layer, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
     return DecoderSpec.uniform(
         config,
@@ -25,9 +25,17 @@ def cohere(config: Any) -> DecoderSpec:
     )
 
 
+def cohere2(config: Any) -> DecoderSpec:
+    """Layers that look at all tokens have no rotary positions."""
+    spec = cohere(config)
+    windows = (kind == "sliding_attention" for kind in config.layer_types)
+    layers = (replace(layer, rope=0 if each else None) for layer, each in zip(spec.layers, windows, strict=True))
+    return replace(spec, layers=tuple(layers))
+
+
 def _plan(config: Any) -> ShardingPlan:
     norms = {"q_norm": Split({"weight": Slice(0, query_heads)}), "k_norm": Split({"weight": Slice(0, key_heads)})}
     return llama_plan(config, norms)
 
 
-FAMILIES = {"cohere": Family(cohere, _plan), "cohere2": Family(plan=llama_plan)}
+FAMILIES = {"cohere": Family(cohere, _plan), "cohere2": Family(cohere2, llama_plan)}

@@ -1,14 +1,39 @@
-"""Llama, Mistral, Qwen 2 and 3 (also -VL), Seed-OSS, SmolLM3: RMS norms, rotary positions, gated feed-forward parts."""
+"""Models that are Llama but for a few facts: RMS norms, rotary positions, gated feed-forward parts.
+
+Beside Llama: ERNIE 4.5, EXAONE 4, Helium, Mistral, Qwen 2 and 3 (also -VL), Seed-OSS, SmolLM3, StableLM.
+"""
 
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
 from tgi_server.engine.models.splits import llama_plan
 
 
 def llama(config: Any) -> DecoderSpec:
     return DecoderSpec.uniform(config, activation=activation(config.hidden_act))
+
+
+def ernie(config: Any) -> DecoderSpec:
+    return replace(llama(config), interleaved=True)
+
+
+def exaone4(config: Any) -> DecoderSpec:
+    """Where some layers have windows, those that look at all tokens have no rotary positions."""
+    layer = LayerSpec(
+        attention_norm=None,
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        attended_norm="post_attention_layernorm",
+        feed_forward_norm=None,
+        fed_norm="post_feedforward_layernorm",
+    )
+    rotary = (config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types)
+    return replace(llama(config), layers=tuple(replace(layer, rope=0 if each else None) for each in rotary))
+
+
+def helium(config: Any) -> DecoderSpec:
+    return replace(llama(config), norms="rms_once", interleaved=True)
 
 
 def qwen3(config: Any) -> DecoderSpec:
@@ -22,9 +47,18 @@ def smollm3(config: Any) -> DecoderSpec:
     return replace(llama(config), layers=tuple(layers))
 
 
+def stablelm(config: Any) -> DecoderSpec:
+    if config.qk_layernorm:
+        raise NoSpec("each head has a layer norm of its own")
+    layer = LayerSpec(feed_forward_norm=None) if config.use_parallel_residual else LayerSpec()
+    facts = {"norms": "layer", "parallel": config.use_parallel_residual}
+    return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act), **facts)
+
+
 FAMILIES = {
-    "ernie4_5": Family(plan=llama_plan),
-    "exaone4": Family(plan=llama_plan),
+    "ernie4_5": Family(ernie, llama_plan),
+    "exaone4": Family(exaone4, llama_plan),
+    "helium": Family(helium, llama_plan),
     "llama": Family(llama, llama_plan),
     "mistral": Family(llama, llama_plan),
     "qwen2": Family(llama, llama_plan),
@@ -34,5 +68,5 @@ FAMILIES = {
     "qwen3_vl_text": Family(qwen3, llama_plan),
     "seed_oss": Family(llama, llama_plan),
     "smollm3": Family(smollm3, llama_plan),
-    "stablelm": Family(plan=llama_plan),
+    "stablelm": Family(stablelm, llama_plan),
 }

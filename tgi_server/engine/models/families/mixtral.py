@@ -28,6 +28,20 @@ def qwen3_moe(config: Any) -> DecoderSpec:
     return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
 
 
+def qwen2_moe(config: Any) -> DecoderSpec:
+    """Beside its own experts every token has one that all have."""
+    spec = qwen3_moe(config)
+    plain = LayerSpec()
+    mixed = LayerSpec(
+        mixture=_MIXTURE,
+        shared=True,
+        shared_gate="mlp.shared_expert_gate",
+        up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        down="mlp.shared_expert.down_proj",
+    )
+    return replace(spec, layers=tuple(mixed if each.mixture else plain for each in spec.layers))
+
+
 def _check_gate(config: Any) -> None:
     if activation(config.hidden_act) != "silu":
         raise NoSpec(f"experts with {config.hidden_act} as their gate are not known")
@@ -65,7 +79,7 @@ FAMILIES = {
     "mimo_v2_flash": Family(plan=_mimo),
     "minimax_m2": Family(plan=_minimax),
     "mixtral": Family(mixtral, _plan),
-    "qwen2_moe": Family(plan=_qwen2_moe),
+    "qwen2_moe": Family(qwen2_moe, _qwen2_moe),
     "qwen3_moe": Family(qwen3_moe, _plan),
     "qwen3_vl_moe_text": Family(qwen3_moe, _plan),
 }

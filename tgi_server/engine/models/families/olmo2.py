@@ -1,8 +1,9 @@
-"""OLMo 2: norms behind attention and the feed-forward part only, and of all query and key heads together."""
+"""OLMo 2 and 3: norms behind attention and the feed-forward part only, and of all query and key heads together."""
 
+from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import NORMS_OF_ALL_HEADS, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan
 
@@ -20,8 +21,15 @@ def olmo2(config: Any) -> DecoderSpec:
     return DecoderSpec.uniform(config, _LAYER, activation=activation(config.hidden_act), norms="rms_once")
 
 
+def olmo3(config: Any) -> DecoderSpec:
+    """Layers that look at all tokens have other rotary tables than those with a window."""
+    types = sorted(set(config.layer_types))
+    layers = tuple(replace(_LAYER, rope=types.index(each)) for each in config.layer_types)
+    return replace(olmo2(config), layers=layers, ropes=tuple(RopeSpec(each) for each in types))
+
+
 def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, NORMS_OF_ALL_HEADS)
 
 
-FAMILIES = {"olmo2": Family(olmo2, _plan), "olmo3": Family(plan=_plan)}
+FAMILIES = {"olmo2": Family(olmo2, _plan), "olmo3": Family(olmo3, _plan)}
