@@ -20,6 +20,8 @@ from tgi_server.launcher.errors import LauncherError
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchModel, NotSupported, RouterError
+from tgi_server.router.settings import PipelineSettings, RequestSettings, ServingSettings
+from tgi_server.shard.settings import ModelSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,17 +30,9 @@ logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 _CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-# Settings of servers and their processes.
-_OF_SERVERS = frozenset(
-    {
-        *("adapter_root", "admission", "allow_adapter_updates", "allowed_hosts", "api_key", "api_key_file"),
-        *("client_timeout", "cors_allow_origin", "enable_prefill_logprobs", "env", "fairness"),
-        *("graceful_termination_timeout", "hostname", "huggingface_hub_cache", "json_output", "log_level"),
-        *("master_addr", "master_port", "max_client_memory", "max_connections", "max_connections_per_address"),
-        *("max_stored_responses", "node_address", "node_rank", "num_nodes", "num_shard", "otlp_endpoint"),
-        *("otlp_service_name", "payload_limit", "port", "prometheus_port", "served_model_name", "shard_uds_path"),
-        *("sharded", "strict_fields", "usage_stats"),
-    }
+# What loading, preparing and scheduling read; the launcher's other settings are of servers and their processes.
+_SETTINGS = ({"model_id"} | PipelineSettings.model_fields.keys() | ModelSettings.model_fields.keys()) - (
+    ServingSettings.model_fields.keys() - RequestSettings.model_fields.keys()
 )
 _RESERVED = frozenset({"input", "messages", "prompt", "stream", "stream_options", "encoding_format"})
 # Texts that are embedded in one request.
@@ -221,8 +215,6 @@ class LLM:
 
 def _settings(model: str | PathLike[str] | None, given: Mapping[str, Any]) -> LauncherSettings:
     """Raises InvalidSettings."""
-    if taken := sorted(_OF_SERVERS & given.keys()):
-        raise InvalidSettings(f"`{taken[0]}` is a setting of servers and their processes; use `oatmill serve` for it")
     values = dict(given)
     encoders = {"embedding_model_id", "rerank_model_id"} & given.keys()
     if model is not None:
@@ -230,6 +222,8 @@ def _settings(model: str | PathLike[str] | None, given: Mapping[str, Any]) -> La
         if not encoders and (Path(values["model_id"]) / "modules.json").is_file():  # sentence-transformers'
             values["embedding_model_id"] = values["model_id"]
     settings = check_settings(LauncherSettings, values)
+    if others := sorted(given.keys() - _SETTINGS):
+        raise InvalidSettings(f"`{others[0]}` is a setting of servers and their processes; use `oatmill serve` for it")
     if "model_id" not in values and settings.first_encoder:
         return settings.model_copy(update={"model_id": settings.first_encoder})
     return settings

@@ -20,15 +20,13 @@ from tgi_server.router.errors import NotSupported
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.encoding import EmbeddingsRequest
-from tgi_server.router.service import Service
+from tgi_server.router.service import UNLIMITED, Service
 
 _HANDLERS: dict[str, tuple[type[BaseModel], Callable[[Exchange, Any], Awaitable[Response]]]] = {
     "/v1/chat/completions": (ChatRequest, answer_chat),
     "/v1/completions": (CompletionRequest, complete),
     "/v1/embeddings": (EmbeddingsRequest, embed_texts),
 }
-# Bytes that requests may hold: their sender's memory is this process's own.
-UNLIMITED = 2**40
 
 
 async def ask(service: Service, path: str, body: bytes) -> bytes:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +19,7 @@ from tgi_server.launcher.machine import check_gpus
 from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.launcher.weights import check_tokenizer, find_adapters
-from tgi_server.router.settings import RouterSettings
+from tgi_server.router.settings import PipelineSettings
 from tgi_server.shard.settings import ShardSettings
 
 if TYPE_CHECKING:
@@ -92,26 +91,22 @@ class Pipeline:
         settings = settings.model_copy(update={"lora_adapters": await find_adapters(settings)})
         services, router = _load(settings)
 
-        from oatmill.local_requests import UNLIMITED
         from tgi_server.router.scheduling.local_shard import LocalShard
         from tgi_server.router.scheduling.shard_client import ShardedClient
-        from tgi_server.router.service import Capacity
         from tgi_server.router.startup import assembled
 
         async def connect() -> ShardedClient:
             return ShardedClient([LocalShard(services.generation, services.grammars)])
 
         try:
-            async with assembled(router, connect) as service:
-                policy = replace(service.policy, payload_limit=UNLIMITED, strict_fields=True)
-                self._service = replace(service, policy=policy, capacity=Capacity(UNLIMITED))
+            async with assembled(router, connect) as self._service:
                 self._ready.set_result(None)
                 await self._stop.wait()
         finally:
             services.close()
 
 
-def _load(settings: LauncherSettings) -> "tuple[Services, RouterSettings]":
+def _load(settings: LauncherSettings) -> "tuple[Services, PipelineSettings]":
     """Returns the services of a shard whose engine computes in this thread, and the settings of its router."""
     from tgi_server.model_files.download import download_model, find_models
     from tgi_server.shard.lean_imports import lean_imports
@@ -139,15 +134,15 @@ def _load(settings: LauncherSettings) -> "tuple[Services, RouterSettings]":
             settings.model_id, settings.revision, settings.speculative_model, trust_remote_code=trust, **own
         )
     leave_threads_unbound()
-    with _without_collection(), lean_imports():
+    with _without_collection(), lean_imports(whole=True):
         from tgi_server.shard.server import Place, Services, load_models  # imports torch, which takes seconds
 
         loaded = load_models(shard, model, drafter, encoders)
     services = Services(shard, model, encoders, loaded, [Place("", "")], on_fatal=lambda: None)
-    return services, RouterSettings.model_validate(_only(RouterSettings, values))
+    return services, PipelineSettings.model_validate(_only(PipelineSettings, values))
 
 
-def _only(settings: type[RouterSettings] | type[ShardSettings], values: dict[str, Any]) -> dict[str, Any]:
+def _only(settings: type[PipelineSettings] | type[ShardSettings], values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in settings.model_fields}
 
 

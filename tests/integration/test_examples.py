@@ -1,5 +1,6 @@
 """The programs of examples/, as they are, against a server of the demo model with small models beside it."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ SHOWN = {
     "recipes.py": ("cooking", "ingredients="),
     "retrieval.py": ("passage: ", "answer: "),
     "agent.py": ("calls: in_stock(", "answer:"),
+    "batch.py": ('{"question": "How long do I boil an egg?", "topic": "', '{"question": "Which tool '),
     "grpc_service.py": ("answer: ", "stream: ", "(eos_token)"),
     "grpc_service.mjs": ("answer: ", "stream: ", "(eos_token)"),
 }
@@ -75,7 +77,8 @@ def test_each_example_is_tried() -> None:
 @pytest.mark.timeout(400)
 def test_an_example_does_what_it_says(url: str, front: str, name: str, tmp_path: Path) -> None:
     said = "How long do I boil an egg?\nWhich tool do I need to hang a picture?\n"
-    command = [*command_of(name, tmp_path), front if name.startswith("grpc") else url]
+    given = {"grpc": [front], "batch": []}.get(re.split("[._]", name)[0], [url])
+    command = [*command_of(name, tmp_path), *given]
     result = subprocess.run(command, input=said, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stderr
     assert all(text in result.stdout for text in SHOWN[name]), result.stdout

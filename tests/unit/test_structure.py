@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = sorted(set(re.findall(r"`([a-z_/]+(?:\.py|\.proto|/))`", (ROOT / "docs" / "structure.md").read_text())))
 PATHS = [
     f"/{path.relative_to(ROOT)}{'/' if path.is_dir() else ''}"
-    for package in ("llm_functionalities", "proto", "shared", "tgi_server")
+    for package in ("llm_functionalities", "oatmill", "proto", "shared", "tgi_server")
     for path in (ROOT / package, *(ROOT / package).rglob("*"))
 ]
 

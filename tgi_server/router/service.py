@@ -23,6 +23,9 @@ from tgi_server.router.text.tokenizer_config import TokenizerConfig
 from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.tracing import RequestTracer
 
+# Bytes, and number, of requests that come from this process itself.
+UNLIMITED = 2**40
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
@@ -132,9 +135,9 @@ class RequestPolicy:
     """What the settings say about requests.
 
     payload_limit: bytes of a body. max_stored_responses: number of responses stored for /v1/responses. strict_fields:
-    unknown fields are refused. ignored_fields: unknown fields that were logged. adapter_root: the folder below which
-    adapters may be loaded from while the server runs; None: they may not. max_priority: the lowest number that requests
-    may give as their priority.
+    unknown fields are refused. is_local: requests come from this process itself, not over HTTP. ignored_fields: unknown
+    fields that were logged. adapter_root: the folder below which adapters may be loaded from while the server runs;
+    None: they may not. max_priority: the lowest number that requests may give as their priority.
     """
 
     payload_limit: int
@@ -143,6 +146,7 @@ class RequestPolicy:
     strict_fields: bool = False
     adapter_root: Path | None = None
     max_priority: int = 0
+    is_local: bool = False
     ignored_fields: set[str] = field(default_factory=set)
 
 

@@ -72,30 +72,23 @@ class ApiKey:
     max_priority: int | None = None
 
 
-class ServingSettings(ServiceSettings):
-    """Settings that router and launcher both take; the launcher passes them on."""
+class RequestSettings(ServiceSettings):
+    """Settings of what happens to a request between its arrival and its answer, which `oatmill.LLM` takes, too."""
 
-    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
     help_groups: ClassVar[Mapping[str, str]] = {
         "revision": "Model",
         "served_model_name": "Model",
         "tool_call_parser": "Chat",
-        "hostname": "HTTP server",
         "max_concurrent_requests": "Limits of requests",
         "max_batch_prefill_tokens": "Batching and KV cache",
         "lora_adapters": "Adapters",
         "max_waiting_tokens": "Batching and KV cache",
         "max_client_batch_size": "Limits of requests",
-        "validation_workers": "HTTP server",
+        "validation_workers": "Batching and KV cache",
+        "allowed_media_domains": "Limits of requests",
         "allow_special_tokens": "Chat",
         "disable_grammar_support": "Limits of requests",
-        "api_key": "Access",
         "max_priority": "Batching and KV cache",
-        "cors_allow_origin": "Access",
-        "json_output": "Logs and traces",
-        "log_level": "Logs and traces",
-        "graceful_termination_timeout": "HTTP server",
-        "usage_stats": "Other",
     }
 
     revision: str | None = Field(
@@ -125,9 +118,6 @@ class ServingSettings(ServiceSettings):
         description="Do not parse an answer that consists only of the JSON of a tool call, bare or in a code fence, "
         "as that call, if the model calls tools in another format.",
     )
-    hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
-    port: Port = Field(default=3000, description="Port of the HTTP API.")
-    prometheus_port: Port = Field(default=9000, description="Additional port for /metrics; 0: none.")
     max_concurrent_requests: Count = Field(
         default=128, description="Maximum number of requests in flight; others get 429."
     )
@@ -162,13 +152,6 @@ class ServingSettings(ServiceSettings):
         default=[],
         description="LoRA adapters of requests: ID, ID=FOLDER, ID=FILE.gguf, ID=OWNER/NAME, of the hub with @REVISION.",
     )
-    allow_adapter_updates: bool = Field(
-        default=False,
-        description="Let callers with an API key load and unload adapters below adapter-root while the server runs.",
-    )
-    adapter_root: Path | None = Field(
-        default=None, description="Folder from which adapters may be loaded while the server runs."
-    )
     max_loras: Count = Field(
         default=32, description="Maximum number of adapters in memory; others are loaded when a request names them."
     )
@@ -186,14 +169,7 @@ class ServingSettings(ServiceSettings):
     max_client_batch_size: PositiveInt = Field(
         default=4, description="Maximum number of answers to one request: its prompts times n."
     )
-    max_stored_responses: int = Field(
-        default=1000, ge=0, description="Maximum number of stored responses (/v1/responses), in memory; 0: none."
-    )
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenize prompts.")
-    payload_limit: PositiveInt | None = Field(
-        default=None,
-        description="Maximum size of a request body in bytes. Default: 2000000; for models that read images 32000000.",
-    )
     allowed_media_domains: CommaSeparated[str] = Field(
         default=[],
         description="Hosts from which images of requests are fetched: HOST, *.DOMAIN for all below it, or HOST:PORT, "
@@ -201,6 +177,77 @@ class ServingSettings(ServiceSettings):
     )
     max_image_pixels: PositiveInt = Field(
         default=64_000_000, description="Maximum number of pixels of an image in a request."
+    )
+    allow_special_tokens: bool = Field(
+        default=False,
+        description="Treat special tokens spelled in chat messages as tokens, as TGI does, instead of as text.",
+    )
+    disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
+    max_priority: int = Field(
+        default=0, description="Lowest priority value that requests may set; lower values are served first."
+    )
+    admission: Literal["time", "off"] = Field(
+        default="time", description="time: requests that would surely miss their deadlines get 503 at once; off: never."
+    )
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _are_hosts(cls, entries: list[str]) -> list[str]:
+        for entry in entries:
+            if any(character in entry for character in "/@?# ") or not entry.strip("*."):
+                raise ValueError(f"{entry!r} is not a host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
+        return entries
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
+            raise ValueError(
+                f"--max-input-tokens ({self.max_input_tokens}) must be less than "
+                f"--max-total-tokens ({self.max_total_tokens})"
+            )
+        if self.max_batch_total_tokens and self.max_batch_total_tokens < (self.max_total_tokens or 0):
+            raise ValueError(
+                f"--max-batch-total-tokens ({self.max_batch_total_tokens}) must be at least "
+                f"--max-total-tokens ({self.max_total_tokens})"
+            )
+        return self
+
+
+class ServingSettings(RequestSettings):
+    """Settings that router and launcher both take; the launcher passes them on. Those here are of HTTP and callers."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
+    help_groups: ClassVar[Mapping[str, str]] = {
+        "hostname": "HTTP server",
+        "allow_adapter_updates": "Adapters",
+        "max_stored_responses": "Limits of requests",
+        "payload_limit": "HTTP server",
+        "strict_fields": "Chat",
+        "api_key": "Access",
+        "fairness": "Batching and KV cache",
+        "cors_allow_origin": "Access",
+        "json_output": "Logs and traces",
+        "log_level": "Logs and traces",
+        "graceful_termination_timeout": "HTTP server",
+        "usage_stats": "Other",
+    }
+
+    hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
+    port: Port = Field(default=3000, description="Port of the HTTP API.")
+    prometheus_port: Port = Field(default=9000, description="Additional port for /metrics; 0: none.")
+    allow_adapter_updates: bool = Field(
+        default=False,
+        description="Let callers with an API key load and unload adapters below adapter-root while the server runs.",
+    )
+    adapter_root: Path | None = Field(
+        default=None, description="Folder from which adapters may be loaded while the server runs."
+    )
+    max_stored_responses: int = Field(
+        default=1000, ge=0, description="Maximum number of stored responses (/v1/responses), in memory; 0: none."
+    )
+    payload_limit: PositiveInt | None = Field(
+        default=None,
+        description="Maximum size of a request body in bytes. Default: 2000000; for models that read images 32000000.",
     )
     client_timeout: PositiveInt = Field(
         default=75,
@@ -218,26 +265,15 @@ class ServingSettings(ServiceSettings):
         description="Maximum number of connections from one IP address, which may be a proxy's. Default: half of "
         "max-connections.",
     )
-    allow_special_tokens: bool = Field(
-        default=False,
-        description="Treat special tokens spelled in chat messages as tokens, as TGI does, instead of as text.",
-    )
     strict_fields: bool = Field(
         default=False,
         description="Refuse unknown fields of requests. Default: they are ignored, and named in a header.",
     )
-    disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Key that requests must carry: Authorization: Bearer KEY.")
     api_key_file: Path | None = Field(
         default=None,
         description="File with one API key per line, each with its own prefix cache. A key may be followed by "
         "weight=NUMBER (for --fairness) and max-priority=NUMBER.",
-    )
-    max_priority: int = Field(
-        default=0, description="Lowest priority value that requests may set; lower values are served first."
-    )
-    admission: Literal["time", "off"] = Field(
-        default="time", description="time: requests that would surely miss their deadlines get 503 at once; off: never."
     )
     fairness: Literal["none", "key"] = Field(
         default="none",
@@ -271,14 +307,6 @@ class ServingSettings(ServiceSettings):
         """Returns the key without white space around it, such as the line's end of a mounted secret: none is sent."""
         return key if key is None else key.strip()
 
-    @field_validator("allowed_media_domains")
-    @classmethod
-    def _are_hosts(cls, entries: list[str]) -> list[str]:
-        for entry in entries:
-            if any(character in entry for character in "/@?# ") or not entry.strip("*."):
-                raise ValueError(f"{entry!r} is not a host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
-        return entries
-
     @field_validator("api_key_file")
     @classmethod
     def _has_keys(cls, file: Path | None) -> Path | None:
@@ -294,17 +322,7 @@ class ServingSettings(ServiceSettings):
         return [*own, *keys]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
-            raise ValueError(
-                f"--max-input-tokens ({self.max_input_tokens}) must be less than "
-                f"--max-total-tokens ({self.max_total_tokens})"
-            )
-        if self.max_batch_total_tokens and self.max_batch_total_tokens < (self.max_total_tokens or 0):
-            raise ValueError(
-                f"--max-batch-total-tokens ({self.max_batch_total_tokens}) must be at least "
-                f"--max-total-tokens ({self.max_total_tokens})"
-            )
+    def _callers_fit_together(self) -> Self:
         if self.prometheus_port and self.prometheus_port == self.port:
             raise ValueError(f"--port and --prometheus-port are both {self.port}")
         if self.adapter_root is not None and not self.allow_adapter_updates:
@@ -321,13 +339,18 @@ class ServingSettings(ServiceSettings):
         return self
 
 
-class RouterSettings(ServingSettings):
-    """HTTP front of a text-generation server: checks and queues requests, and drives the shards."""
+class PipelineSettings(RequestSettings):
+    """Everything that the router's pipeline needs, without HTTP."""
 
     tokenizer_name: Path = Field(description="Folder of the model; its tokenizer files are read.")
     model_id: str | None = Field(
         default=None, description="Name of the model in responses. Default: as the shards report."
     )
+
+
+class RouterSettings(ServingSettings, PipelineSettings):
+    """HTTP front of a text-generation server: checks and queues requests, and drives the shards."""
+
     master_shard_uds_path: str = Field(
         default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, which a shard has, too
         description="Socket of the first shard.",

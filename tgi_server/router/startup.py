@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -33,8 +34,8 @@ from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import MOST_WHOLE
 from tgi_server.router.scheduling.shard_client import ShardedClient
-from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
-from tgi_server.router.settings import RouterSettings
+from tgi_server.router.service import UNLIMITED, Capacity, ModelDescription, RequestPolicy, Service, TextParts
+from tgi_server.router.settings import PipelineSettings, RouterSettings, ServingSettings
 from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.decisions import read_decision_config
@@ -119,14 +120,16 @@ def _known_as_ready(path: Path | None) -> Iterator[None]:
 
 @asynccontextmanager
 async def assembled(
-    settings: RouterSettings, connect: Callable[[], Awaitable[ShardedClient]] | None = None
+    settings: PipelineSettings, connect: Callable[[], Awaitable[ShardedClient]] | None = None
 ) -> AsyncIterator[Service]:
     """Reads the tokenizer, connects to the shards, warms them up, and runs the scheduler while the context is open.
 
-    connect: returns the client of the shards; None: it is that of the shards on the socket of the settings.
+    settings: RouterSettings for callers over HTTP; else requests come from this process alone, and have no limits of
+    bytes and of number. connect: returns the client of the shards; None: that of the shards on the settings' socket.
 
     Raises StartupError with one line that says what is missing.
     """
+    serving = settings if isinstance(settings, RouterSettings) else None
     model = settings.tokenizer_name
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
     defaults = read_sampling_defaults(model) if settings.generation_config == "auto" else {}
@@ -134,7 +137,10 @@ async def assembled(
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
     decisions = await asyncio.to_thread(read_decision_config, model)
-    shards = await (connect() if connect is not None else _connect(settings.master_shard_uds_path))
+    if connect is None:
+        assert serving is not None  # or there is no socket
+        connect = partial(_connect, serving.master_shard_uds_path)
+    shards = await connect()
     try:
         adapters = Adapters(shards, settings.max_loras)
         await _add_adapters(adapters, settings)
@@ -159,7 +165,7 @@ async def assembled(
             pace,
             adapters=adapters,
             prefix_caching=settings.prefix_caching,
-            fair=settings.fairness == "key",
+            fair=serving is not None and serving.fairness == "key",
             admission=settings.admission == "time",
             target_gap_ms=settings.target_token_gap_ms or 0.0,
         )
@@ -173,20 +179,13 @@ async def assembled(
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = None
-        if connect is None:  # or a shard may compute its steps on this loop
+        if serving is not None:  # or a shard may compute its steps on this loop
             watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
                 model=described,
                 limits=limits,
-                policy=RequestPolicy(
-                    settings.payload_limit or (_IMAGES_PAYLOAD_LIMIT if images is not None else _PAYLOAD_LIMIT),
-                    settings.validation_workers,
-                    settings.max_stored_responses,
-                    settings.strict_fields,
-                    settings.adapter_root if settings.allow_adapter_updates else None,
-                    settings.max_priority,
-                ),
+                policy=_policy(settings, reads_images=images is not None),
                 text=TextParts(threads.tokenizer, threads, template, guard, form, images, no_images, config),
                 options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
                 preparer=Preparer(
@@ -202,9 +201,9 @@ async def assembled(
                 ),
                 adapters=adapters,
                 submitter=scheduler,
-                capacity=Capacity(limits.max_concurrent_requests),
+                capacity=Capacity(UNLIMITED if serving is None else limits.max_concurrent_requests),
                 metrics=metrics,
-                tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
+                tracer=RequestTracer(enabled=serving is not None and serving.otlp_endpoint is not None),
                 check_health=HealthCheck(scheduler, shards),
                 decisions=decisions,
                 encoders=encoders,
@@ -221,8 +220,28 @@ async def assembled(
         threads.close()
 
 
+def _policy(settings: PipelineSettings, *, reads_images: bool) -> RequestPolicy:
+    if not isinstance(settings, ServingSettings):
+        return RequestPolicy(
+            UNLIMITED,
+            settings.validation_workers,
+            max_stored_responses=0,
+            strict_fields=True,
+            max_priority=settings.max_priority,
+            is_local=True,
+        )
+    return RequestPolicy(
+        settings.payload_limit or (_IMAGES_PAYLOAD_LIMIT if reads_images else _PAYLOAD_LIMIT),
+        settings.validation_workers,
+        settings.max_stored_responses,
+        settings.strict_fields,
+        settings.adapter_root if settings.allow_adapter_updates else None,
+        settings.max_priority,
+    )
+
+
 def _image_reader(
-    settings: RouterSettings,
+    settings: PipelineSettings,
     info: pb.InfoResponse,
     limits: Limits,
     threads: TokenizerThreads,
@@ -266,7 +285,7 @@ async def _connect(path: str) -> ShardedClient:
             logger.info("waiting for the shard at %s (%.0f s)", path, monotonic() - started)
 
 
-async def _add_adapters(adapters: Adapters, settings: RouterSettings) -> None:
+async def _add_adapters(adapters: Adapters, settings: PipelineSettings) -> None:
     for source in settings.lora_adapters:
         if source.path is None:
             raise StartupError(f"--lora-adapters: there is no folder {source.place}; the launcher fetches adapters")
@@ -278,9 +297,10 @@ async def _add_adapters(adapters: Adapters, settings: RouterSettings) -> None:
 
 
 async def _warm_up(
-    shards: ShardedClient, settings: RouterSettings, adapters: Adapters
+    shards: ShardedClient, settings: PipelineSettings, adapters: Adapters
 ) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
-    places = settings.max_loras if settings.allow_adapter_updates else len(adapters)
+    updates = isinstance(settings, ServingSettings) and settings.allow_adapter_updates
+    places = settings.max_loras if updates else len(adapters)
     try:
         info = await shards.info()
         if info.encoders_only:
@@ -303,7 +323,7 @@ async def _warm_up(
     return info, capacity
 
 
-def _check_context(settings: RouterSettings, info: pb.InfoResponse) -> None:
+def _check_context(settings: PipelineSettings, info: pb.InfoResponse) -> None:
     """Raises StartupError for a context longer than the model's, unless --allow-long-context permits it."""
     wanted, positions = settings.max_total_tokens, info.max_position_embeddings
     if wanted is None or not positions or wanted <= positions:
@@ -316,7 +336,7 @@ def _check_context(settings: RouterSettings, info: pb.InfoResponse) -> None:
     logger.warning("--max-total-tokens is %d, but the model was made for %d positions", wanted, positions)
 
 
-def _limits(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> Limits:
+def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> Limits:
     max_total_tokens = capacity.max_total_tokens
     if settings.max_total_tokens is None and max_total_tokens < info.max_position_embeddings:
         cause = "--max-batch-total-tokens" if settings.max_batch_total_tokens else "the memory for the KV cache"
@@ -353,7 +373,7 @@ def _limits(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warmup
     )
 
 
-def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> PromptPace:
+def _pace(settings: PipelineSettings, limits: Limits, info: pb.InfoResponse) -> PromptPace:
     target_ms = settings.target_token_gap_ms
     return PromptPace(
         limits.max_batch_prefill_tokens, info.block_size or 1, None if target_ms is None else target_ms / 1000
@@ -361,7 +381,7 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
 
 
 def _answer_form(
-    settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer, response_template: Any
+    settings: PipelineSettings, template: ChatTemplate, tokenizer: TextTokenizer, response_template: Any
 ) -> tuple[AnswerForm, ReasoningTags | None]:
     """Returns the form of answers, and what stands around the model's thoughts.
 
@@ -421,7 +441,7 @@ def _encoders(
     )
 
 
-def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
+def _describe(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
     given_id = settings.model_id or info.model_id
     model_id = public_name(given_id)
     return ModelDescription(

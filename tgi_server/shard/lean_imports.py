@@ -16,8 +16,11 @@ _MASKS = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 
 
 @contextmanager
-def lean_imports() -> Iterator[None]:
+def lean_imports(*, whole: bool = False) -> Iterator[None]:
     """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`, and reads its models' files once.
+
+    whole: `torch.distributed.tensor` is imported, too. Without it `transformers` cannot run models on several processes
+    for as long as this process lives.
 
     `transformers` needs the first only for decorators that matter to `torch.compile`, and the second for its own tensor
     parallelism. Later imports of both work as usual. A release of `transformers` that cannot be imported in this way is
@@ -29,8 +32,9 @@ def lean_imports() -> Iterator[None]:
     sys.modules.update({_DYNAMO: _dynamo(), _MASKS: _masks()})
     try:
         for name in ("utils.import_utils", "utils"):
-            module = importlib.import_module(f"transformers.{name}")
-            module.is_torch_distributed_available = _never  # type: ignore[attr-defined]
+            module: Any = importlib.import_module(f"transformers.{name}")
+            if not whole:
+                module.is_torch_distributed_available = _never
         _import_models()
         for name in ("modeling_utils", "masking_utils"):
             importlib.import_module(f"transformers.{name}")

@@ -1,18 +1,21 @@
 """`oatmill.LLM` beside a running server: the same tokens and log-probabilities, in every form of a call."""
 
+import ast
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 import threading
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import torch
 import transformers  # as a whole: `LLM` would import the parts that serving needs, for all tests of this process
 
 from oatmill import LLM, InvalidInput, LLMError, Result
@@ -20,7 +23,11 @@ from tests.conftest import FreePort
 from tests.servers import TextGenerationServer
 from tests.tiny_encoders import make_embedder
 from tgi_server import demo_model
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.settings import RequestSettings, ServingSettings
+from tgi_server.shard.settings import ModelSettings
 
+ROOT = Path(__file__).parents[3]
 PROMPTS = ["How do I boil an egg?", "### Instruction:\nWhat is a chisel for?\n\n### Response:\n", "Rinse", "Once upon"]
 QUESTION = [{"role": "user", "content": "Is there a hammer in stock?"}]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
@@ -40,8 +47,6 @@ SCHEMA = {
     "properties": {"minutes": {"type": "integer", "minimum": 1, "maximum": 20}, "hot": {"type": "boolean"}},
     "required": ["minutes", "hot"],
 }
-
-assert transformers
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,15 @@ def server(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory, embedd
 def llm() -> Iterator[LLM]:
     with LLM(demo_model.PATH, max_total_tokens=512) as made:
         yield made
+
+
+@torch.inference_mode()
+def reference_vectors(folder: Path, texts: list[str]) -> np.ndarray:
+    """Returns what `transformers` computes of each text alone: the mean of its tokens' states, of length 1."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    rows = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+    return torch.nn.functional.normalize(torch.stack(rows)).numpy()
 
 
 def asked(server: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -187,6 +201,7 @@ def test_embeddings_are_those_of_the_server(server: httpx.Client, embedder: Path
     theirs = [np.frombuffer(b64decode(each["embedding"]), np.float32) for each in answer["data"]]
     with LLM(embedder) as llm:
         values = llm.embed(texts)
+        np.testing.assert_allclose(values, reference_vectors(embedder, texts), atol=1e-4)
         np.testing.assert_allclose(values, theirs, atol=1e-6)  # batches of other lengths
         assert llm.embed(texts[0]).shape == (48,)
         assert llm.embed(texts[:3], dimensions=8).shape == (3, 8)
@@ -206,12 +221,13 @@ def test_embeddings_are_those_of_the_server(server: httpx.Client, embedder: Path
         ({"schema": {}, "response_format": {"type": "text"}}, "both say"),
     ],
 )
-def test_wrong_options_are_named(llm: LLM, options: dict[str, Any], fault: str):
+def test_wrong_options_are_named(llm: LLM, options: dict[str, Any], fault: str, caplog: pytest.LogCaptureFixture):
     with pytest.raises(InvalidInput) as caught:
         llm.chat(QUESTION, **options)
     assert fault in str(caught.value)
     with pytest.raises(ValueError, match=r".+"):
         list(llm.stream(QUESTION, **options))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_the_prompt_that_is_wrong_is_named(llm: LLM):
@@ -234,6 +250,39 @@ def test_the_prompt_that_is_wrong_is_named(llm: LLM):
 def test_wrong_settings_are_named(settings: dict[str, Any], fault: str):
     with pytest.raises(InvalidInput, match=fault.replace("?", r"\?")):
         LLM(demo_model.PATH, **settings)
+
+
+def read_names(*sources: Path, but: Collection[str] = ()) -> set[str]:
+    """Returns the names of the settings that the functions of some files read. but: functions that are left out."""
+    found = set()
+    for source in sources:
+        for part in ast.parse(source.read_text()).body:
+            for node in ast.walk(part) if getattr(part, "name", "") not in but else ():
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "settings":
+                    found.add(node.attr)
+    return found
+
+
+def test_each_setting_of_the_launcher_is_taken_or_refused(tmp_path: Path):
+    """A setting is taken because the pipeline or the shard reads it, which another test of types ensures."""
+    taken = set()
+    for name in LauncherSettings.model_fields.keys() - {"model_id"}:
+        with pytest.raises(LLMError) as caught:
+            LLM(tmp_path / "absent", **{name: LauncherSettings.model_fields[name].default})
+        if not isinstance(caught.value, InvalidInput):
+            assert "absent" in str(caught.value)
+            taken.add(name)
+        else:
+            assert f"`{name}` is a setting of servers" in str(caught.value)
+    router = read_names(ROOT / "tgi_server/router/startup.py", but=("run", "access_rules", "_policy"))
+    pipeline = RequestSettings.model_fields.keys()
+    assert pipeline <= taken
+    assert pipeline - {"max_priority"} <= router
+    shard = read_names(ROOT / "tgi_server/shard/server.py", ROOT / "oatmill/pipeline.py")
+    of_shards = ModelSettings.model_fields.keys() - ServingSettings.model_fields.keys()
+    assert taken == pipeline | of_shards
+    assert of_shards - {"rope_scaling", "rope_factor", "embedding_model_id", "rerank_model_id"} <= shard
+    assert not taken & {"port", "api_key", "num_shard", "json_output", "otlp_endpoint", "payload_limit"}
 
 
 def test_models_that_are_not_there(tmp_path: Path):
@@ -281,6 +330,7 @@ def test_a_script_listens_nowhere_and_ends_by_itself():
         "import sys; from oatmill import LLM; assert 'torch' not in sys.modules and 'pydantic' in sys.modules\n"
         "llm = LLM(); print(len(llm.generate('Hello', max_tokens=3, temperature=0).token_ids))\n"
         "import psutil; print([each for each in psutil.Process().net_connections('all') if each.status == 'LISTEN'])\n"
+        "from transformers.utils import is_torch_distributed_available as whole; assert whole()\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert (result.returncode, result.stdout) == (0, "3\n[]\n"), result.stderr

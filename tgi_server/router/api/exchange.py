@@ -502,7 +502,8 @@ class Exchange:
         self.service.metrics.requests.failed(told.error_type)
         status = shown_status(told, self.path)
         fault = (status >= 500 or status == 424) and not isinstance(told, RequestTimedOut | CannotBeInTime)
-        level = logging.ERROR if fault else logging.WARNING
+        raised = self.service.policy.is_local  # the program learns of its own mistakes by exceptions
+        level = logging.ERROR if fault else logging.INFO if raised else logging.WARNING
         fields: Fields = {"error_type": told.error_type, "total_time": Milliseconds.of(perf_counter() - self.arrived)}
         logger.log(
             logging.INFO if isinstance(told, ClientGone) else level,
