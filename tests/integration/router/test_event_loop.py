@@ -279,7 +279,7 @@ ROUTES = (
 WORST = {
     "/generate": ("parameters.grammar.value: schema",),
     "/v1/chat/completions": ("tools with tool_choice.allowed_tools.tools", "messages.[].content: text of '<|user|>'"),
-    "/v1/completions": ("prompt: the number 5",),
+    "/v1/completions": ("prompt: the number 5", "structured_outputs.choice.[]: text of '<|user|>'"),
     "/detokenize": ("tokens: the number 5",),
 }
 # Bodies that become much larger: many texts, with 1,024 numbers or 1,000 labels each.

@@ -17,6 +17,7 @@ from tgi_server.router.text.grammar import ANY_OBJECT, json_grammar, requested_g
 from tgi_server.router.text.token_stream import AnyStream
 
 DONE = b"data: [DONE]\n\n"
+_PIECE = 32_768  # characters
 
 _FINISH_REASONS = {
     FinishReason.LENGTH: "length",
@@ -98,7 +99,12 @@ def _choice(texts: Sequence[str] | None) -> Grammar | None:
         return None
     if not texts:
         raise InvalidRequest("a choice needs at least one text to choose")
-    return _regex("|".join(map(re.escape, texts)))
+    return _regex("|".join(map(_escaped, texts)))
+
+
+def _escaped(text: str) -> str:
+    """Returns the text as a regular expression, made in pieces, so that other threads run in between."""
+    return "".join(re.escape(text[start : start + _PIECE]) for start in range(0, len(text), _PIECE))
 
 
 def check_sequences(sequences: int, limit: int, what: str) -> None:
