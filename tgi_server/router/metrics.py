@@ -76,14 +76,14 @@ class RequestMetrics:
         )
         self._by_adapter = Counter(
             "tgi_request_adapter_count",
-            "Generation requests by adapter; an empty label means no adapter.",
+            "Generation requests by adapter; an empty label means no adapter, `_other` all beyond the first 256.",
             ["adapter"],
             registry=registry,
         )
         self._adapters: set[str] = set()
         self._total = _seconds(registry, "tgi_request_duration", "Time from a request's arrival to its last token.")
         self._validation = _seconds(
-            registry, "tgi_request_validation_duration", "Time to validate and tokenise a request."
+            registry, "tgi_request_validation_duration", "Time to validate and tokenize a request."
         )
         self._queue = _seconds(registry, "tgi_request_queue_duration", "Time a request waits in the queue.")
         self._inference = _seconds(
