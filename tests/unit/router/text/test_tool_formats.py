@@ -364,8 +364,9 @@ def test_a_model_that_writes_calls_as_text_without_an_end():
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("fence", ["", "```json\n"])
-def test_calls_with_the_doubled_braces_of_some_templates_are_not_written(name: str, fence: str):
-    doubled = '{{"name": "weather", "arguments": {"place": "Paris"}}}'
+@pytest.mark.parametrize("blank", ["", " "])
+def test_calls_with_the_doubled_braces_of_some_templates_are_not_written(name: str, fence: str, blank: str):
+    doubled = f'{{{{{blank}"name": "weather", "arguments": {{"place": "Paris"}}{blank}}}}}'
     form = AnswerForm(tool_format(name, ""), THINK, {})
     assert not takes(form.grammar(MAY, None, thinking=False), fence + doubled)
     assert takes(form.grammar(MAY, None, thinking=False), "Write " + doubled)
