@@ -8,10 +8,11 @@ that is refused or left out as a whole.
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import AliasChoices, BaseModel, RootModel
+from pydantic import BaseModel, RootModel
 from typing_extensions import is_typeddict
 
 from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, known_types, models_of
+from tgi_server.router.schemas.unions import json_names
 
 # Fields that tell the members of a union apart.
 _TAGS = ("type", "role", "mode")
@@ -87,9 +88,4 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
     """Returns the annotations of a model's fields by all their names in JSON."""
-    found: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
-        found |= dict.fromkeys(map(str, names), field.annotation)
-    return found
+    return {name: model.model_fields[attribute].annotation for name, attribute in json_names(model).items()}

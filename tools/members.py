@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from pydantic import AliasChoices, BaseModel
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, known_types, models_of
+from tgi_server.router.schemas.unions import json_names
 
 _HEAD = """| object | read | accepted without effect | left out, and reported | refused by name |
 |---|---|---|---|---|
@@ -21,7 +22,8 @@ def members_table(model: type[BaseModel], options: Iterable[str] = ()) -> str:
 def _rows(
     model: type[BaseModel], path: str, hidden: frozenset[str], seen: set[tuple[str, type[BaseModel]]]
 ) -> Iterator[tuple[str, ...]]:
-    fields = {name: field for name, field in _named(model) if name not in hidden}
+    names = json_names(model).items()
+    fields = {name: model.model_fields[attribute] for name, attribute in names if name not in hidden}
     refused, harmless, reported = (set(getattr(model, name, ())) for name in ("refused", "harmless", "reported"))
     refusing = {name: _types(field, Refused) for name, field in fields.items()}
     leaving = {name: _types(field, LeftOut) for name, field in fields.items()}
@@ -39,14 +41,6 @@ def _rows(
             if not issubclass(inner, Refused | LeftOut) and (own, inner) not in seen:
                 seen.add((own, inner))
                 yield from _rows(inner, f"{path}.{own}" if path else own, frozenset(), seen)
-
-
-def _named(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yields the fields by the names that they have in JSON."""
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        for each in alias.choices if isinstance(alias, AliasChoices) else (alias or name,):
-            yield str(each), field
 
 
 def _types(field: FieldInfo, of: type[RequestModel]) -> list[str]:

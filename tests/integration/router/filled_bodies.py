@@ -38,6 +38,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """A member of an object in a body.
+
+    path: as the server names it. schemas: those that its value may have. value: the smallest. wrap: returns the
+    smallest body in which it has a value.
+    """
+
+    path: str
+    schemas: Sequence[Schema]
+    required: bool
+    value: Any
+    wrap: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Filling:
     """What a place is filled with. text: returns JSON of about so many bytes."""
 
@@ -72,17 +87,41 @@ class Schemas:
             return first["enum"][0]
         match first.get("type"):
             case "object":
-                wanted = [*first.get("required", ()), *first.get("anyOf", [{}])[0].get("required", ())]
-                return {each: self.sample(first["properties"][each], text, each) for each in wanted}
+                values = first.get("additionalProperties")
+                keys = [f"k{index}" for index in range(first.get("minProperties", 0))]
+                return {
+                    **{each: self.sample(first["properties"][each], text, each) for each in required(first)},
+                    **{key: self.sample(values, text) for key in keys if isinstance(values, dict)},
+                }
             case "array":
-                return [self.sample(first["items"], text)] if first.get("minItems") else []
+                several = [text, *(f"{text}{index}" for index in range(1, first.get("minItems", 0)))]
+                return [self.sample(first["items"], each) for each in several[: first.get("minItems", 0)]]
             case "string":
                 return _USUAL.get(name, text)
             case "integer" | "number":
-                return int(text[1:]) % 1000 + 10 if text[1:].isdigit() else 10
+                number = int(text[1:]) % 1000 + 10 if text[1:].isdigit() else 10
+                return number if number <= first.get("maximum", number) else first["maximum"] / 2
             case "boolean":
                 return False
         return {}
+
+    def members(
+        self, schema: Schema, wrap: Callable[[Any], Any] = lambda value: value, path: str = ""
+    ) -> Iterator[Member]:
+        """Yields the members of all objects of a body."""
+        for each in self.alternatives(schema):
+            smallest = self.sample(each)
+            for name, member in each.get("properties", {}).items():
+                if schemas := self.alternatives(member):
+                    own, put = f"{path}.{name}" if path else name, self._member(each, name, wrap)
+                    value = smallest[name] if name in smallest else self.sample(member, name=name)
+                    yield Member(own, schemas, name in required(each), value, put)
+                    yield from self.members(member, put, own)
+            if "items" in each:
+                rest = smallest[1:]
+                yield from self.members(each["items"], lambda value, rest=rest: wrap([value, *rest]), f"{path}[0]")
+            if isinstance(values := each.get("additionalProperties"), dict):
+                yield from self.members(values, lambda value: wrap({"k": value}), f"{path}.k")
 
     def places(
         self, schema: Schema, wrap: Callable[[Any], Any] = lambda value: value, path: tuple[str, ...] = ()
@@ -163,6 +202,11 @@ def candidates(place: Place) -> Sequence[Any]:
 def limits_answer(place: Place) -> bool:
     """Returns True if the place has the length of the answer."""
     return place.path[-1].startswith("max_") and place.path[-1].endswith("tokens")
+
+
+def required(schema: Schema) -> list[str]:
+    """Returns the members that an object needs; of those of which it needs one, the first."""
+    return [*schema.get("required", ()), *schema.get("anyOf", [{}])[0].get("required", ())]
 
 
 def merged(places: Sequence[Place], values: Sequence[Any]) -> Any:

@@ -185,9 +185,12 @@ async def test_tokens_are_counted_as_they_are_computed(router: Router, client: a
                     }
                 ]
             },
-            "`citations` is not supported here",
+            "`messages[0].content[0].citations` is not supported here",
         ),
-        ({"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "an object with a `type`"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]},
+            "content[0].type`: Field required",
+        ),
         ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "`mcp_servers` is not supported here"),
     ],
 )
@@ -254,7 +257,7 @@ async def test_tools_that_the_client_runs_are_functions_and_others_are_left_out(
     (call,) = (await raw.parse()).content
     assert call.type == "tool_use"
     assert (call.name, call.input) == ("bash", {"command": "ls"})
-    assert raw.headers["x-ignored-fields"] == "tools.0 (web_search_20250305); tools.4 (of_the_future_20300101)"
+    assert raw.headers["x-ignored-fields"] == "tools[0] (web_search_20250305); tools[4] (of_the_future_20300101)"
     prompt = prompt_of(router)
     assert "str_replace" in prompt
     assert "Rome" in prompt
@@ -262,7 +265,7 @@ async def test_tools_that_the_client_runs_are_functions_and_others_are_left_out(
     assert "web_search" not in prompt
     strict: Router = await routers(strict_fields=True)
     async with client_of(strict) as other:
-        with pytest.raises(anthropic.BadRequestError, match=r"`tools\.0` has the type 'web_search_20250305'"):
+        with pytest.raises(anthropic.BadRequestError, match=r"`tools\[0\]` has the type 'web_search_20250305'"):
             await other.messages.create(model="any", max_tokens=50, messages=HELLO, tools=tools)
 
 
@@ -370,7 +373,7 @@ async def test_blocks_of_tools_that_anthropic_runs_are_left_out(
     ]
     raw = await client.messages.with_raw_response.create(model="any", max_tokens=5, messages=turns)
     assert raw.headers["x-ignored-fields"] == (
-        "messages.1.content.0 (server_tool_use); messages.1.content.1 (web_search_tool_result)"
+        "messages[1].content[0] (server_tool_use); messages[1].content[1] (web_search_tool_result)"
     )
     prompt = prompt_of(router)
     assert "Rice was discussed." in prompt

@@ -75,7 +75,7 @@ async def test_numbers_out_of_bounds(shared_router: Router, path: str, name: str
 @pytest.mark.parametrize("item", ["{}", "0", '{"role": 1, "content": 2, "tool_calls": 3, "name": 4}'])
 async def test_many_wrong_items(router: Router, item: str):
     items = ",".join([item] * (1_900_000 // (len(item) + 1)))
-    assert "`messages.0" in await refused(router, "/v1/chat/completions", f'{{"messages": [{items}]}}')
+    assert "`messages[0]" in await refused(router, "/v1/chat/completions", f'{{"messages": [{items}]}}')
 
 
 async def test_at_most_ten_faults_are_told(router: Router):

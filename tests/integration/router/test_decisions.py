@@ -195,7 +195,7 @@ def test_systemone_gives_the_same_probabilities(demo_server: TextGenerationServe
         ({"questions": [CHOICE | {"choices": [{"value": "one"}, {"value": "one"}]}]}, "choice"),
         ({"questions": [SCORE | {"levels": [{"label": "one"}]}]}, "levels"),
         ({"questions": [PREDICATE | {"instructions": ""}]}, "instructions"),
-        ({"questions": [{"type": "guess", "instructions": "?"}]}, "questions.0"),
+        ({"questions": [{"type": "guess", "instructions": "?"}]}, "questions[0].type"),
         ({"normalization": "all"}, "normalization"),
     ],
 )

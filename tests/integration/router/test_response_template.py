@@ -85,7 +85,7 @@ async def test_grammars_of_texts_that_are_not_enforced_are_reported(router: Rout
     tool = {"type": "custom", "custom": {"name": "say", "format": {"type": "grammar", "grammar": grammar}}}
     router.say("Well.")
     response = await router.post("/v1/chat/completions", messages=HELLO, tools=[TOOL, tool], max_tokens=100)
-    assert response.headers["x-unenforced-constraints"] == "tools.1.custom.format (lark)"
+    assert response.headers["x-unenforced-constraints"] == "tools[1].custom.format (lark)"
     router.say('{"function": {"_name": "say", "_arguments": {"input": "a"}}}')
     response = await router.post(
         "/v1/chat/completions", messages=HELLO, tools=[tool], tool_choice="required", max_tokens=100

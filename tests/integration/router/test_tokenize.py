@@ -104,7 +104,7 @@ async def test_the_form_is_that_of_the_field_that_is_sent(router: Router):
         ({"prompt": "Hello", "messages": HELLO}, "`prompt`"),
         ({"prompt": 3}, "`prompt`"),
         ({"prompt": ["Hello"]}, "`prompt`"),
-        ({"messages": [{"role": "user"}]}, "`messages.0`"),
+        ({"messages": [{"role": "user"}]}, "`messages[0].content`"),
         ({"messages": HELLO, "chat_template": "{{ messages }}"}, "`chat_template`"),
         ({"messages": HELLO, "mm_processor_kwargs": {"size": 8}}, "`mm_processor_kwargs`"),
         ({"messages": HELLO, "return_token_strs": "yes"}, "`return_token_strs`"),

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel
+from pydantic_core import from_json
 from starlette.requests import Request
 
-from shared.logging import one_line
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from tgi_server.router.schemas.validation import validate
 from tgi_server.router.text.tokenizer import TokenizerThreads
 
 M = TypeVar("M", bound=BaseModel)
@@ -20,13 +20,6 @@ _PATIENCE = 64 * 2**20
 
 # A body of this many bytes takes less than a millisecond to read, whatever is in it.
 SMALL = 8_192
-
-_MOST_FAULTS = 10
-_LONGEST_NAME = 80
-_LONGEST_NUMBER = 40
-_LONGEST_FAULT = 200
-_JSON_TYPES = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")
-_BOUNDS = {"le": "at most", "lt": "less than", "ge": "at least", "gt": "greater than"}
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -69,14 +62,6 @@ def read_json(body: bytes) -> Any:
         raise InvalidRequest(f"the request is not JSON: {error}") from None
 
 
-def validate(model: type[M], content: Any) -> M:
-    """Returns the content of a body as `model`. Raises InvalidRequest with one line for what is wrong."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        raise InvalidRequest(explain(error)) from None
-
-
 def parse(model: type[M], body: bytes) -> M:
     """Returns the body as `model`. Raises InvalidRequest."""
     return validate(model, read_json(body))
@@ -103,34 +88,6 @@ def parse_form(forms: Mapping[str, type[M]], body: bytes) -> M:
 async def read_beside_loop(threads: TokenizerThreads, body: bytes, read: Callable[[bytes], T]) -> T:
     """Returns what `read` makes of the body; a large one is read in a thread."""
     return await threads.handle_text(len(body), lambda: read(body), at_once=SMALL)
-
-
-def explain(error: ValidationError) -> str:
-    """Returns what is wrong with a request's JSON, in one line. Of what the client sent it repeats numbers only."""
-    faults: dict[str, None] = {}
-    for detail in error.errors(include_url=False):
-        if len(faults) == _MOST_FAULTS:
-            faults["and more"] = None
-            break
-        name = one_line(".".join(str(part) for part in detail["loc"]), _LONGEST_NAME)
-        faults[f"`{name}`{_fault(detail)}" if name else f"the request{_fault(detail)}"] = None
-    return "; ".join(faults)
-
-
-def _bound(detail: ErrorDetails) -> str | None:
-    """Returns the bound that a number breaks, in words; None for any other fault."""
-    context = detail.get("ctx", {})
-    return context.get("bound") or next(
-        (f"{words} {context[bound]}" for bound, words in _BOUNDS.items() if bound in context), None
-    )
-
-
-def _fault(detail: ErrorDetails) -> str:
-    bound = _bound(detail)
-    if bound is None:
-        message = _JSON_TYPES.get(detail["type"], detail["msg"]).removeprefix("Value error, ")
-        return f"{' ' if message.startswith('must ') else ': '}{one_line(message, _LONGEST_FAULT)}"
-    return f" is {one_line(str(detail['input']), _LONGEST_NUMBER)}; it must be {bound}"
 
 
 async def _discard(request: Request, size: int) -> None:

@@ -14,10 +14,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared.logging import one_line
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import cache_namespace, key_of, tenant_of
-from tgi_server.router.api.body import form_of, read_beside_loop, read_body, read_json, validate
+from tgi_server.router.api.body import form_of, read_beside_loop, read_body, read_json
 from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.encoding import (
     compute_headers,
@@ -39,7 +38,7 @@ from tgi_server.router.errors import (
     shown_status,
 )
 from tgi_server.router.metrics import RequestTimes
-from tgi_server.router.schemas.base import left_out, unknown_fields
+from tgi_server.router.schemas.validation import ignored, validate
 from tgi_server.router.service import Service
 from tgi_server.router.submission import KeptPrefix, ValidRequest
 from tgi_server.router.text.encoder import ServedEncoder, Values
@@ -50,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
-# Of unknown fields: names of one request that are reported, their characters, and names that are logged.
-_MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
+# Of members that are ignored: those of one request that are reported, and names that are logged.
+_MOST_NAMES, _MOST_LOGGED = 10, 1000
+_INDEX = re.compile(r"\[\d+\]")
 # Of a stream: that a client who reads may have before it.
 _UNREAD_BYTES = 65_536
 
@@ -154,30 +154,20 @@ class Exchange:
         return await self.read_by(read)
 
     def validated(self, model: type[M], content: Any) -> M:
-        """Returns the content of the body as `model`, with a note of unknown fields and of what is left out.
+        """Returns the content of the body as `model`, with a note of what is ignored.
 
         Raises InvalidRequest; with --strict-fields also for these.
         """
         policy = self.service.policy
-        for name, meant in islice(unknown_fields(model, content), _MOST_NAMES):
-            name = one_line(name, _LONGEST_NAME)
-            hint = f"; did you mean `{meant}`?" if meant else ""
-            if policy.strict_fields:
-                raise InvalidRequest(f"`{name}` is not a field of this request{hint}", param=name)
-            self._ignored.append(f"{name} (did you mean {meant}?)" if meant else name)
-            if (
-                name not in self.service.policy.ignored_fields
-                and len(self.service.policy.ignored_fields) < _MOST_LOGGED
-            ):
-                policy.ignored_fields.add(name)
-                logger.warning("%s: the field `%s` is unknown and ignored%s", self.path, name, hint)
         checked = validate(model, content)
-        for name, kind in islice(left_out(checked), _MOST_NAMES):
+        for each in islice(ignored(checked, content), _MOST_NAMES):
             if policy.strict_fields:
-                raise InvalidRequest(
-                    f"`{name}` has the type {one_line(kind, _LONGEST_NAME)!r}, which is not supported here", param=name
-                )
-            self._ignored.append(f"{name} ({one_line(kind, _LONGEST_NAME)})")
+                raise InvalidRequest(f"`{each.path}` {each.fault}", param=each.path)
+            self._ignored.append(f"{each.path} ({each.note})" if each.note else each.path)
+            name = _INDEX.sub("[]", each.path)
+            if name not in policy.ignored_fields and len(policy.ignored_fields) < _MOST_LOGGED:
+                policy.ignored_fields.add(name)
+                logger.warning("%s: `%s` is ignored: it %s", self.path, each.path, each.fault)
         return checked
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:

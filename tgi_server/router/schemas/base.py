@@ -1,9 +1,7 @@
 """Base classes and types of all bodies."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from msgspec import Meta, Struct
 from pydantic import (
@@ -11,7 +9,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     JsonValue,
     RootModel,
@@ -21,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from tgi_server.router.options import Dialect, OptionRow, fault_of, rows
+from tgi_server.router.schemas.unions import literals
 
 NOT_EMPTY: dict[str, JsonValue] = {"minLength": 1}
 SEVERAL: dict[str, JsonValue] = {"minItems": 1}
@@ -37,11 +35,16 @@ Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 Name = Annotated[str, Field(max_length=256)]
 
 
+def fault(text: str, *field: str) -> PydanticCustomError:
+    """Returns the error of a validator. field: the member that is wrong, of an object that is validated as a whole."""
+    return PydanticCustomError("fault", "{fault}", {"fault": text, "field": field})
+
+
 def _read_schema(schema: Any) -> Any:
     try:
         schema = from_json(schema) if isinstance(schema, str) else schema
     except ValueError as error:
-        raise ValueError(f"the JSON schema of the arguments is not JSON: {error}") from None
+        raise fault(f"the JSON schema of the arguments is not JSON: {error}") from None
     return {} if schema is True else schema
 
 
@@ -61,8 +64,8 @@ def _bounded(row: OptionRow, number: type) -> Any:
     """Returns the type of a number within the bounds of an option."""
 
     def check(value: float) -> float:
-        if fault := fault_of(row.bounds, value):
-            raise PydanticCustomError("bound", "must be {bound}", {"bound": fault})
+        if bound := fault_of(row.bounds, value):
+            raise PydanticCustomError("bound", "must be {bound}", {"bound": bound})
         return value
 
     keywords = {"least": "minimum", "above": "exclusiveMinimum", "most": "maximum", "below": "exclusiveMaximum"}
@@ -95,7 +98,7 @@ def _type(row: OptionRow, dialect: Dialect) -> Any:
     return Annotated[str, length] | None
 
 
-def takes_options(dialect: Dialect) -> Callable[[type[M]], type[M]]:
+def takes_options(dialect: Dialect, *required: str) -> Callable[[type[M]], type[M]]:
     """Adds the fields of all options to the body of a request, as an interface has them."""
 
     def extended(model: type[M]) -> type[M]:
@@ -103,7 +106,8 @@ def takes_options(dialect: Dialect) -> Callable[[type[M]], type[M]]:
         for row in rows(dialect):
             example: Any = {} if row.example is None else {"example": row.example}
             for name in row.names:
-                shown = Field(default=None, description=row.description, json_schema_extra=example)
+                default = ... if name in required else None
+                shown = Field(default=default, description=row.description, json_schema_extra=example)
                 more[name] = (_type(row, dialect), shown)
         made: type[M] = create_model(
             model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **more
@@ -116,7 +120,7 @@ def takes_options(dialect: Dialect) -> Callable[[type[M]], type[M]]:
 class RequestModel(BaseModel):
     """The JSON of a request, or of an object in it. Types are strict ("20" is not 20). `null` omits a field.
 
-    Unknown fields are ignored, as in TGI, and reported to the client (`unknown_fields`). harmless: fields that are
+    Unknown fields are ignored, as in TGI, and reported to the client (`validation.ignored`). harmless: fields that are
     ignored without a report, for they say something about a request and never change its response. reported: known
     fields without effect here, which are reported like unknown ones.
     """
@@ -148,7 +152,7 @@ class RefusingModel(RequestModel):
         if isinstance(body, dict):
             for name in cls.refused.keys() & body.keys():
                 if body[name] is not None and body[name] not in cls.refused[name]:
-                    raise ValueError(f"`{name}` is not supported here; leave it out")
+                    raise fault("is not supported here; leave it out", name)
         return body
 
 
@@ -161,7 +165,7 @@ class Refused(RequestModel):
     @classmethod
     def _refuse(cls, content: Any) -> Any:
         kind = content.get("type") if isinstance(content, dict) else None
-        raise ValueError(f"the type {kind!r} is not supported here{cls.reason and ': '}{cls.reason}")
+        raise fault(f"the type {kind!r} is not supported here{cls.reason and ': '}{cls.reason}")
 
 
 class LeftOut(RequestModel):
@@ -181,55 +185,8 @@ def known_types(model: type[RequestModel]) -> frozenset[str] | None:
         return model.known
     for name in ("type", "role", "mode"):
         if name in model.model_fields:
-            return frozenset(_literals(model.model_fields[name].annotation)) or None
+            return frozenset(literals(model.model_fields[name].annotation)) or None
     return None
-
-
-def _literals(annotation: Any) -> Iterator[str]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    else:
-        for inner in get_args(annotation):
-            yield from _literals(inner)
-
-
-def by_type(*types: str, default: str | None = None, **groups: frozenset[str] | None) -> Discriminator:
-    """Returns what tells the members of a union apart by their field `type`: the tag is one of `types`, the name of a
-    group of types, or `other`. default: the tag of an object without a type; None: it is refused.
-    """
-    tags = {kind: tag for tag, kinds in groups.items() for kind in kinds or ()} | {kind: kind for kind in types}
-
-    def tag_of(item: Any) -> str | None:
-        kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-        return default if kind is None else tags.get(kind, "other") if isinstance(kind, str) else "other"
-
-    return Discriminator(
-        tag_of, custom_error_type="type_required", custom_error_message="Input should be an object with a `type`"
-    )
-
-
-def left_out(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the path and the type of each item in a request that is left out."""
-    if isinstance(value, LeftOut):
-        yield path, value.type
-    elif isinstance(value, RootModel):
-        yield from left_out(value.root, path)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from left_out(item, f"{path}.{index}")
-    elif isinstance(value, RequestModel):
-        for name in _leaving_out(type(value)):
-            yield from left_out(getattr(value, name), f"{path}.{name}" if path else name)
-
-
-@cache
-def _leaving_out(model: type[BaseModel]) -> tuple[str, ...]:
-    """Returns the fields of a model in which something may be left out."""
-    return tuple(
-        name
-        for name, field in model.model_fields.items()
-        if any(issubclass(inner, LeftOut) or _leaving_out(inner) for inner in models_of(field.annotation))
-    )
 
 
 def models_of(annotation: Any) -> tuple[type[RequestModel], ...]:
@@ -239,62 +196,6 @@ def models_of(annotation: Any) -> tuple[type[RequestModel], ...]:
     if isinstance(annotation, type) and issubclass(annotation, RequestModel):
         return (annotation,)
     return tuple(model for inner in get_args(annotation) for model in models_of(inner))
-
-
-def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yields the unknown fields of a request, and those without effect, each with the name that was probably meant.
-
-    Fields of nested objects have dotted names. Objects in lists, such as messages, may have fields of any name.
-    """
-    if not isinstance(content, dict):
-        return
-    fields, nested = _fields(model)
-    reported = getattr(model, "reported", ())
-    for name, value in content.items():
-        if name in reported:
-            yield f"{prefix}{name}", None
-        elif name in nested:
-            members = [list(unknown_fields(each, value, f"{prefix}{name}.")) for each in _possible(nested[name], value)]
-            yield from min(members, key=len, default=())
-        elif name not in fields:
-            yield f"{prefix}{name}", _meant(name, fields, nested, prefix)
-
-
-def _possible(models: Sequence[type[RequestModel]], content: Any) -> list[type[RequestModel]]:
-    """Returns the members of a union that an object may be, by its type."""
-    kind = content.get("type") if isinstance(content, dict) else None
-    if not isinstance(kind, str):  # the request has not been validated
-        return list(models)
-    return [each for each in models if (types := known_types(each)) is None or kind in types]
-
-
-def _meant(
-    name: str, fields: frozenset[str], nested: Mapping[str, Sequence[type[BaseModel]]], prefix: str
-) -> str | None:
-    members = ((outer, model) for outer, models in nested.items() for model in models)
-    inside = {inner: f"{outer}.{inner}" for outer, model in members for inner in model.model_fields}
-    near = [name] if name in inside else get_close_matches(name[:100], [*fields, *inside], 1, cutoff=0.75)
-    return f"{prefix}{inside.get(near[0], near[0]) if near[0] not in fields else near[0]}" if near else None
-
-
-@cache
-def _fields(model: type[BaseModel]) -> tuple[frozenset[str], Mapping[str, Sequence[type[RequestModel]]]]:
-    """Returns the names of all known fields, and the models of those that are objects."""
-    names = {field.alias or name: field for name, field in model.model_fields.items()}
-    nested = {
-        name: found
-        for name, field in names.items()
-        if not _is_list(field.annotation) and (found := models_of(field.annotation))
-    }
-    more = (*getattr(model, "refused", ()), *getattr(model, "harmless", ()))
-    return frozenset([*names, *more]), nested
-
-
-def _is_list(annotation: Any) -> bool:
-    """Returns True if a field has a list: alone, or beside other types."""
-    if isinstance(annotation, type) and issubclass(annotation, RootModel):
-        return _is_list(annotation.model_fields["root"].annotation)
-    return get_origin(annotation) in (list, dict) or any(map(_is_list, get_args(annotation)))
 
 
 class ResponseModel(Struct, forbid_unknown_fields=True):

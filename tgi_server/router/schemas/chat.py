@@ -15,12 +15,14 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
     ResponseModel,
+    fault,
     one_of,
     takes_options,
 )
 from tgi_server.router.schemas.chat_tools import ChatTool, PastToolCall, ToolChoice
 from tgi_server.router.schemas.generate import SimpleToken
 from tgi_server.router.schemas.openai import SharedParameters, Usage
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
 class Url(RequestModel):
@@ -64,11 +66,11 @@ class OtherChunk(Refused):
 _AnyChunk = TextChunk | ImageChunk | RefusalChunk | OtherChunk
 
 
-class MessageChunk(RootModel[Annotated[_AnyChunk, Field(discriminator="type")]]):
+class MessageChunk(RootModel[Annotated[_AnyChunk, BY_TYPE]]):
     pass
 
 
-class MessageContent(RootModel[str | Items[MessageChunk]]):
+class MessageContent(RootModel[Annotated[str | Items[MessageChunk], BY_TYPE]]):
     pass
 
 
@@ -76,6 +78,7 @@ _SAYING = ("content", "refusal", "tool_calls", "reasoning_content", "reasoning")
 
 
 class MessageBody(RefusingModel):
+    harmless: ClassVar[frozenset[str]] = frozenset({"annotations"})
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"audio": (), "function_call": ()}
 
     reasoning_content: str | None = Field(
@@ -98,7 +101,7 @@ class Message(MessageBody):
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
         if self.content is None and not self.tool_calls and self.reasoning_content is None and self.refusal is None:
-            raise ValueError("a message needs `content`, `tool_calls` or `reasoning_content`")
+            raise fault("is missing: a message needs it, `tool_calls` or `reasoning_content`", "content")
         return self
 
 

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, RootModel, Tag, model_validator
+from pydantic import AliasChoices, Field, RootModel, model_validator
 
-from tgi_server.router.schemas.base import Items, LeftOut, Name, RequestModel, ToolSchema, by_type
+from tgi_server.router.schemas.base import Items, LeftOut, Name, RequestModel, ToolSchema
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
 class FunctionDefinition(RequestModel):
@@ -62,16 +63,7 @@ class LeftOutTool(LeftOut):
     """A tool that only its vendor's servers run."""
 
 
-class ChatTool(
-    RootModel[
-        Annotated[
-            Annotated[Tool, Tag("function")]
-            | Annotated[OfferedFreeForm, Tag("custom")]
-            | Annotated[LeftOutTool, Tag("other")],
-            by_type("function", "custom", default="function"),
-        ]
-    ]
-):
+class ChatTool(RootModel[Annotated[Tool | OfferedFreeForm | LeftOutTool, BY_TYPE]]):
     pass
 
 
@@ -96,18 +88,7 @@ class FreeFormCall(RequestModel):
     custom: CalledFreeForm
 
 
-def _kind_of_call(call: Any) -> str:
-    kind = call.get("type") if isinstance(call, dict) else getattr(call, "type", None)
-    return "custom" if kind == "custom" else "function"
-
-
-class PastToolCall(
-    RootModel[
-        Annotated[
-            Annotated[ToolCall, Tag("function")] | Annotated[FreeFormCall, Tag("custom")], Discriminator(_kind_of_call)
-        ]
-    ]
-):
+class PastToolCall(RootModel[Annotated[ToolCall | FreeFormCall, BY_TYPE]]):
     pass
 
 
@@ -127,7 +108,7 @@ class NamedFreeForm(RequestModel):
 
 class AllowedToolNames(RequestModel):
     mode: Literal["auto", "required"] = "auto"
-    tools: Items[NamedTool | NamedFreeForm] = Field(min_length=1)
+    tools: Items[Annotated[NamedTool | NamedFreeForm, BY_TYPE]] = Field(min_length=1)
 
 
 class AllowedTools(RequestModel):
@@ -137,7 +118,10 @@ class AllowedTools(RequestModel):
     allowed_tools: AllowedToolNames
 
 
-class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool | NamedFreeForm | AllowedTools]):
+_AnyChoice = Literal["auto", "none", "required"] | NamedTool | NamedFreeForm | AllowedTools
+
+
+class ToolChoice(RootModel[Annotated[_AnyChoice, BY_TYPE]]):
     """A tool's name alone, which TGI takes too, is the choice of that tool."""
 
     @model_validator(mode="before")

@@ -1,5 +1,7 @@
 """/invocations (Amazon SageMaker) and /vertex (Google Vertex AI)."""
 
+from typing import Annotated
+
 from pydantic import Field, RootModel
 
 from tgi_server.router.schemas.base import Items, RequestModel, ResponseModel
@@ -9,9 +11,10 @@ from tgi_server.router.schemas.generate import (
     CompatGenerateRequest,
     GenerateParameters,
 )
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
-class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest | CompletionRequest]):
+class SagemakerRequest(RootModel[Annotated[CompatGenerateRequest | ChatRequest | CompletionRequest, BY_TYPE]]):
     """Told apart by `inputs`, `messages` or `prompt`."""
 
 
@@ -20,7 +23,7 @@ class GenerateVertexInstance(RequestModel):
     parameters: GenerateParameters | None = None
 
 
-class VertexInstance(RootModel[GenerateVertexInstance | ChatRequest]):
+class VertexInstance(RootModel[Annotated[GenerateVertexInstance | ChatRequest, BY_TYPE]]):
     """Told apart by `inputs` or `messages`."""
 
 

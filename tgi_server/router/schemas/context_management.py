@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tgi_server.router.schemas.base import Items, Name, RequestModel, ResponseModel, UnsignedInt, one_of
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
 class EditThreshold(RequestModel):
@@ -22,7 +23,7 @@ class ClearThinking(RequestModel):
     """Leaves out the thoughts of earlier turns. keep: number of last turns that keep theirs."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"] | AllTurns | EditThreshold = EditThreshold(type="thinking_turns", value=1)
+    keep: Annotated[Literal["all"] | AllTurns | EditThreshold, BY_TYPE] = EditThreshold(type="thinking_turns", value=1)
 
 
 class ClearToolUses(RequestModel):
@@ -36,7 +37,7 @@ class ClearToolUses(RequestModel):
     trigger: EditThreshold = EditThreshold(type="input_tokens", value=100_000)
     keep: EditThreshold = EditThreshold(type="tool_uses", value=3)
     clear_at_least: EditThreshold | None = None
-    clear_tool_inputs: bool | Items[Name] = False
+    clear_tool_inputs: Annotated[bool | Items[Name], BY_TYPE] = False
     exclude_tools: Items[Name] = Field(default=[])
 
 
@@ -49,7 +50,7 @@ class Compact(RequestModel):
     trigger: EditThreshold = EditThreshold(type="input_tokens", value=150_000)
 
 
-Edit = Annotated[ClearThinking | ClearToolUses | Compact, Field(discriminator="type")]
+Edit = Annotated[ClearThinking | ClearToolUses | Compact, BY_TYPE]
 
 
 class ContextManagement(RequestModel):

@@ -5,76 +5,56 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, RootModel, model_validator
-from pydantic_core import PydanticCustomError, to_json
 
-from tgi_server.router.schemas.base import Items, Name, RefusingModel, RequestModel, ResponseModel, one_of
-from tgi_server.router.schemas.response_input import CallOutput, FunctionCall, InputMessage
+from tgi_server.router.schemas.base import Items, Name, RefusingModel, RequestModel, ResponseModel, fault, one_of
+from tgi_server.router.schemas.response_input import (
+    CallOutput,
+    FunctionCall,
+    InputFile,
+    InputImage,
+    InputMessage,
+    JsonPart,
+    RefusalPart,
+    ResponsesFreeFormCall,
+    TextPart,
+    as_parts,
+)
+from tgi_server.router.schemas.unions import BY_TYPE
 
 MOST_QUESTIONS = 400
 MOST_OPTIONS = 255
 
 
-def _part(part: Any) -> Any:
-    """Returns a part of a content in the form that /v1/responses has for it."""
-    if not isinstance(part, dict):
-        return part
-    match part.get("type"):
-        case "input_json":
-            return {"type": "input_text", "text": _json(part.get("data"))}
-        case "refusal":
-            return {"type": "refusal", "text": part.get("refusal")}
-    return part
+DecisionPart = Annotated[TextPart | RefusalPart | JsonPart | InputImage | InputFile, BY_TYPE]
+_Parts = Annotated[Items[DecisionPart], BeforeValidator(as_parts, json_schema_input_type=str | Items[DecisionPart])]
 
 
-def _json(data: Any) -> str:
-    if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(each, dict) for each in data)):
-        raise PydanticCustomError("data", "must have an object, or a list of objects, as `data`")
-    return to_json(data).decode()
+class DecisionMessage(InputMessage):
+    content: _Parts  # type: ignore[assignment]  # more than the base class has, and frozen
 
 
-def _item(item: Any) -> Any:
-    """Returns an item of the input in the form that /v1/responses has for it."""
-    if not isinstance(item, dict):
-        return item
-    simple = {"type": "message", **item} if "role" in item else dict(item)
-    for name in ("content", "output"):
-        if isinstance(simple.get(name), list):
-            simple[name] = list(map(_part, simple[name]))
-    if simple.get("type") == "custom_tool_call":
-        simple |= {"type": "function_call", "arguments": to_json({"input": simple.get("input")}).decode()}
-    if simple.get("type") == "custom_tool_call_output":
-        simple["type"] = "function_call_output"
-    return simple
+class DecisionOutput(CallOutput):
+    output: _Parts  # type: ignore[assignment]
 
 
 class DecisionItem(
-    RootModel[
-        Annotated[
-            Annotated[InputMessage | FunctionCall | CallOutput, Field(discriminator="type")],
-            BeforeValidator(_item),
-        ]
-    ]
+    RootModel[Annotated[DecisionMessage | FunctionCall | ResponsesFreeFormCall | DecisionOutput, BY_TYPE]]
 ):
     """A message, a call of a tool, or its output."""
 
 
-def _instructions(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    parts = [_part(part) for part in value]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise PydanticCustomError("instructions", "must be a text, or a list of `input_text` and `input_json` parts")
-    return "\n".join(part["text"] for part in parts)
-
-
-_Instructions = Annotated[
-    str, BeforeValidator(_instructions, json_schema_input_type=str | Items[dict[str, Any]]), Field(min_length=1)
-]
+_Instructions = Annotated[list[Annotated[TextPart | JsonPart, BY_TYPE]], Field(min_length=1, max_length=10_000)]
 
 
 class _Question(RequestModel):
     name: Name | None = None
-    instructions: _Instructions
+    instructions: Annotated[Annotated[str, Field(min_length=1)] | _Instructions, BY_TYPE]
+
+    @property
+    def text(self) -> str:
+        """The instructions as text."""
+        parts = self.instructions
+        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
 
 
 class PredicateQuestion(_Question):
@@ -84,7 +64,7 @@ class PredicateQuestion(_Question):
 
 
 class ChoiceOption(RequestModel):
-    value: Annotated[str, Field(min_length=1)] | bool
+    value: Annotated[Annotated[str, Field(min_length=1)] | bool, BY_TYPE]
     description: str | None = None
 
 
@@ -98,7 +78,7 @@ class ChoiceQuestion(_Question):
     def _unique(self) -> "ChoiceQuestion":
         seen = [(type(each.value), each.value) for each in self.choices]
         if len(set(seen)) < len(seen):
-            raise PydanticCustomError("choices", "has two choices with the same `value`; each must be unique")
+            raise fault("has two choices with the same `value`; each must be unique", "choices")
         return self
 
 
@@ -116,11 +96,11 @@ class ScoreQuestion(_Question):
     @model_validator(mode="after")
     def _unique(self) -> "ScoreQuestion":
         if len({each.label for each in self.levels}) < len(self.levels):
-            raise PydanticCustomError("levels", "has two levels with the same `label`; each must be unique")
+            raise fault("has two levels with the same `label`; each must be unique", "levels")
         return self
 
 
-AnyQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
+AnyQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, BY_TYPE]
 
 
 class _Decided(RefusingModel):
@@ -139,7 +119,10 @@ class DecisionsRequest(_Decided):
 
     harmless: ClassVar[frozenset[str]] = frozenset({"prompt_cache_options", "safety_identifier", "user"})
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[DecisionItem], Field(min_length=1, max_length=10_000)]
+    input: Annotated[
+        Annotated[str, Field(min_length=1)] | Annotated[list[DecisionItem], Field(min_length=1, max_length=10_000)],
+        BY_TYPE,
+    ]
     questions: Annotated[list[AnyQuestion], Field(min_length=1, max_length=MOST_QUESTIONS)]
     prompt_cache_key: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         default=None, description="Inputs are computed again for another key."
@@ -212,7 +195,7 @@ class Decision(ResponseModel, kw_only=True):
     usage: DecisionUsage
 
 
-_Content = str | dict[str, Any] | list[Any]
+_Content = Annotated[str | dict[str, Any] | list[Any], BY_TYPE]
 
 
 class NoulQuestion(RequestModel):
@@ -233,7 +216,7 @@ class SystemOneScore(RequestModel):
     criteria: Annotated[list[_Content], Field(min_length=2, max_length=MOST_OPTIONS)]
 
 
-SystemOneQuestion = Annotated[NoulQuestion | SystemOneChoice | SystemOneScore, Field(discriminator="type")]
+SystemOneQuestion = Annotated[NoulQuestion | SystemOneChoice | SystemOneScore, BY_TYPE]
 
 
 class SystemOneRequest(_Decided):

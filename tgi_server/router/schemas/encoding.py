@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from tgi_server.router.schemas.base import Name, RefusingModel, RequestModel, ResponseModel
 from tgi_server.router.schemas.completions import Prompt
+from tgi_server.router.schemas.unions import BY_TYPE
 
 # Texts of one request, as OpenAI has it.
 MOST_TEXTS = 2048
@@ -157,7 +158,7 @@ class RerankRequest(RefusingModel):
     instruction: str | None = Field(default=None, description="For models that answer yes or no.")
 
 
-class AnyRankRequest(RootModel[RankRequest | RerankRequest]):
+class AnyRankRequest(RootModel[Annotated[RankRequest | RerankRequest, BY_TYPE]]):
     """The body of /rerank: TEI's with `texts`, Jina's with `documents`."""
 
 

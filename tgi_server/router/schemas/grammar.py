@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, ConfigDict, Field, RootModel
 
 from tgi_server.router.schemas.base import RequestModel
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
 class JsonSchemaConfig(RequestModel):
@@ -13,7 +14,7 @@ class JsonSchemaConfig(RequestModel):
     harmless: ClassVar[frozenset[str]] = frozenset({"description"})
 
     name: str | None = Field(default=None, description="A name for the schema.")
-    definition: dict[str, Any] | bool = Field(alias="schema", description="The JSON schema itself.")
+    definition: Annotated[dict[str, Any] | bool, BY_TYPE] = Field(alias="schema", description="The JSON schema itself.")
     strict: bool | None = Field(
         default=None,
         description="Refuse a schema that cannot be enforced as a whole. Unset: yes in `value`, no in `json_schema`.",
@@ -53,9 +54,8 @@ class PlainText(RequestModel):
     type: Literal["text"]
 
 
-class GrammarType(
-    RootModel[
-        Annotated[JsonGrammar | JsonSchemaGrammar | RegexGrammar | LarkGrammar | PlainText, Field(discriminator="type")]
-    ]
-):
+_AnyGrammar = JsonGrammar | JsonSchemaGrammar | RegexGrammar | LarkGrammar | PlainText
+
+
+class GrammarType(RootModel[Annotated[_AnyGrammar, BY_TYPE]]):
     model_config = ConfigDict(strict=True, frozen=True)

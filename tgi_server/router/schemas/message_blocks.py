@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, RootModel, Tag
+from pydantic import BeforeValidator, Field, RootModel
 
 from tgi_server.router.schemas.base import (
     Items,
@@ -12,8 +12,8 @@ from tgi_server.router.schemas.base import (
     Refused,
     RefusingModel,
     RequestModel,
-    by_type,
 )
+from tgi_server.router.schemas.unions import BY_TYPE
 
 CACHED: frozenset[str] = frozenset({"cache_control"})
 
@@ -54,7 +54,7 @@ class ImageBlock(RequestModel):
     harmless: ClassVar[frozenset[str]] = frozenset({*CACHED, "transformations"})
 
     type: Literal["image"]
-    source: Annotated[Base64Image | UrlImage | FileImage, Field(discriminator="type")]
+    source: Annotated[Base64Image | UrlImage | FileImage, BY_TYPE]
 
 
 class PlainTextSource(RequestModel):
@@ -64,7 +64,7 @@ class PlainTextSource(RequestModel):
     data: str
 
 
-class NestedBlock(RootModel[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]):
+class NestedBlock(RootModel[Annotated[TextBlock | ImageBlock, BY_TYPE]]):
     """A block of a document."""
 
 
@@ -97,7 +97,7 @@ class DocumentBlock(QuotableBlock):
     """A document, which is read as text, with its title and its context before it."""
 
     type: Literal["document"]
-    source: Annotated[PlainTextSource | ContentSource | FileSource, Field(discriminator="type")]
+    source: Annotated[PlainTextSource | ContentSource | FileSource, BY_TYPE]
     title: str | None = None
     context: str | None = None
 
@@ -169,19 +169,10 @@ class LeftOutBlock(LeftOut):
     )
 
 
-class ResultBlock(
-    RootModel[
-        Annotated[
-            Annotated[TextBlock, Tag("text")]
-            | Annotated[ImageBlock, Tag("image")]
-            | Annotated[DocumentBlock, Tag("document")]
-            | Annotated[SearchResultBlock, Tag("search_result")]
-            | Annotated[ToolReference, Tag("tool_reference")]
-            | Annotated[LeftOutBlock, Tag("other")],
-            by_type("text", "image", "document", "search_result", "tool_reference"),
-        ]
-    ]
-):
+_AnyResult = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReference | LeftOutBlock
+
+
+class ResultBlock(RootModel[Annotated[_AnyResult, BY_TYPE]]):
     """A part of what a tool returned."""
 
 
@@ -197,27 +188,19 @@ class ToolResultBlock(RequestModel):
     is_error: bool | None = None
 
 
-class ContentBlock(
-    RootModel[
-        Annotated[
-            Annotated[TextBlock, Tag("text")]
-            | Annotated[ImageBlock, Tag("image")]
-            | Annotated[DocumentBlock, Tag("document")]
-            | Annotated[SearchResultBlock, Tag("search_result")]
-            | Annotated[ThinkingBlock, Tag("thinking")]
-            | Annotated[IgnoredBlock, Tag("redacted_thinking")]
-            | Annotated[IgnoredBlock, Tag("fallback")]
-            | Annotated[CompactionBlock, Tag("compaction")]
-            | Annotated[ToolUseBlock, Tag("tool_use")]
-            | Annotated[ToolUseBlock, Tag("mcp_tool_use")]
-            | Annotated[ToolResultBlock, Tag("tool_result")]
-            | Annotated[ToolResultBlock, Tag("mcp_tool_result")]
-            | Annotated[LeftOutBlock, Tag("other")],
-            by_type(
-                *("text", "image", "document", "search_result", "thinking", "redacted_thinking", "fallback"),
-                *("compaction", "tool_use", "mcp_tool_use", "tool_result", "mcp_tool_result"),
-            ),
-        ]
-    ]
-):
+_AnyBlock = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ThinkingBlock
+    | IgnoredBlock
+    | CompactionBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | LeftOutBlock
+)
+
+
+class ContentBlock(RootModel[Annotated[_AnyBlock, BY_TYPE]]):
     pass

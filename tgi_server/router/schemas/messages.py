@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BeforeValidator, ConfigDict, Field, RootModel, Tag
+from pydantic import BeforeValidator, Field, RootModel
 
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import (
@@ -18,13 +18,12 @@ from tgi_server.router.schemas.base import (
     ResponseModel,
     ToolSchema,
     UnsignedInt,
-    by_type,
-    known_types,
     one_of,
     takes_options,
 )
 from tgi_server.router.schemas.context_management import AppliedEdits, ContextManagement, OriginalTokens
 from tgi_server.router.schemas.message_blocks import ContentBlock, TextBlock, as_blocks
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
 class InputTurn(RequestModel):
@@ -89,16 +88,7 @@ class MessagesLeftOutTool(LeftOut):
     )
 
 
-class MessageTool(
-    RootModel[
-        Annotated[
-            Annotated[OfferedTool, Tag("custom")]
-            | Annotated[MessagesClientTool, Tag("client")]
-            | Annotated[MessagesLeftOutTool, Tag("other")],
-            by_type("custom", default="custom", client=known_types(MessagesClientTool)),
-        ]
-    ]
-):
+class MessageTool(RootModel[Annotated[OfferedTool | MessagesClientTool | MessagesLeftOutTool, BY_TYPE]]):
     pass
 
 
@@ -173,10 +163,8 @@ class CountTokensRequest(MessagesParameters):
     harmless: ClassVar[frozenset[str]] = MessagesParameters.harmless | {"compaction"}
 
 
-@takes_options(Dialect.MESSAGES)
+@takes_options(Dialect.MESSAGES, "max_tokens")
 class MessagesRequest(MessagesParameters):
-    model_config = ConfigDict(json_schema_extra={"required": ["messages", "max_tokens"]})
-
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**MessagesParameters.refused, "compaction": ()}
 
     stream: bool = False

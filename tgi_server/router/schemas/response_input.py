@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, RootModel, Tag
+from pydantic import BeforeValidator, Field, RootModel
+from pydantic_core import to_json
 
 from tgi_server.router.media.images import Detail
 from tgi_server.router.schemas.base import (
@@ -13,9 +14,9 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
     UnsignedInt,
-    by_type,
 )
 from tgi_server.router.schemas.response_tools import ResponseTool
+from tgi_server.router.schemas.unions import BY_TYPE
 
 _ITEM_NOTES = frozenset({"id", "status"})
 _CALL_NOTES = _ITEM_NOTES | {"async", "caller"}
@@ -27,18 +28,29 @@ class TextPart(RequestModel):
     harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str = ""
+    text: str
 
 
 class RefusalPart(RequestModel):
     """A refusal of the assistant, in place of an answer."""
 
     type: Literal["refusal"]
-    refusal: str = ""
+    refusal: str
 
     @property
     def text(self) -> str:
         return self.refusal
+
+
+class JsonPart(RequestModel):
+    """An object, or a list of objects, which is read as JSON. Decisions have it."""
+
+    type: Literal["input_json"]
+    data: Annotated[dict[str, Any] | Items[dict[str, Any]], BY_TYPE]
+
+    @property
+    def text(self) -> str:
+        return to_json(self.data).decode()
 
 
 class InputImage(RefusingModel):
@@ -60,15 +72,16 @@ class InputFile(Refused):
     type: Literal["input_file"]
 
 
-def _as_parts(value: Any) -> Any:
+def as_parts(value: Any) -> Any:
+    """Returns content as a list of parts: a string is a text."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-_Text = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Content = Annotated[Items[_Text], BeforeValidator(_as_parts, json_schema_input_type=str | Items[_Text])]
-InputPart = Annotated[TextPart | RefusalPart | InputImage | InputFile, Field(discriminator="type")]
+_Text = Annotated[TextPart | RefusalPart, BY_TYPE]
+Content = Annotated[Items[_Text], BeforeValidator(as_parts, json_schema_input_type=str | Items[_Text])]
+InputPart = Annotated[TextPart | RefusalPart | InputImage | InputFile, BY_TYPE]
 # Texts and images.
-MixedContent = Annotated[Items[InputPart], BeforeValidator(_as_parts, json_schema_input_type=str | Items[InputPart])]
+MixedContent = Annotated[Items[InputPart], BeforeValidator(as_parts, json_schema_input_type=str | Items[InputPart])]
 
 
 class InputMessage(RequestModel):
@@ -182,15 +195,6 @@ class LeftOutItem(LeftOut):
     )
 
 
-def _typed(item: Any) -> Any:
-    if isinstance(item, dict) and item.get("type") is None:
-        if "role" in item:
-            return {**item, "type": "message"}
-        if "id" in item:
-            return {**item, "type": "item_reference"}
-    return item
-
-
 AnyItem = (
     InputMessage
     | FunctionCall
@@ -205,29 +209,5 @@ AnyItem = (
 )
 
 
-class InputItem(
-    RootModel[
-        Annotated[
-            Annotated[
-                Annotated[InputMessage, Tag("message")]
-                | Annotated[FunctionCall, Tag("function_call")]
-                | Annotated[ResponsesFreeFormCall, Tag("custom_tool_call")]
-                | Annotated[LocalShellCall, Tag("local_shell_call")]
-                | Annotated[CallOutput, Tag("function_call_output")]
-                | Annotated[CallOutput, Tag("custom_tool_call_output")]
-                | Annotated[LocalShellOutput, Tag("local_shell_call_output")]
-                | Annotated[ReasoningItem, Tag("reasoning")]
-                | Annotated[ItemReference, Tag("item_reference")]
-                | Annotated[AdditionalTools, Tag("additional_tools")]
-                | Annotated[LeftOutItem, Tag("other")],
-                by_type(
-                    *("message", "function_call", "custom_tool_call", "local_shell_call", "function_call_output"),
-                    *("custom_tool_call_output", "local_shell_call_output", "reasoning", "item_reference"),
-                    "additional_tools",
-                ),
-            ],
-            BeforeValidator(_typed),
-        ]
-    ]
-):
+class InputItem(RootModel[Annotated[AnyItem, BY_TYPE]]):
     pass

@@ -2,9 +2,10 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, RootModel, Tag
+from pydantic import Field, RootModel
 
-from tgi_server.router.schemas.base import Items, LeftOut, Name, Refused, RequestModel, ToolSchema, by_type
+from tgi_server.router.schemas.base import Items, LeftOut, Name, Refused, RequestModel, ToolSchema
+from tgi_server.router.schemas.unions import BY_TYPE
 
 _TOOL_NOTES = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
 
@@ -56,16 +57,7 @@ class ResponsesLeftOutTool(LeftOut):
     )
 
 
-class NamespacedTool(
-    RootModel[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[ResponsesFreeFormTool, Tag("custom")]
-            | Annotated[ResponsesLeftOutTool, Tag("other")],
-            by_type("function", "custom"),
-        ]
-    ]
-):
+class NamespacedTool(RootModel[Annotated[FunctionTool | ResponsesFreeFormTool | ResponsesLeftOutTool, BY_TYPE]]):
     pass
 
 
@@ -78,18 +70,10 @@ class NamespaceTool(RequestModel):
     tools: Items[NamespacedTool]
 
 
-class ResponseTool(
-    RootModel[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[ResponsesFreeFormTool, Tag("custom")]
-            | Annotated[LocalShellTool, Tag("local_shell")]
-            | Annotated[NamespaceTool, Tag("namespace")]
-            | Annotated[ResponsesLeftOutTool, Tag("other")],
-            by_type("function", "custom", "local_shell", "namespace"),
-        ]
-    ]
-):
+_AnyTool = FunctionTool | ResponsesFreeFormTool | LocalShellTool | NamespaceTool | ResponsesLeftOutTool
+
+
+class ResponseTool(RootModel[Annotated[_AnyTool, BY_TYPE]]):
     pass
 
 
@@ -118,18 +102,7 @@ class LeftOutChoice(LeftOut):
     known: ClassVar[frozenset[str]] = ResponsesLeftOutTool.known
 
 
-class AllowedTool(
-    RootModel[
-        Annotated[
-            Annotated[ChosenTool, Tag("function")]
-            | Annotated[ChosenTool, Tag("custom")]
-            | Annotated[ChosenLocalShell, Tag("local_shell")]
-            | Annotated[ChosenNamespace, Tag("namespace")]
-            | Annotated[LeftOutChoice, Tag("other")],
-            by_type("function", "custom", "local_shell", "namespace"),
-        ]
-    ]
-):
+class AllowedTool(RootModel[Annotated[ChosenTool | ChosenLocalShell | ChosenNamespace | LeftOutChoice, BY_TYPE]]):
     pass
 
 
@@ -161,17 +134,8 @@ class RefusedChoice(Refused):
     ]
 
 
-class ToolSelection(
-    RootModel[
-        Annotated[
-            Annotated[ChosenTool, Tag("function")]
-            | Annotated[ChosenTool, Tag("custom")]
-            | Annotated[ChosenLocalShell, Tag("local_shell")]
-            | Annotated[ChosenNamespace, Tag("namespace")]
-            | Annotated[ResponsesAllowedTools, Tag("allowed_tools")]
-            | Annotated[RefusedChoice, Tag("other")],
-            by_type("function", "custom", "local_shell", "namespace", "allowed_tools"),
-        ]
-    ]
-):
+_AnyChoice = ChosenTool | ChosenLocalShell | ChosenNamespace | ResponsesAllowedTools | RefusedChoice
+
+
+class ToolSelection(RootModel[Annotated[_AnyChoice, BY_TYPE]]):
     pass

@@ -13,6 +13,7 @@ from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.openai import TextParameters
 from tgi_server.router.schemas.response_input import InputItem
 from tgi_server.router.schemas.response_tools import ResponseTool, ToolSelection
+from tgi_server.router.schemas.unions import BY_TYPE
 
 
 class TextFormat(RequestModel):
@@ -63,13 +64,13 @@ class ResponsesRequest(TextParameters):
     }
 
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
-    input: str | Items[InputItem]
+    input: Annotated[str | Items[InputItem], BY_TYPE]
     instructions: str | None = Field(default=None, description="What the system says; for this response only.")
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")
     store: bool = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
     stream: bool = False
     tools: Items[ResponseTool] | None = Field(default=None, description="Tools that the model may call.")
-    tool_choice: Literal["auto", "none", "required"] | ToolSelection | None = "auto"
+    tool_choice: Annotated[Literal["auto", "none", "required"] | ToolSelection | None, BY_TYPE] = "auto"
     context_management: Items[ContextEdit] | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = TextOptions()
@@ -90,7 +91,7 @@ class ResponsesRequest(TextParameters):
 class InputTokensRequest(ResponsesRequest):
     """The body of /v1/responses/input_tokens: what decides about the answer alone is ignored."""
 
-    input: str | Items[InputItem] = Field(default=[])
+    input: Annotated[str | Items[InputItem], BY_TYPE] = Field(default=[])
 
 
 class OutputText(ResponseModel, kw_only=True):

@@ -8,6 +8,7 @@ from pydantic import Field, RootModel
 
 from tgi_server.router.schemas.base import NOT_EMPTY, RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.unions import BY_TYPE
 
 _TOKEN_STRS = Field(default=False, description="Report the tokens as the vocabulary has them.")
 
@@ -41,7 +42,10 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool = _TOKEN_STRS
 
 
-class AnyTokenizeRequest(RootModel[TokenizeRequest | TokenizeChatRequest | TokenizePromptRequest]):
+_Forms = TokenizeRequest | TokenizeChatRequest | TokenizePromptRequest
+
+
+class AnyTokenizeRequest(RootModel[Annotated[_Forms, BY_TYPE]]):
     """Told apart by `inputs`, `messages` or `prompt`."""
 
 

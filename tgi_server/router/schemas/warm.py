@@ -1,10 +1,13 @@
 """/v1/warm: prompts that are computed before they are needed."""
 
+from typing import Annotated
+
 from pydantic import Field, RootModel
 
 from tgi_server.router.schemas.base import ResponseModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
+from tgi_server.router.schemas.unions import BY_TYPE
 
 _TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt is held.")
 
@@ -17,7 +20,7 @@ class WarmCompletionRequest(CompletionRequest):
     ttl_seconds: float = _TTL
 
 
-class WarmRequest(RootModel[WarmChatRequest | WarmCompletionRequest]):
+class WarmRequest(RootModel[Annotated[WarmChatRequest | WarmCompletionRequest, BY_TYPE]]):
     """Told apart by `messages` or `prompt`."""
 
 

@@ -101,7 +101,7 @@ def test_what_is_not_json_is_refused_in_one_line(body: bytes):
         (b'{"name": "a", "number": 9}', "`number` is 9; it must be at most 5"),
         (b'{"name": "a", "number": 0}', "`number` is 0; it must be at least 1"),
         (b'{"name": 1, "number": "2"}', "`name`: Input should be a valid string; `number`: Input should be a valid "),
-        (b'{"name": "a", "number": 1, "parts": [1, "x", "y"]}', "`parts.1`: Input should be a valid integer"),
+        (b'{"name": "a", "number": 1, "parts": [1, "x", "y"]}', "`parts[1]`: Input should be a valid integer"),
     ],
 )
 def test_each_fault_of_a_body_is_told_by_the_field_and_the_bound(body: bytes, told: str):

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.completions import CompletionRequest
+from tgi_server.router.schemas.validation import validate
 
 
 def request(**fields: Any) -> CompletionRequest:
@@ -40,8 +42,8 @@ def test_one_stop_sequence_is_a_list_of_one(stop: Any):
     ],
 )
 def test_what_only_chats_have_is_refused_by_name_unless_it_asks_for_nothing(field: str, value: Any, nothing: Any):
-    with pytest.raises(ValidationError, match=f"`{field}` is not supported"):
-        request(**{field: value})
+    with pytest.raises(InvalidRequest, match=f"`{field}` is not supported"):
+        validate(CompletionRequest, {"prompt": "hello", field: value})
     for unset in (nothing, None):
         assert request(**{field: unset}) == request()
 

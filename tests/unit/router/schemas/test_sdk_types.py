@@ -10,15 +10,16 @@ from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
-from pydantic import BaseModel, Tag
+from pydantic import BaseModel
 
 from tests.sdk_types import undecided
-from tgi_server.router.schemas.base import Items, LeftOut, Refused, RequestModel, by_type
+from tgi_server.router.schemas.base import Items, LeftOut, Refused, RequestModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.encoding import EmbeddingsRequest
 from tgi_server.router.schemas.messages import CountTokensRequest, MessagesRequest
 from tgi_server.router.schemas.responses import InputTokensRequest, ResponsesRequest
+from tgi_server.router.schemas.unions import BY_TYPE
 
 SDK_TYPES: list[tuple[Any, type[BaseModel]]] = [
     (message_create_params.MessageCreateParamsNonStreaming, MessagesRequest),
@@ -83,7 +84,7 @@ class NoVideo(Refused):
 
 
 class Known(RequestModel):
-    blocks: Items[Annotated[Annotated[Text, Tag("text")] | Annotated[Searching, Tag("other")], by_type("text")]]
+    blocks: Items[Annotated[Text | Searching, BY_TYPE]]
     label: dict[str, Any] | None = None
 
 

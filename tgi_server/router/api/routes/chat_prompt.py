@@ -154,7 +154,7 @@ def free_form_tools(request: ChatRequest) -> tuple[dict[str, ClientTool], list[s
         if isinstance(each := tool.root, OfferedFreeForm):
             tools[each.custom.name] = ClientTool(each.custom.name, ToolKind.FREE_FORM)
             if each.custom.format and each.custom.format.grammar:
-                formats.append(f"tools.{index}.custom.format ({each.custom.format.grammar.syntax})")
+                formats.append(f"tools[{index}].custom.format ({each.custom.format.grammar.syntax})")
     return tools, formats
 
 

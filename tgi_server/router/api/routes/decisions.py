@@ -39,7 +39,7 @@ from tgi_server.router.schemas.decisions import (
     SystemOneResponse,
     SystemOneUsage,
 )
-from tgi_server.router.schemas.response_input import CallOutput, FunctionCall
+from tgi_server.router.schemas.response_input import CallOutput, FunctionCall, ResponsesFreeFormCall
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation, Turn, thinking_switches
 from tgi_server.router.text.decisions import (
@@ -247,7 +247,7 @@ def _turns(request: DecisionsRequest) -> list[Turn]:
     if isinstance(request.input, str):
         return [Turn("user", (request.input,))]
     items = [each.root for each in request.input]
-    calls = {each.call_id for each in items if isinstance(each, FunctionCall)}
+    calls = {each.call_id for each in items if isinstance(each, FunctionCall | ResponsesFreeFormCall)}
     for each in items:
         if isinstance(each, CallOutput) and each.call_id not in calls:
             raise InvalidRequest(
@@ -259,13 +259,13 @@ def _turns(request: DecisionsRequest) -> list[Turn]:
 def _question(question: AnyQuestion) -> AskedQuestion:
     match question:
         case PredicateQuestion():
-            return AskedQuestion("predicate", question.instructions, ("", ""))
+            return AskedQuestion("predicate", question.text, ("", ""))
         case ChoiceQuestion(choices=choices):
             options = [_listed(_text(each.value), each.description) for each in choices]
-            return AskedQuestion("choice", question.instructions, tuple(options))
+            return AskedQuestion("choice", question.text, tuple(options))
         case _:
             levels = [_listed(each.label, each.description) for each in question.levels]
-            return AskedQuestion("score", question.instructions, tuple(levels))
+            return AskedQuestion("score", question.text, tuple(levels))
 
 
 def _text(value: str | bool) -> str:

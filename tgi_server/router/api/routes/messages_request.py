@@ -35,10 +35,7 @@ _BILLING = "x-anthropic-billing-header:"
 def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> ChatPlan:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = service.options.read(request, Dialect.MESSAGES)
-    most_tokens = Given.by(request, Dialect.MESSAGES).values.get("max_new_tokens")
-    if most_tokens is None:
-        raise InvalidRequest("`max_tokens`: Field required")
-    if most_tokens == 0:
+    if Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0:
         if request.stream:
             raise InvalidRequest("`stream` is not supported with `max_tokens: 0`, whose answer is empty; leave it out")
         options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))

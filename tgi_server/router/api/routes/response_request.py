@@ -26,6 +26,7 @@ from tgi_server.router.schemas.response_input import (
     InputMessage,
     InputPart,
     ItemReference,
+    JsonPart,
     LocalShellCall,
     LocalShellOutput,
     ReasoningItem,
@@ -146,7 +147,7 @@ def requested_tools(request: ResponsesRequest, items: Sequence[InputItem]) -> Of
     offered.add(request.tools or (), "tools")
     for index, item in enumerate(items):
         if isinstance(item.root, AdditionalTools):
-            offered.add(item.root.tools, f"input.{index}.tools")
+            offered.add(item.root.tools, f"input[{index}].tools")
     return offered
 
 
@@ -189,13 +190,13 @@ def _form(request: ResponsesRequest) -> Grammar | None:
     return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,), strict=bool(form.strict))
 
 
-def _parts(content: Sequence[InputPart], place: str) -> tuple[str | ImageSource, ...]:
+def _parts(content: Sequence[InputPart | JsonPart], place: str) -> tuple[str | ImageSource, ...]:
     """Returns the images of a content, and its texts, joined where no image stands between them. place: of the list."""
     parts: list[str | ImageSource] = []
     for index, part in enumerate(content):
         if isinstance(part, InputImage):
             parts.append(ImageSource(part.image_url, f"{place}[{index}]", part.detail))
-        elif isinstance(part, TextPart | RefusalPart):
+        elif isinstance(part, TextPart | RefusalPart | JsonPart):
             if parts and isinstance(last := parts[-1], str):
                 parts[-1] = last + part.text
             else:

@@ -50,12 +50,12 @@ class OfferedTools:
                     if namespace is not None:
                         self.client_tools[name] = ClientTool(function.name, namespace=namespace)
                 case ResponsesFreeFormTool() as custom:
-                    self._add_free_form(custom, f"{place}.{index}", namespace)
+                    self._add_free_form(custom, f"{place}[{index}]", namespace)
                 case LocalShellTool():
                     self.specs.append(local_shell_tool())
                     self.client_tools[LOCAL_SHELL] = ClientTool(LOCAL_SHELL, ToolKind.LOCAL_SHELL)
                 case NamespaceTool() as inner:
-                    self.add(inner.tools, f"{place}.{index}.tools", inner.name)
+                    self.add(inner.tools, f"{place}[{index}].tools", inner.name)
 
     def _add_free_form(self, tool: ResponsesFreeFormTool, place: str, namespace: str | None) -> None:
         name = name_for_model(tool.name, namespace)

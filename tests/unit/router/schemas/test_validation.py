@@ -1,0 +1,183 @@
+"""Every member of every request body is named by its path when it is misspelled, missing, or of another type."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tests.fakes.router_service import PAYLOAD_LIMIT, RouterService
+from tests.integration.router.filled_bodies import Member, Schemas
+from tgi_server.router.api import documentation
+from tgi_server.router.api.access import AccessRules
+from tgi_server.router.api.app import create_app
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.messages import MessagesRequest
+from tgi_server.router.schemas.responses import ResponsesRequest
+from tgi_server.router.schemas.validation import ignored, validate
+from tgi_server.router.service import RequestPolicy
+
+# JSON of each type, by the names of a schema.
+VALUES = {"object": {}, "array": [], "string": "x", "integer": 5, "boolean": True}
+# The members that tell the forms of a body apart.
+FORMS = ("inputs", "messages", "prompt", "texts", "documents")
+
+
+@cache
+def schemas() -> Schemas:
+    """Returns the schemas that the server documents."""
+    router = RouterService()
+    router.threads.close()
+    return Schemas(create_app(router.service, AccessRules()).openapi())
+
+
+@cache
+def members() -> list[tuple[type[BaseModel], Member]]:
+    """Returns the members of all bodies, with the models of these; but those in objects that no request may have."""
+    models = {name: model for module in vars(documentation).values() for name, model in vars_of(module)}
+    bodies = {body["$ref"].rpartition("/")[2]: body for body in schemas().bodies.values()}
+    found = [(models[name], member) for name, body in bodies.items() for member in schemas().members(body)]
+    return [(model, member) for model, member in found if named(model, member.wrap(member.value)) is None]
+
+
+def vars_of(module: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    if getattr(module, "__name__", "").startswith("tgi_server.router.schemas."):
+        yield from ((name, each) for name, each in vars(module).items() if isinstance(each, type))
+
+
+def named(model: type[BaseModel], body: Any) -> str | None:
+    """Returns the path of the first member that is wrong, or else of the first that is ignored."""
+    try:
+        return next((each.path for each in ignored(validate(model, body), body)), None)
+    except InvalidRequest as error:
+        return error.param or ""
+
+
+def changed(body: Any, member: Member, change: Any) -> Any:
+    """Returns a body after `change` of the object that has the member, and the name that it has there."""
+    target, *names = member.path.replace("[0]", ".0").split(".")
+    parent = body
+    for name in (target, *names)[:-1]:
+        parent = parent[int(name) if name.isdigit() else name]
+    change(parent, (target, *names)[-1])
+    return body
+
+
+def named_without(member: Member) -> set[str]:
+    """Returns the paths of which one may be named where a required member is missing."""
+    parent, _, name = member.path.rpartition(".")
+    if name in FORMS:  # the object has none of the members that tell its form
+        return {member.path, parent}
+    # An object without a type, of which none of the possible members has the fields.
+    return {member.path, f"{parent}.type"} if name == "id" else {member.path}
+
+
+def chooses(member: Member) -> bool:
+    """Returns True for the type of an object: without it the object is another one, if not a wrong one."""
+    return member.path.endswith(".type")
+
+
+def test_a_misspelled_member_is_named():
+    def misspell(parent: Any, name: str) -> None:
+        parent[f"{name}z"] = parent.pop(name)
+
+    wrong = []
+    for model, member in members():
+        path = named(model, changed(member.wrap(member.value), member, misspell))
+        near = path is not None and chooses(member) and path.startswith(member.path.removesuffix("type"))
+        if not near and path not in (named_without(member) if member.required else {f"{member.path}z"}):
+            wrong.append((model.__name__, member.path, path))
+    assert not wrong
+    assert len(members()) > 1500
+
+
+def test_a_member_that_is_missing_is_named():
+    def drop(parent: Any, name: str) -> None:
+        del parent[name]
+
+    wrong = []
+    for model, member in members():
+        path = named(model, changed(member.wrap(member.value), member, drop))
+        if not chooses(member) and path not in (named_without(member) if member.required else {None}):
+            wrong.append((model.__name__, member.path, path))
+    assert not wrong
+
+
+def test_a_member_of_another_type_is_named():
+    wrong = []
+    bent = 0
+    for model, member in members():
+        types = {"integer" if each.get("type") == "number" else each.get("type") for each in member.schemas}
+        others = [] if None in types else [value for kind, value in VALUES.items() if kind not in types]
+        bent += len(others)
+        paths = [named(model, member.wrap(value)) for value in others]
+        wrong += [(model.__name__, member.path, path) for path in paths if path != member.path]
+    assert not wrong
+    assert bent > 5000
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "message"),
+    [
+        (
+            ChatRequest,
+            {"messages": [], "tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "`tools[0].function.paramters` is not a field of this request; "
+            "did you mean `tools[0].function.parameters`?",
+        ),
+        (
+            MessagesRequest,
+            {"messages": [], "max_tokens": 5, "tools": [{"name": "f", "input_shema": {}}]},
+            "`tools[0].input_shema` is not a field of this request; did you mean `tools[0].input_schema`?",
+        ),
+        (
+            ResponsesRequest,
+            {"input": [{"role": "user", "content": [{"type": "input_text", "tex": "a"}]}]},
+            "`input[0].content[0].text`: Field required, not `tex`",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "txt", "text": "a"}]}]},
+            "`messages[0].content[0].type` must be `text`, `image_url`, `refusal`, `input_audio` or `file`",
+        ),
+        (ResponsesRequest, {"input": 3}, "`input` must be a string or a list"),
+        (ResponsesRequest, {"input": [{"content": "a"}]}, "`input[0].role`: Field required"),
+        (ResponsesRequest, {"input": [{"text": "a"}]}, "`input[0].type`: Field required"),
+    ],
+)
+def test_what_a_refusal_says(model: type[BaseModel], body: Any, message: str):
+    try:
+        (told,) = (f"`{each.path}` {each.fault}" for each in ignored(validate(model, body), body))
+    except InvalidRequest as error:
+        told = str(error)
+    assert told == message
+
+
+def test_free_json_is_not_looked_into():
+    free = {"anything": {"at": "all"}}
+    call = {"id": "a", "function": {"name": "f", "arguments": free}}
+    body = {
+        "messages": [{"role": "assistant", "tool_calls": [call], "annotations": [free]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": free}}],
+        "metadata": free,
+        "chat_template_kwargs": free,
+        "documents": [free],
+        "response_format": {"type": "json_object", "schema": free},
+        "unknown": None,
+    }
+    assert named(ChatRequest, body) is None
+
+
+GENERATING = [path for path in schemas().bodies if not path.endswith(("tokenize", "count_tokens", "_adapter"))]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_routes_refuse_unknown_members_on_demand(path: str):
+    policy = RequestPolicy(PAYLOAD_LIMIT, 1, max_stored_responses=10, strict_fields=True)
+    async with RouterService(policy=policy).client() as client:
+        body = schemas().sample(schemas().bodies[path])
+        response = await client.post(path, json={**body, "misspelled": 1})
+    assert response.status_code in (400, 422), response.text
+    assert "`misspelled` is not a field of this request" in response.text

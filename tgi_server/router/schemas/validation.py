@@ -1,0 +1,152 @@
+"""The validator of all request bodies. It names a field by the path that the client sent: `messages[0].content`."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, reduce
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, RootModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from shared.logging import one_line
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.base import LeftOut, RequestModel, models_of
+from tgi_server.router.schemas.unions import NO_MEMBER, json_names, leaves
+
+M = TypeVar("M", bound=BaseModel)
+
+_MOST_FAULTS = 10
+_LONGEST_NAME = 80
+_LONGEST_NUMBER = 40
+_LONGEST_FAULT = 200
+_JSON_TYPES = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")
+_MARK = re.compile(r"<\d+>|\[key\]")
+_BOUNDS = {"le": "at most", "lt": "less than", "ge": "at least", "gt": "greater than"}
+
+
+def validate(model: type[M], content: Any) -> M:
+    """Returns the content of a body as `model`. Raises InvalidRequest with one line for what is wrong."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A member of a request that has no effect. fault: why, as a refusal says it. note: the same in short."""
+
+    path: str
+    fault: str
+    note: str
+
+
+def ignored(value: Any, content: Any, path: str = "") -> Iterator[Ignored]:
+    """Yields the members of a request that have no effect: unknown fields, and objects of types that are left out.
+
+    value: what became of `content`, the JSON at `path`. JSON that is free, such as `metadata`, is not looked into.
+    """
+    if isinstance(value, RootModel):
+        yield from ignored(value.root, content, path)
+    elif isinstance(value, LeftOut):
+        kind = one_line(value.type, _LONGEST_NAME)
+        yield Ignored(path, f"has the type {kind!r}, which is not supported here", kind)
+    elif isinstance(value, RequestModel) and isinstance(content, dict):
+        members = _members(type(value))
+        for name, item in content.items():
+            own = _child(path, name)
+            if name in value.reported:
+                yield Ignored(own, "has no effect here", "")
+            elif name in members.with_objects:
+                yield from ignored(getattr(value, members.with_objects[name]), item, own)
+            elif name not in members.names and item is not None:
+                meant = (near := members.meant(name)) and _child(path, near)
+                hint = f"; did you mean `{meant}`?" if meant else ""
+                note = f"did you mean {meant}?" if meant else ""
+                yield Ignored(own, f"is not a field of this request{hint}", note)
+    elif isinstance(value, list) and isinstance(content, list):
+        for index, (each, item) in enumerate(zip(value, content, strict=False)):
+            yield from ignored(each, item, _child(path, index))
+    elif isinstance(value, dict) and isinstance(content, dict):
+        for name, each in value.items():
+            yield from ignored(each, content.get(name), _child(path, name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The names that fields of a model have in JSON. with_objects: the attributes of those in which objects may be.
+    nested: their own fields, by the names of these.
+    """
+
+    names: frozenset[str]
+    with_objects: Mapping[str, str]
+    nested: Mapping[str, str]
+
+    def meant(self, name: str) -> str | None:
+        """Returns the field that was probably meant by an unknown one."""
+        if name in self.nested:
+            return self.nested[name]
+        near = get_close_matches(name[:_LONGEST_NAME], [*self.names, *self.nested], 1, cutoff=0.75)
+        return near[0] if near and near[0] in self.names else self.nested[near[0]] if near else None
+
+
+@cache
+def _members(model: type[RequestModel]) -> _Members:
+    fields = {name: (attribute, model.model_fields[attribute]) for name, attribute in json_names(model).items()}
+    objects = {name: found for name, (_, field) in fields.items() if (found := models_of(field.annotation))}
+    alone = {name: found for name, found in objects.items() if not {list, dict} & {*leaves(fields[name][1].annotation)}}
+    return _Members(
+        frozenset([*fields, *getattr(model, "refused", ()), *model.harmless]),
+        {name: fields[name][0] for name in objects},
+        {inner: f"{name}.{inner}" for name, found in alone.items() for each in found for inner in json_names(each)},
+    )
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    """Returns what is wrong with a request's JSON, in one line. Of what the client sent it repeats numbers only."""
+    faults: dict[str, None] = {}
+    first = None
+    for detail in error.errors(include_url=False):
+        if len(faults) == _MOST_FAULTS:
+            faults["and more"] = None
+            break
+        path, fault = _fault(detail)
+        first = path if first is None else first
+        faults[f"`{path}`{fault}" if path else f"the request{fault}"] = None
+    refusal = InvalidRequest("; ".join(faults))
+    refusal.param = first or None
+    return refusal
+
+
+def _fault(detail: ErrorDetails) -> tuple[str, str]:
+    """Returns the path of a fault, and the fault in words."""
+    context, given, parts = detail.get("ctx", {}), detail["input"], list(detail["loc"])
+    bound = next(
+        (f"{words} {context[name]}" for name, words in _BOUNDS.items() if name in context), context.get("bound")
+    )
+    message = _JSON_TYPES.get(detail["type"], detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == NO_MEMBER and isinstance(given, dict):
+        if context["types"]:
+            parts.append("type")
+            message = "Field required" if given.get("type") is None else f"must be {context['types']}"
+        else:
+            message = f"needs {context['fields']}"
+    elif detail["type"] == "missing" and (near := get_close_matches(str(parts[-1]), map(str, given), 1, cutoff=0.75)):
+        message += f", not `{one_line(near[0], _LONGEST_NAME)}`"
+    elif bound is not None:
+        message = f"is {one_line(str(given), _LONGEST_NUMBER)}; it must be {bound}"
+    path = _path([*parts, *context.get("field", ())])
+    verb = message.startswith(("must ", "needs ", "is ", "has "))
+    return path, f"{' ' if verb else ': '}{one_line(message, _LONGEST_FAULT)}"
+
+
+def _path(location: Iterable[int | str]) -> str:
+    """Returns the path of a location, without the tags of unions (`<0>`) and pydantic's marks (`[key]`)."""
+    return reduce(_child, (part for part in location if not (isinstance(part, str) and _MARK.fullmatch(part))), "")
+
+
+def _child(path: str, part: int | str) -> str:
+    """Returns the path of an item of a list, or of a member of an object."""
+    return f"{path}[{part}]" if isinstance(part, int) else f"{path}{path and '.'}{one_line(part, _LONGEST_NAME)}"
