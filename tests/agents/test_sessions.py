@@ -103,7 +103,7 @@ def _check_requests(agent: Agent, recorded: Sequence[Recorded]) -> None:
     failed = [each for each in recorded if each.status >= 400]
     assert [each for each in failed if not any(code in each.response.decode() for code in agent.refused)] == []
     names = (name.strip() for each in recorded for name in each.ignored.split(";"))
-    ignored = {re.sub(r"\.\d+", "", name) for name in names if name}
+    ignored = {re.sub(r"\[\d+\]", "", name) for name in names if name}
     assert ignored <= agent.ignored
     assert any(NOTES in each.body.decode() for each in recorded), "the second call was not executed"
 
