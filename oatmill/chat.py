@@ -1,6 +1,7 @@
 """`oatmill chat`: a conversation with a server, in the terminal, with answers as they are generated."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -10,6 +11,8 @@ from typing import Any, Final
 
 import httpx2
 
+from tgi_server import demo_model
+
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 _KEY_VARIABLES: Final = ("OATMILL_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS: Final = 5.0
@@ -17,7 +20,12 @@ _CONNECT_SECONDS: Final = 5.0
 _LOADING: Final = "Loading model"
 _POLL_SECONDS: Final = 0.5
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-_HINT: Final = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+_HINT: Final = "/clear forgets the conversation, /bye or Ctrl-D ends it, Ctrl-C stops an answer"
+_DEMO_HINT: Final = (
+    "this is the bundled demo model: 3.5 million parameters that know a little of cooking and DIY; "
+    f"`oatmill serve OWNER/MODEL` serves a real one\ntry: {'  '.join(demo_model.EXAMPLES)}"
+)
+_ENDS: Final = ("/bye", "/quit", "/exit")
 
 Message = dict[str, str]
 
@@ -26,30 +34,47 @@ class ChatError(Exception):
     """A question was not answered; `str()` of it says why, and what to do."""
 
 
+class Refused(ChatError):
+    """The server responded with an error."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Chats until the input ends. Returns 0; 1 if the first question was not answered, 2 after wrong usage."""
     parser = argparse.ArgumentParser(prog="oatmill chat", description="Chats with a server in this terminal.")
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the server's URL (default: {DEFAULT_URL})")
+    parser.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, help=f"the server's URL, or its port (default: {DEFAULT_URL})"
+    )
     parser.add_argument("--model", default="tgi", help="a name that /v1/models lists (default: the served model)")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--max-tokens", type=int, help="maximum number of tokens of an answer (default: the server's)")
     parser.add_argument("--temperature", type=float, help="0: the most likely answer (default: the server's)")
     options = parser.parse_args(arguments)
-    url = options.url if "://" in options.url else f"http://{options.url}"
     beginning = [{"role": "system", "content": options.system}] if options.system else []
     given = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     settings = {"model": options.model, **{name: value for name, value in given.items() if value is not None}}
     key = next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), None)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS)) as client:
+    timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+    with httpx2.Client(base_url=_base_url(options.url), headers=headers, timeout=timeout) as client:
         return _converse(client, beginning, settings, interactive=sys.stdin.isatty())
+
+
+def _base_url(given: str) -> str:
+    """Returns the server's URL for a port, a host, or the base URL of OpenAI's clients, which ends with /v1."""
+    if given.isdecimal():
+        given = f"127.0.0.1:{given}"
+    return (given if "://" in given else f"http://{given}").rstrip("/").removesuffix("/v1")
 
 
 def _converse(client: httpx2.Client, beginning: list[Message], settings: dict[str, Any], *, interactive: bool) -> int:
     if interactive:
         import readline  # noqa: F401  # gives input() a history and keys for editing
 
-        print(_HINT)
+        try:
+            print(_hints(client))
+        except ChatError as error:
+            print(f"oatmill chat: {error}", file=sys.stderr)
+            return 1
     messages, answered = list(beginning), False
     while True:
         try:
@@ -57,7 +82,7 @@ def _converse(client: httpx2.Client, beginning: list[Message], settings: dict[st
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
-        if question == "/quit":
+        if question in _ENDS:
             return 0
         if question == "/clear":
             messages = list(beginning)
@@ -94,19 +119,36 @@ def _print_answer(pieces: Iterator[Message]) -> str:
     return text
 
 
+def _hints(client: httpx2.Client) -> str:
+    """Returns what to know before the first question, once the server has loaded its model. Raises ChatError."""
+    with contextlib.suppress(Refused), _opened(client, "GET", "/info") as response:  # which other servers do not have
+        if demo_model.NAME in response.read().decode(errors="replace"):
+            return f"{_HINT}\n{_DEMO_HINT}"
+    return _HINT
+
+
 def _stream(client: httpx2.Client, body: dict[str, Any]) -> Iterator[Message]:
     """Yields the deltas of an answer, once the server has loaded its model. Raises ChatError."""
+    with _opened(client, "POST", "/v1/chat/completions", {**body, "stream": True}) as response:
+        yield from _deltas(response)
+
+
+@contextlib.contextmanager
+def _opened(
+    client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
+) -> Iterator[httpx2.Response]:
+    """Gives the response to a request, once the server has loaded its model. Raises ChatError."""
     shown = ""
     try:
         while True:
-            with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            with client.stream(method, path, json=body) as response:
                 status = response.status_code
                 if status == 200:
-                    yield from _deltas(response)
+                    yield response
                     return
                 refusal = _refusal(status, response.read().decode(errors="replace"))
             if status != 503 or not refusal.startswith(_LOADING):
-                raise ChatError(refusal)
+                raise Refused(refusal)
             if refusal != shown:
                 print(refusal, file=sys.stderr)
                 shown = refusal

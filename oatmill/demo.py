@@ -32,10 +32,10 @@ SHOWN_LOG_LINES = 20
 
 QUESTION = "What can I use instead of butter?"
 QUESTIONS = (
-    "How long do I boil an egg?",
+    "How long do I boil potatoes?",
     "Which tool do I need to hang a picture?",
     "Tell me a joke.",
-    "What is Deep Learning?",
+    "How do I sharpen a knife?",
 )
 
 T = TypeVar("T")

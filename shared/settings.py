@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
 
+from shared.foreign_flags import foreign_answer
 from shared.logging import parse_levels
 
 USAGE_ERROR = 2
@@ -50,6 +51,14 @@ LogLevel = Annotated[str, AfterValidator(_log_level)]
 # Port 0 means none, or a free one; the setting says which.
 Port = Annotated[int, Field(ge=0, le=65535)]
 
+# How much alike names must be, from 0 to 1, for an error to suggest one for the other.
+_ALIKE = 0.8
+
+
+def synonyms(names: Mapping[str, str | None]) -> BeforeValidator:
+    """Returns a validator that takes other names of a setting's values, as other servers have them."""
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+
 
 @dataclass(frozen=True, slots=True)
 class RefusedSetting:
@@ -78,9 +87,6 @@ class ServiceSettings(BaseSettings):
 
     # The title of the group of `--help` that begins with each of these settings.
     help_groups: ClassVar[Mapping[str, str]] = {}
-
-    # Flags of other servers, with the flag that does the same here: errors suggest it.
-    foreign_flags: ClassVar[Mapping[str, str]] = {}
 
     def describe(self) -> str:
         """Returns one line of `name=value` pairs, for settings that differ from their defaults, with secrets masked."""
@@ -114,16 +120,21 @@ class _Parser(argparse.ArgumentParser):
         return help_text(self._settings, self.prog, *help_groups(self._settings))
 
     def error(self, message: str) -> NoReturn:
-        if joined := re.fullmatch("argument -h/--help: ignored explicit argument '(.+)'", message):
-            message = f"unrecognized arguments: -h{joined[1]}"  # such as llama.cpp's -hf
-        unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]
+        _, is_unknown, rest = message.partition("unrecognized arguments: ")
+        unknown = rest.partition("=")[0].split(" ")[0]
         flags = [flag for flag in self._option_string_actions if flag.startswith("--") and not flag.startswith("--no-")]
-        same = self._settings.foreign_flags.get(unknown)
-        if not unknown.startswith("-") and "model_id" in self._settings.model_fields:
-            same = f"--model-id {unknown}"
-        near = [same] if same else get_close_matches(unknown, flags, 1) if unknown.startswith("--") else []
+        near = get_close_matches(unknown, flags, 1, _ALIKE) if unknown.startswith("--") else []
+        if is_unknown and not unknown.startswith("-") and "model_id" in self._settings.model_fields:
+            near = [f"--model-id {unknown}"]
         hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         fail(self.prog, f"{message}; {hint}")
+
+    def refuse_foreign(self, arguments: Sequence[str]) -> None:
+        """Ends the process with a line for each flag of another server that is among the arguments, if any is."""
+        given = dict.fromkeys(each.partition("=")[0] for each in arguments)
+        answers = {flag: foreign_answer(flag, self._option_string_actions) for flag in given}
+        if lines := [f"there is no {flag} here; {answer}" for flag, answer in answers.items() if answer]:
+            fail(self.prog, *lines)
 
 
 def fail(program: str, *lines: str, status: int = USAGE_ERROR) -> NoReturn:
@@ -147,9 +158,9 @@ def check_settings(settings: type[S], values: Mapping[str, Any]) -> S:
     """
     unknown = []
     for name in values.keys() - settings.model_fields.keys():
-        same = settings.foreign_flags.get(f"--{name.replace('_', '-')}", "").removeprefix("--").replace("-", "_")
-        near = [same] if same else get_close_matches(name, settings.model_fields, 1)
-        unknown.append(f"there is no setting `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+        near = get_close_matches(name, settings.model_fields, 1, _ALIKE)
+        hint = _foreign_setting(settings, name) or (f"did you mean `{near[0]}`?" if near else "")
+        unknown.append(f"there is no setting `{name}`" + (f"; {hint}" if hint else ""))
     if unknown:
         raise InvalidSettings("; ".join(sorted(unknown)))
     try:
@@ -161,6 +172,12 @@ def check_settings(settings: type[S], values: Mapping[str, Any]) -> S:
     if refusals := _refusals(result):
         raise InvalidSettings("; ".join(refusals))
     return result
+
+
+def _foreign_setting(settings: type[S], name: str) -> str:
+    """Returns what to do in place of a setting of another server; an empty text if it is not known."""
+    answer = foreign_answer(_flag(name), set(map(_flag, settings.model_fields)))
+    return re.sub("--([a-z-]+)( [A-Z]+)?", lambda flag: f"`{flag[1].replace('-', '_')}`", answer or "")
 
 
 def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> S:
@@ -176,6 +193,7 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
     arguments, values = _take_file(settings, program, arguments)
     try:
         source = CliSettingsSource[_Parser](settings, cli_prog_name=program, root_parser=parser)
+        parser.refuse_foreign(arguments)
         result = CliApp.run(settings, cli_args=arguments, cli_settings_source=source, **values)
     except ValidationError as error:
         fail(program, *(_explain(detail["loc"], detail["msg"], detail["input"]) for detail in error.errors()))
@@ -235,7 +253,7 @@ def package_version() -> str:
 
 def _given(name: str, arguments: Sequence[str]) -> str | None:
     """Returns a setting as it was written: by the last flag, or else by the variable; None when it was not given."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag(name)
     value = os.environ.get(name.upper())
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument == flag:
@@ -245,8 +263,12 @@ def _given(name: str, arguments: Sequence[str]) -> str | None:
     return value
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _flag_and_variable(name: str) -> str:
-    return f"--{name.replace('_', '-')} (or {name.upper()})"
+    return f"{_flag(name)} (or {name.upper()})"
 
 
 def _explain(location: tuple[int | str, ...], message: str, value: object) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.settings import Settings as FrontSettings
+from shared.foreign_flags import FOREIGN_FLAGS
 from shared.help import described
 from shared.settings import ServiceSettings, help_groups
 from tgi_server.benchmark.settings import BenchmarkSettings
@@ -77,6 +78,14 @@ be given as the variable; a flag wins over a variable.
 """
 
 
+_FOREIGN_HEAD = """## Flags of vLLM, SGLang and llama.cpp
+
+A program that gets one of these ends with the answer.
+
+| flag | answer |
+|---|---|"""
+
+
 def flags_page() -> str:
     """Returns the page of all programs' settings."""
     parts = [_FLAGS_HEAD]
@@ -87,7 +96,11 @@ def flags_page() -> str:
                 lines = [f"### {title}\n", "| flag | variable | what it does |", "|---|---|---|"]
                 lines += [f"| `{_cell(flags)}` | `{variable}` | {_cell(text)} |" for flags, variable, text in entries]
                 parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    answers: dict[str, list[str]] = {}
+    for flag, answer in FOREIGN_FLAGS.items():
+        answers.setdefault(answer, []).append(f"`{flag}`")
+    lines = [f"| {', '.join(flags)} | {_cell(answer)} |" for answer, flags in answers.items()]
+    return "\n".join([*parts, _FOREIGN_HEAD, *lines]) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from shared.settings import package_version, read_settings
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.conftest import FreePort
 from tests.servers import TextGenerationServer
+from tgi_server import demo_model
 from tgi_server.engine.kernels import build
 from tgi_server.launcher.settings import LauncherSettings
 
@@ -98,6 +100,30 @@ def test_a_chat_streams_answers_and_remembers_the_conversation(oatmill, demo_ser
     assert len(first.split()) > 2
 
 
+def test_the_demo_model_answers_the_examples_of_chat_and_page(oatmill, demo_server: TextGenerationServer):
+    facts = ("nail", "15 minutes", "whetstone", "margarine")
+    page = (demo_model.PATH.parents[1] / "router/api/static/chat/welcome.js").read_text()
+    for question, fact in zip(demo_model.EXAMPLES, facts, strict=True):
+        code, out, _ = oatmill("chat", demo_server.url, text=f"{question}\n/bye\nHello\n")
+        assert (code, fact in out, "Hello" in out) == (0, True, False), out
+        assert f'"{question}"' in page
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("8080", "http://127.0.0.1:8080"),
+        ("gpu:81", "http://gpu:81"),
+        ("https://models.example/v1/", "https://models.example"),
+    ],
+)
+def test_a_chat_takes_a_port_and_the_url_of_openais_clients(oatmill, given: str, url: str, monkeypatch):
+    made = []
+    monkeypatch.setattr("oatmill.chat.httpx2.Client", lambda base_url, **_: made.append(base_url) or nullcontext())
+    assert oatmill("chat", given)[0] == 0
+    assert made == [url]
+
+
 def test_a_chat_says_why_there_is_no_answer(oatmill, demo_server: TextGenerationServer, free_port: FreePort):
     code, _, err = oatmill("chat", f"127.0.0.1:{free_port()}", text="Hello\n")
     assert (code, "`oatmill serve` starts a server there" in err) == (1, True)
@@ -128,12 +154,14 @@ def test_a_chat_waits_until_the_model_is_loaded(oatmill):
 @pytest.mark.slow
 def test_a_chat_in_a_terminal_ends_with_ctrl_d(demo_server: TextGenerationServer):
     ours, theirs = pty.openpty()
+    seen = b""
     process = subprocess.Popen([sys.executable, "-m", "oatmill", "chat", demo_server.url], stdin=theirs, stdout=theirs)
     try:
         os.write(ours, b"How long do I boil an egg?\n")
-        seen = b""
         while seen.count(b"> ") < 2:  # the prompt behind the answer
             seen += os.read(ours, 4096)
+        assert b"3.5 million parameters" in seen
+        assert demo_model.EXAMPLES[0].encode() in seen
         os.write(ours, b"\x04")
         assert process.wait(20) == 0
     finally:

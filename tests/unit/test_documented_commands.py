@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.foreign_flags import FOREIGN_FLAGS, named_flags
 from shared.settings import read_settings
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.launcher.settings import LauncherSettings
@@ -52,16 +53,71 @@ def test_the_flags_that_stand_for_those_of_llama_cpp_exist():
     assert ours <= flags
 
 
-@pytest.mark.parametrize(("foreign", "ours"), LauncherSettings.foreign_flags.items())
-def test_flags_of_other_servers_are_refused_with_those_that_stand_for_them(
-    foreign: str, ours: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("foreign", "answer"), FOREIGN_FLAGS.items())
+def test_flags_of_other_servers_are_refused_with_what_to_do(
+    foreign: str, answer: str, capsys: pytest.CaptureFixture[str]
 ):
-    pages = [(ROOT / "docs" / f"coming-from-{name}.md").read_text() for name in ("vllm", "ollama")]
-    rows = [line for page in pages for line in page.splitlines() if re.search(rf"(?<![\w-]){foreign}(?![\w-])", line)]
-    assert any(ours in row for row in rows)
     with pytest.raises(SystemExit):
-        read_settings(LauncherSettings, "text-generation-launcher", [foreign, "2"])
-    assert re.search(rf"{foreign}( 2)?; did you mean {ours}\?", capsys.readouterr().err)
+        read_settings(LauncherSettings, "oatmill serve", ["--port=80", foreign, "2", "--swap-space=4"])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"oatmill serve: there is no {foreign} here; {answer}"
+    assert len(lines) == (1 if foreign == "--swap-space" else 2)
+
+
+@pytest.mark.parametrize("name", ["vllm", "ollama"])
+def test_pages_for_users_of_other_servers_agree_with_what_errors_say(name: str):
+    rows = [
+        [[*re.findall(r"`(-[^ `]+)", cell)] for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / f"coming-from-{name}.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    compared = 0
+    for *theirs, ours in rows:
+        for flag in FOREIGN_FLAGS.keys() & {flag for cell in theirs for flag in cell}:
+            named = named_flags(FOREIGN_FLAGS[flag])
+            assert not named or set(named) & set(ours), flag
+            compared += 1
+    assert compared > 15
+
+
+def test_a_program_gives_no_answer_with_a_flag_that_it_lacks(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_settings(DownloadSettings, "text-generation-server download-weights", ["--host=x", "--seed=3"])
+    program = "text-generation-server download-weights"
+    assert capsys.readouterr().err == f"{program}: there is no --seed here; {FOREIGN_FLAGS['--seed']}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        ("--dtype auto", "dtype", None),
+        ("--dtype half", "dtype", "float16"),
+        ("--kv-cache-dtype auto", "kv_cache_dtype", None),
+        ("--kv-cache-dtype fp8", "kv_cache_dtype", "fp8_e4m3fn"),
+        ("--generation-config vllm", "generation_config", "none"),
+        ("--enable-auto-tool-choice --tool-call-parser openai", "tool_call_parser", "harmony"),
+        ("--enable-auto-tool-choice --tool-call-parser hermes", "tool_call_parser", "hermes"),
+    ],
+)
+def test_values_of_vllm_mean_what_they_mean_there(arguments: str, name: str, value: str | None):
+    assert getattr(read_settings(LauncherSettings, "oatmill serve", arguments.split()), name) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        (
+            "--no-enable-auto-tool-choice",
+            "--enable-auto-tool-choice (or ENABLE_AUTO_TOOL_CHOICE): tools that a request",
+        ),
+        ("--tool-call-parser step3", "--tool-call-parser (or TOOL_CALL_PARSER): Input should be 'auto', "),
+        ("--kv-cache-dtype int8", "--kv-cache-dtype (or KV_CACHE_DTYPE): Input should be 'fp8_e4m3fn' or 'fp8_e5m2'"),
+    ],
+)
+def test_values_that_mean_something_else_are_refused(arguments: str, refusal: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_settings(LauncherSettings, "oatmill serve", arguments.split())
+    assert capsys.readouterr().err.startswith(f"oatmill serve: {refusal}")
 
 
 def test_a_model_without_a_flag_is_refused_with_the_flag(capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,6 @@
 """Generating for a list of prompts at once, without a server.
 
-    python -m tgi_server.engine.offline "Tell me how to boil an egg." "What is a chisel for?"
+    python -m tgi_server.engine.offline "How long do I boil potatoes?" "How do I sharpen a knife?"
 
 In Python:
 

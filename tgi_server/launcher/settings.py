@@ -61,36 +61,6 @@ class LauncherSettings(ServingSettings, ModelSettings):
         "otlp_service_name": "Logs and traces",
         "env": "Other",
     }
-    # Those of vLLM and llama.cpp, as docs/coming-from-vllm.md and docs/coming-from-ollama.md list them.
-    foreign_flags: ClassVar[Mapping[str, str]] = {
-        "--tensor-parallel-size": "--num-shard",
-        "-tp": "--num-shard",
-        "--max-model-len": "--max-total-tokens",
-        "--max-num-seqs": "--max-batch-size",
-        "--max-num-batched-tokens": "--max-batch-prefill-tokens",
-        "--gpu-memory-utilization": "--cuda-memory-fraction",
-        "--no-enable-prefix-caching": "--no-prefix-caching",
-        "--lora-modules": "--lora-adapters",
-        "--chat-template": "--tokenizer-config-path",
-        "--tokenizer": "--tokenizer-name",
-        "-m": "--model-id",
-        "-hf": "--model-id",
-        "--hf-repo": "--model-id",
-        "--hf-file": "--gguf-file",
-        "-c": "--max-total-tokens",
-        "--ctx-size": "--max-total-tokens",
-        "-b": "--max-batch-prefill-tokens",
-        "-ub": "--max-batch-prefill-tokens",
-        "--batch-size": "--max-batch-prefill-tokens",
-        "-ctk": "--kv-cache-dtype",
-        "--cache-type-k": "--kv-cache-dtype",
-        "-md": "--speculative-model",
-        "--model-draft": "--speculative-model",
-        "--lora": "--lora-adapters",
-        "--chat-template-file": "--tokenizer-config-path",
-        "--alias": "--served-model-name",
-        "--host": "--hostname",
-    }
 
     model_id: str = Field(
         str(demo_model.PATH),

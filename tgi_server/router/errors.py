@@ -13,7 +13,7 @@ ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
     **{413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"},
-    **{501: "invalid_request_error", 504: "timeout_error"},
+    504: "timeout_error",
 }
 # Details of a refusal, by the field that is refused, for which clients look before they send a request without it.
 _ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
@@ -274,7 +274,8 @@ class NoSuchResponse(RouterError):
 class NotSupported(RouterError):
     """A feature of OpenAI's or Anthropic's API that this server does not have."""
 
-    status = 501
+    # Not 501, which clients and proxies take for a failure, and send the request again.
+    status = 404
     error_type = "not_supported"
     code = "not_supported"
 

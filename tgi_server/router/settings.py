@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import CommaSeparated, LogLevel, Port, ServiceSettings
+from shared.settings import CommaSeparated, LogLevel, Port, RefusedSetting, ServiceSettings, synonyms
 from tgi_server.router.adapter_source import AdapterSources
 
 # `router/text/tool_formats.py` has these forms.
@@ -54,6 +54,16 @@ ReasoningParser = Literal[
     "mistral",
     "seed_oss",
 ]
+
+# vLLM's names of these forms, where they differ.
+_VLLM_PARSERS = {
+    "openai": "harmony",
+    "phi4_mini_json": "phi4_mini",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+    "mimo": "qwen3_coder",
+}
 
 # A number of tokens or sequences; messages to the shards have 32 bits for it.
 Count = Annotated[int, Field(gt=0, lt=2**31)]
@@ -102,14 +112,19 @@ class RequestSettings(ServiceSettings):
     tokenizer_config_path: Path | None = Field(
         default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
     )
-    generation_config: Literal["auto", "none"] = Field(
+    generation_config: Annotated[Literal["auto", "none"], synonyms({"vllm": "none"})] = Field(
         default="auto",
-        description="auto: OpenAI's routes take sampling defaults from the model's generation_config.json; none: "
-        "they do not.",
+        description="auto: OpenAI's routes take sampling defaults from the model's generation_config.json; none, or "
+        "vllm: they do not.",
     )
-    tool_call_parser: ToolCallParser = Field(
-        default="auto", description="Format in which the model calls tools; auto: read from its chat template."
+    tool_call_parser: Annotated[ToolCallParser, synonyms(_VLLM_PARSERS)] = Field(
+        default="auto",
+        description="Format in which the model calls tools; auto: read from its chat template. vLLM's names work for "
+        "formats that are known here.",
     )
+    enable_auto_tool_choice: Annotated[
+        bool, RefusedSetting("tools that a request has may be called, unless its `tool_choice` is none", (True,))
+    ] = Field(default=True, description="Accepted for vLLM compatibility, no effect: the model may always call tools.")
     reasoning_parser: ReasoningParser = Field(
         default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )

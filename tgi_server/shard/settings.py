@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from shared.settings import CommaSeparated, LogLevel, RefusedSetting, ServiceSettings
+from shared.settings import CommaSeparated, LogLevel, RefusedSetting, ServiceSettings, synonyms
 from tgi_server import demo_model
 from tgi_server.contract import MOST_DRAFTED, Task
 
@@ -74,8 +74,13 @@ class ModelSettings(CheckpointSettings):
         "max_lora_rank": "Adapters",
     }
 
-    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None, description="data type of weights and activations; default: the checkpoint's"
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        synonyms({"auto": None, "half": "float16", "float": "float32"}),
+    ] = Field(
+        None,
+        description="data type of weights and activations; half: float16, float: float32; default, and auto: the "
+        "checkpoint's",
     )
     quantize: Annotated[
         str | None,
@@ -87,10 +92,13 @@ class ModelSettings(CheckpointSettings):
         description="quantize the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
         "bitsandbytes-fp4; the format of a quantized checkpoint is recognized without this flag",
     )
-    kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
+    kv_cache_dtype: Annotated[
+        Literal["fp8_e4m3fn", "fp8_e5m2"] | None,
+        synonyms({"auto": None, "fp8": "fp8_e4m3fn", "fp8_e4m3": "fp8_e4m3fn"}),
+    ] = Field(
         None,
         description="store the KV cache in 8 bits, so that twice the tokens fit; keys, or all, stay in dtype where "
-        "8 bits would cost the model more than 1 %; default: as dtype",
+        "8 bits would cost the model more than 1 %; fp8: fp8_e4m3fn; default, and auto: as dtype",
     )
     linear_kernels: str | None = Field(
         None,

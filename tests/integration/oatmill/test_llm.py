@@ -241,7 +241,7 @@ def test_the_prompt_that_is_wrong_is_named(llm: LLM):
     ("settings", "fault"),
     [
         ({"max_total_token": 100}, "there is no setting `max_total_token`; did you mean `max_total_tokens`?"),
-        ({"max_model_len": 100}, "there is no setting `max_model_len`; did you mean `max_total_tokens`?"),
+        ({"max_model_len": 100}, "there is no setting `max_model_len`; use `max_total_tokens`"),
         ({"max_total_tokens": -1}, "max_total_tokens|MAX_TOTAL_TOKENS"),
         ({"port": 80}, "`port` is a setting of servers"),
         ({"weights_cache_override": "/x"}, "not supported"),

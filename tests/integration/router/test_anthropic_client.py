@@ -513,7 +513,8 @@ async def test_models_have_anthropics_form_for_its_clients(router: Router, clien
 async def test_batches_are_refused_by_name(client: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.APIStatusError, match="message batches are not supported here") as refusal:
         await client.messages.batches.create(requests=[])
-    assert refusal.value.status_code == 501
+    body: Any = refusal.value.body
+    assert (refusal.value.status_code, body["error"]["type"]) == (404, "not_found_error")
     with pytest.raises(anthropic.APIStatusError, match="message batches are not supported here"):
         await client.messages.batches.retrieve("a")
 

@@ -263,7 +263,7 @@ def test_a_server_of_a_rerank_model_alone(server: ServerFactory, tmp_path: Path)
     assert close(score, sigmoid(reference.of_tokens(ids)[0]))
     refused = post(url, "/generate", inputs="oak")
     assert (refused.status_code, "without --model-id no route generates text" in refused.text) == (404, True)
-    assert post(url, "/v1/embeddings", input="oak").status_code == 501
+    assert post(url, "/v1/embeddings", input="oak").status_code == 404
     assert post(url, "/predict", inputs="oak").status_code == 422
     assert httpx.get(f"{url}/info").json()["model_pipeline_tag"] == "text-ranking"
     assert httpx.get(f"{url}/health").status_code == 200

@@ -267,9 +267,14 @@ async def test_errors(router: Router):
 
 
 async def test_embeddings_are_refused_by_name(router: Router):
-    with pytest.raises(openai.InternalServerError, match="no embedding model") as refused:
+    with pytest.raises(openai.NotFoundError, match="no embedding model; --embedding-model-id loads one") as refused:
         await client(router).embeddings.create(model="tgi", input="Hello")
-    assert refused.value.status_code == 501
+    error = refused.value
+    assert (error.type, error.code) == ("invalid_request_error", "model_not_found")
+    assert error.response.headers["x-should-retry"] == "false"
+    for path, field in (("/embed", "inputs"), ("/predict", "inputs")):
+        response = await router.http.post(path, json={field: "Hello"})
+        assert (response.status_code, response.json()["error_type"]) == (404, "not_found")
 
 
 async def test_the_local_shell(router: Router):

@@ -80,7 +80,11 @@ def test_version(settings: type[ServiceSettings], capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("flag", "hint"),
-    [("--modl-id=x", "did you mean --model-id?"), ("--no-such-thing-at-all", "see program --help")],
+    [
+        ("--modl-id=x", "did you mean --model-id?"),
+        ("--no-such-thing-at-all", "see program --help"),
+        ("--mod=x", "see program --help"),
+    ],
 )
 def test_a_near_miss_is_suggested(capsys: pytest.CaptureFixture[str], flag: str, hint: str) -> None:
     with pytest.raises(SystemExit):

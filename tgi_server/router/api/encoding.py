@@ -12,6 +12,7 @@ from shared.stubs.generate_pb2 import TopTokens
 from tgi_server.router.errors import (
     ANTHROPIC,
     CannotBeInTime,
+    NoSuchModel,
     NoSuchRoute,
     NotSupported,
     Overloaded,
@@ -51,7 +52,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     if isinstance(error, CannotBeInTime):
         extra["retry-after"] = str(error.retry_after)
     # What the clients of OpenAI and Anthropic would try again: nobody waits for the answer, or there will be none.
-    if isinstance(error, RequestTimedOut | NotSupported):
+    if isinstance(error, RequestTimedOut | NotSupported | NoSuchModel):
         extra["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
         extra["www-authenticate"] = "Bearer"

@@ -330,7 +330,7 @@ class Exchange:
         return json_response(content, headers | self._notes())
 
     def encoder(self, task: str, model: str | None) -> ServedEncoder:
-        """Returns the model that embeds or ranks. model: its name in the request. Raises NotSupported, NoSuchModel."""
+        """Returns the model that embeds or ranks. model: its name in the request. Raises NoSuchModel."""
         generating = self.service.model.names if self.service.generates else ()
         found = self.service.encoders.get(task, model, generating)
         self._requested = {"gen_ai.request.model": found.name}

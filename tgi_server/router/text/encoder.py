@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tokenizers import Encoding, Tokenizer
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.errors import InvalidRequest, NoSuchModel, NotSupported
+from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.text.tokenizer import TokenizerThreads, tokenizer_of
 from tgi_server.router.text.tokenizer_config import read_json
@@ -224,11 +224,11 @@ class Encoders:
         """Returns the model of a task. model: its name in the request. generating: names of the model that generates.
 
         Where nothing else is served, any name is taken, because clients often have one of another server. Raises
-        NotSupported, or NoSuchModel.
+        NoSuchModel.
         """
         found = self.by_task.get(task)
         if found is None:
-            raise NotSupported("this server has no {} model; --{}-model-id loads one".format(*[_KINDS[task]] * 2))
+            raise NoSuchModel("this server has no {} model; --{}-model-id loads one".format(*[_KINDS[task]] * 2))
         others = [*generating, *(each.name for each in self.by_task.values() if each is not found)]
         if not model or not others or found.is_named(model):
             return found

@@ -3,7 +3,12 @@
 import { make } from "../core/dom.js";
 
 const DEMO = "oatmill-demo";
-const EXAMPLES = ["How do I hang a picture?", "How long do I boil an egg?", "How do I sharpen a chisel?"];
+const EXAMPLES = [
+  "How do I hang a picture?",
+  "How long do I boil potatoes?",
+  "How do I sharpen a knife?",
+  "What can I use instead of butter?",
+];
 
 /** Fills the place of an empty conversation, or hides it. ask: sends an example. */
 export function welcome(place, info, hidden, ask) {
