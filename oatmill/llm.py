@@ -216,11 +216,8 @@ class LLM:
 def _settings(model: str | PathLike[str] | None, given: Mapping[str, Any]) -> LauncherSettings:
     """Raises InvalidSettings."""
     values = dict(given)
-    encoders = {"embedding_model_id", "rerank_model_id"} & given.keys()
     if model is not None:
         values["model_id"] = str(Path(model).expanduser()) if Path(model).expanduser().exists() else fspath(model)
-        if not encoders and (Path(values["model_id"]) / "modules.json").is_file():  # sentence-transformers'
-            values["embedding_model_id"] = values["model_id"]
     settings = check_settings(LauncherSettings, values)
     if others := sorted(given.keys() - _SETTINGS):
         raise InvalidSettings(f"`{others[0]}` is a setting of servers and their processes; use `oatmill serve` for it")

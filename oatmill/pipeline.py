@@ -18,7 +18,7 @@ from tgi_server.launcher.commands import shared_values
 from tgi_server.launcher.machine import check_gpus
 from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, find_adapters
+from tgi_server.launcher.weights import check_tokenizer, find_adapters, recognised
 from tgi_server.router.settings import PipelineSettings
 from tgi_server.shard.settings import ShardSettings
 
@@ -120,12 +120,15 @@ def _load(settings: LauncherSettings) -> "tuple[Services, PipelineSettings]":
     check_gpus()
     own = {"gguf_file": settings.gguf_file, "tokenizer_name": settings.tokenizer_name}
     folder = fetch(settings.model_id, settings.revision, **own)
+    settings = recognised(settings, folder)
     if settings.speculative_model:
         fetch(settings.speculative_model)
     values = shared_values(settings) | {"model_id": settings.model_id, "tokenizer_name": str(folder)}
     shard_values = values | {"tokenizer_name": settings.tokenizer_name}
     shard = ShardSettings.model_validate(_only(ShardSettings, shard_values))
-    encoders = {task: fetch(model_id) for task, model_id in shard.encoders.items()}
+    encoders = {
+        task: folder if model_id == settings.model_id else fetch(model_id) for task, model_id in shard.encoders.items()
+    }
     check_tokenizer(folder)
     check_model(settings, folder)
     model, drafter = None, None

@@ -79,7 +79,8 @@ def make_gguf(model: Path, folder: Path, kinds: Kinds = "F32", **metadata: Any) 
     architecture = "llama" if config["model_type"] == "mixtral" else config["model_type"]
     writer = GGUFWriter(file, architecture)
     has_tokenizer = (model / "tokenizer.json").is_file()
-    entries = _metadata(architecture, config) | (_tokenizer(model) if has_tokenizer else words(config["vocab_size"]))
+    tokens = tokenizer_entries(model) if has_tokenizer else words(config["vocab_size"])
+    entries = _metadata(architecture, config) | tokens
     add_metadata(writer, entries | {key.replace("__", "."): value for key, value in metadata.items()})
     for name, parts in _tensors(config, load_file(model / "model.safetensors")).items():
         stored, read = [], []
@@ -188,7 +189,8 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     return {f"{architecture}.{name}": value for name, value in own.items()}
 
 
-def _tokenizer(model: Path) -> dict[str, Any]:
+def tokenizer_entries(model: Path) -> dict[str, Any]:
+    """Returns the metadata of the tokenizer in a model's folder."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     content = json.loads((model / "tokenizer.json").read_text())
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])

@@ -44,9 +44,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_embedder(kind: str, folder: Path, *, pooling: str = "mean", normalize: bool = False, dense: int = 0) -> Path:
-    """Saves a model with the modules of sentence-transformers, and two prompts. dense: outputs of a dense layer."""
-    model = _build(AutoModel, kind)
+def make_embedder(
+    kind: str, folder: Path, *, pooling: str = "mean", normalize: bool = False, dense: int = 0, **settings: Any
+) -> Path:
+    """Saves a model with the modules of sentence-transformers, and two prompts. dense: outputs of a dense layer.
+
+    settings: of the model.
+    """
+    model = _build(AutoModel, kind, **settings)
     model.config.architectures = ["Qwen3ForCausalLM"] if kind == "qwen3" else None
     _save(model, kind, folder)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]

@@ -29,7 +29,8 @@ from transformers.utils import logging as transformers_logging
 
 from tgi_server.contract import Task
 from tgi_server.engine.checkpoint.load_model import load_config
-from tgi_server.engine.checkpoint.weight_files import check_files, stored_dtype
+from tgi_server.engine.checkpoint.load_shard import load_tensors
+from tgi_server.engine.checkpoint.weight_files import check_files, gguf_of, stored_dtype
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.linear import linear_factory
@@ -291,15 +292,20 @@ def _load(kind: Any, config: EngineConfig, model_config: PretrainedConfig, dtype
     transformers_logging.set_verbosity_error()
     folder = config.model_path
     try:
-        model, report = kind.from_pretrained(
-            folder,
-            config=model_config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
+        if gguf_of(folder) is not None:
+            model, report = load_tensors(
+                folder, model_config, kind, dtype, HOST, None, trust_remote_code=config.trust_remote_code
+            )
+        else:
+            model, report = kind.from_pretrained(
+                folder,
+                config=model_config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise UnsupportedModel(f"{folder} cannot be loaded: {(str(error).splitlines() or [''])[0]}") from error
     # Embeddings are made of the last layer, so what some models have behind it may be missing.

@@ -285,6 +285,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=configuration.gpt_oss,
         stacked_experts=True,
     ),
+    "bert": Architecture(
+        "bert",
+        "BertModel",
+        tensor_names.BERT,
+        tensor_names.BERT_OF_MODEL,
+        config=configuration.bert,
+        layers="encoder.layer",
+    ),
+    "nomic-bert": Architecture(
+        "nomic_bert",
+        "NomicBertModel",
+        tensor_names.NOMIC_BERT,
+        tensor_names.BERT_OF_MODEL,
+        config=configuration.nomic_bert,
+        layers="layers",
+    ),
     "olmo2": Architecture(
         "olmo2",
         "Olmo2ForCausalLM",

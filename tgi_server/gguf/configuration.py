@@ -223,3 +223,31 @@ def gemma3n(given: Metadata) -> Config:
             "sliding_attention": {"rope_type": "default", "rope_theta": given.number("rope.freq_base_swa", 10_000.0)},
         },
     }
+
+
+def nomic_bert(given: Metadata) -> Config:
+    return {
+        "layer_norm_eps": given.number("attention.layer_norm_epsilon"),
+        "type_vocab_size": given.file.tensors["token_types.weight"].shape[0],
+    }
+
+
+def bert(given: Metadata) -> Config:
+    positions = given.file.tensors["position_embd.weight"].shape[0]
+    return nomic_bert(given) | {"max_position_embeddings": positions, "rope_parameters": None}
+
+
+# The files' names of ways to make one vector of a text's: those of sentence-transformers.
+_POOLINGS = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
+_RANK = 4
+
+
+def pooling(given: Metadata) -> Config:
+    """Returns the content of 1_Pooling/config.json for a model that embeds; nothing for others. Raises GgufError."""
+    kind = given.get("pooling_type")
+    if kind == _RANK:
+        raise GgufError(
+            f"{given.file.path} is a rerank model, which is not served from GGUF files; take the model in transformers "
+            "format"
+        )
+    return {"word_embedding_dimension": given.number("embedding_length"), _POOLINGS[kind]: True} if kind else {}

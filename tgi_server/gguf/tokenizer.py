@@ -135,6 +135,7 @@ class Vocabulary:
         self.user_defined = [place for place, kind in enumerate(kinds) if kind == _USER_DEFINED]
         # Phi-3's tokens take the spaces behind them along.
         self.rstrip = self.model == "llama" and file.architecture == "phi3"
+        self.embeds = f"{file.architecture}.pooling_type" in file.metadata
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}", default)
@@ -214,9 +215,46 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
     return {
         "version": "1.0",
         "added_tokens": [_added(words, place, special=special) for place, special in sorted(added)],
-        "post_processor": None,
+        "post_processor": _word_pair(words) if words.model == "bert" else _ends(words),
         **own,
     }
+
+
+def _ends(words: Vocabulary) -> dict[str, Any] | None:
+    """Returns what adds tokens to texts that are embedded. For others tokenizer_config.json says which are added."""
+    added = {name: words.token(name) for name in ("bos", "eos") if words.embeds and words.get(f"add_{name}_token")}
+    marks = {token: words.token_id(name) for name, token in added.items() if token is not None}
+    if not marks:
+        return None
+    before = [(token, 0)] if (token := added.get("bos")) is not None else []
+    after = [(token, 0)] if (token := added.get("eos")) is not None else []
+    return _template([*before, ("A", 0), *after], [*before, ("A", 0), *after, ("B", 0), *after], marks)
+
+
+def _word_pair(words: Vocabulary) -> dict[str, Any]:
+    """Returns what puts the tokens of BERT around texts and pairs of texts."""
+    names = {"[CLS]": ("cls", "bos"), "[SEP]": ("seperator", "eos")}
+    ids = {
+        mark: next(filter(None, map(words.token_id, keys)), words.tokens.index(mark) if mark in words.tokens else None)
+        for mark, keys in names.items()
+    }
+    if None in ids.values():
+        raise GgufError(f"{words.path} has no tokens [CLS] and [SEP]; name a tokenizer with --tokenizer-name")
+    (begin, _), (end, _) = found = [(words.tokens[place], place) for place in ids.values() if place is not None]
+    single = [(begin, 0), ("A", 0), (end, 0)]
+    return _template(single, [*single, ("B", 1), (end, 1)], dict(found))
+
+
+def _template(
+    single: Sequence[tuple[str, int]], pair: Sequence[tuple[str, int]], ids: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """Returns a post-processor. single, pair: texts A and B and the tokens beside them, each with its type."""
+
+    def parts(of: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+        return [{"SpecialToken" if name in ids else "Sequence": {"id": name, "type_id": kind}} for name, kind in of]
+
+    tokens = {name: {"id": name, "ids": [place], "tokens": [name]} for name, place in ids.items()}
+    return {"type": "TemplateProcessing", "single": parts(single), "pair": parts(pair), "special_tokens": tokens}
 
 
 def tokenizer_config(file: Gguf) -> dict[str, Any]:
@@ -231,8 +269,9 @@ def tokenizer_config(file: Gguf) -> dict[str, Any]:
         # A named token is never shown, so ordinary text is none, unless texts begin with it.
         if words.token_id(key) in marks or (begins and name == "bos")
     }
-    found["add_bos_token"] = begins and found.get("bos_token") is not None
-    found["add_eos_token"] = bool(words.get("add_eos_token", False))
+    if words.model != "bert":  # whose texts have marks around them in any case
+        found["add_bos_token"] = begins and found.get("bos_token") is not None
+        found["add_eos_token"] = bool(words.get("add_eos_token", False))
     if templates := _templates(file.metadata):
         found["chat_template"] = templates
     return {name: value for name, value in found.items() if value is not None}

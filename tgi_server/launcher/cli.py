@@ -28,7 +28,7 @@ from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model
+from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognised
 
 PROGRAM = "text-generation-launcher"
 # Variables that TGI's server reads and this one has no use for.
@@ -80,7 +80,7 @@ def main(
             "--model-id OWNER/MODEL serves a real one"
         )
     try:
-        asyncio.run(_launch(settings, partial(on_ready, settings) if on_ready else None))
+        asyncio.run(_launch(settings, on_ready))
     except ModelMissingError as error:
         sys.exit(error.status)
     except CannotStartError as error:
@@ -117,19 +117,20 @@ def _with_address(settings: LauncherSettings) -> LauncherSettings:
     return settings
 
 
-async def _launch(settings: LauncherSettings, on_ready: Callable[[], None] | None) -> None:
+async def _launch(settings: LauncherSettings, on_ready: Callable[[LauncherSettings], None] | None) -> None:
     """Runs the server until a signal has stopped it. Raises LauncherError."""
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     check_gpus()
     shards = shard_count(settings)
     check_shards(shards)
-    if not settings.generates and (shards > 1 or settings.num_nodes > 1):
-        raise CannotStartError("embedding and rerank models run in one shard; leave --num-shard and --num-nodes out")
+    _check_encoders(settings, shards)
     _check_addresses(settings)
-    folder = await _unless_stopped(_models(settings), stop)
-    if folder is None:
+    models = await _unless_stopped(_models(settings), stop)
+    if models is None:
         return
+    settings, folder = models
+    _check_encoders(settings, shards)
     adapters = await _unless_stopped(find_adapters(settings), stop)
     if adapters is None:
         return
@@ -155,19 +156,28 @@ async def _launch(settings: LauncherSettings, on_ready: Callable[[], None] | Non
             (settings.hostname, settings.port),
             settings.graceful_termination_timeout,
             peers,
-            on_ready,
+            partial(on_ready, settings) if on_ready else None,
         )
         on_stop_signal(supervisor.stop)
         await supervisor.run()
     ignore_stop_signals()
 
 
-async def _models(settings: LauncherSettings) -> Path:
-    """Returns the model's folder, once all that shards and router read is on this machine. Raises LauncherError."""
+async def _models(settings: LauncherSettings) -> tuple[LauncherSettings, Path]:
+    """Returns the settings for what the model is, and its folder, once all that shards and router read is on this
+    machine. Raises LauncherError.
+    """
     folder = await find_model(settings)
     check_tokenizer(folder)
+    settings = recognised(settings, folder)
     await fetch_further_models(settings)
-    return folder
+    return settings, folder
+
+
+def _check_encoders(settings: LauncherSettings, shards: int) -> None:
+    """Raises CannotStartError when a model that does not generate is to run in several shards."""
+    if not settings.generates and (shards > 1 or settings.num_nodes > 1):
+        raise CannotStartError("embedding and rerank models run in one shard; leave --num-shard and --num-nodes out")
 
 
 def _check_addresses(settings: LauncherSettings) -> None:

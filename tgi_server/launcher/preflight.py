@@ -35,7 +35,7 @@ Header = Mapping[str, Mapping[str, Any]]
 
 def check_model(settings: LauncherSettings, folder: Path) -> None:
     """Raises CannotStartError if a shard could not load the model, as far as its files show."""
-    config = _read_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     _check_type(folder, config, trust_remote_code=settings.trust_remote_code)
     tensors = _tensors(folder)
     _check_quantize(folder, config, tensors, settings.quantize)
@@ -76,7 +76,7 @@ def _check_gguf_adapter(adapter_id: str, file: Path, config: Mapping[str, Any], 
 
 
 def _check_peft_adapter(adapter: AdapterSource, folder: Path, base: Header) -> None:
-    config = _read_object(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG)
     where = f"--lora-adapters: {adapter.id}: {folder / ADAPTER_CONFIG}"
     if (kind := config.get("peft_type")) != "LORA":
         raise CannotStartError(f"{where}: peft_type is {kind!r}; only LORA adapters are served")
@@ -196,7 +196,7 @@ def _tensors(folder: Path) -> Header:
     if not index.is_file() and _WEIGHTS in names:  # others beside it are the same weights in another format
         names = {_WEIGHTS}
     elif index.is_file():
-        parts = _read_object(index).get("weight_map")
+        parts = read_object(index).get("weight_map")
         names = set(parts.values()) if isinstance(parts, dict) else names
     tensors: dict[str, Mapping[str, Any]] = {}
     for name in sorted(map(str, names)):
@@ -247,7 +247,8 @@ def _header(file: Path) -> Header:
     return tensors
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object of a file. Raises CannotStartError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """The model's folder and those of adapters: found here, or fetched from the hub."""
 
 import asyncio
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,10 +10,16 @@ from shared.processes import die_with_parent
 from tgi_server.gguf.paths import SUFFIX, GgufError, adapter_file
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
-from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
+
+logger = logging.getLogger(__name__)
+
+_ENCODERS = {"embedding_model_id": "an embedding model", "rerank_model_id": "a rerank model"}
+# Parts of the types of models that read texts and write none.
+_READERS = ("bert", "electra", "mpnet")
 
 
 async def find_model(settings: LauncherSettings) -> Path:
@@ -27,6 +34,35 @@ async def find_model(settings: LauncherSettings) -> Path:
     if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
         folder = await _download(commands.download(settings, settings.model_id))
     return folder
+
+
+def recognised(settings: LauncherSettings, folder: Path) -> LauncherSettings:
+    """Returns settings that serve the model as what its files say that it is: one that generates, embeds or ranks.
+
+    Raises CannotStartError if another model is to embed, or to rank, in its place, or if its config.json is damaged.
+    """
+    name = _encoder_setting(folder) if settings.generates else None
+    if name is None:
+        return settings
+    what, flag = _ENCODERS[name], f"--{name.replace('_', '-')}"
+    if (other := getattr(settings, name)) is not None:
+        raise CannotStartError(f"--model-id: {settings.model_id} is {what}, and {flag} names another one, {other}")
+    logger.info("%s is %s, by its files, and is served as with %s", settings.model_id, what, flag)
+    return settings.model_copy(update={name: settings.model_id})
+
+
+def _encoder_setting(folder: Path) -> str | None:
+    """Returns the name of the setting for a model that embeds or ranks; None for one that generates."""
+    config = read_object(folder / "config.json")
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name.endswith("ForSequenceClassification"):
+        return "rerank_model_id"
+    if (folder / "modules.json").is_file():  # sentence-transformers'
+        return "embedding_model_id"
+    if not any(part in str(config.get("model_type")) for part in _READERS) or "LMHead" in name:
+        return None
+    return "embedding_model_id" if not name or name.endswith(("Model", "ForMaskedLM", "ForPreTraining")) else None
 
 
 async def fetch_further_models(settings: LauncherSettings) -> None:

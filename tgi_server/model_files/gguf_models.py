@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Any
 
 from huggingface_hub import constants
 
 from tgi_server.gguf.architectures import config_of
+from tgi_server.gguf.configuration import pooling
 from tgi_server.gguf.file import read_gguf
+from tgi_server.gguf.metadata import Metadata
 from tgi_server.gguf.paths import SUFFIX, GgufError, first_part, gguf_parts
 from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
 from tgi_server.model_files.copies import files_path, permission_hint, unfinished_folder
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # If it lies in the folder of a GGUF file, the tokenizer there is used in place of the file's.
 _TOKENIZER = "tokenizer.json"
+# How sentence-transformers says that a model embeds texts.
+_POOLING = PurePath("1_Pooling/config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,11 @@ def described(file: Path, tokenizer: Path | None = None) -> Path:
 def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Path) -> None:
     """Writes the folder. tokenizer: files of another tokenizer, by their names in the folder."""
     model = read_gguf(parts[0])
-    contents = {"config.json": config_of(model)}
+    contents: dict[str, Any] = {"config.json": config_of(model)}
+    if own := pooling(Metadata(model)):
+        modules = [("", "Transformer"), (_POOLING.parent.name, "Pooling")]
+        kinds = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in modules]
+        contents |= {"modules.json": kinds, str(_POOLING): own}
     if tokenizer:
         ends = [contents["config.json"]["eos_token_id"]]
     else:
@@ -131,6 +140,7 @@ def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Pat
     contents["generation_config.json"] = {"eos_token_id": ends} if any(each is not None for each in ends) else {}
     with unfinished_folder(folder) as whole:
         for name, content in contents.items():
+            (whole / name).parent.mkdir(exist_ok=True)
             (whole / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         for place, file in tokenizer.items():
             (whole / place).parent.mkdir(exist_ok=True)

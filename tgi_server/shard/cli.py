@@ -68,7 +68,10 @@ def serve(arguments: Sequence[str]) -> None:
     try:
         trust = settings.trust_remote_code
         folders: dict[Task, Path] = {
-            task: find_model(model_id, None, trust_remote_code=trust) for task, model_id in settings.encoders.items()
+            task: find_model(model_id, settings.revision, gguf_file=settings.gguf_file, trust_remote_code=trust)
+            if model_id == settings.model_id
+            else find_model(model_id, None, trust_remote_code=trust)
+            for task, model_id in settings.encoders.items()
         }
         generates, drafts = None, None
         if settings.generates:

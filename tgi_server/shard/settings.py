@@ -134,7 +134,7 @@ class ModelSettings(CheckpointSettings):
     embedding_model_id: str | None = Field(
         None,
         description="model for /v1/embeddings and /embed, in addition to model-id, or alone if model-id is not set; a "
-        "local folder, or an id of the hub",
+        "local folder, a GGUF file, or an id of the hub",
     )
     rerank_model_id: str | None = Field(
         None, description="model for /rerank, /v1/rerank, /v2/rerank and /predict; as embedding-model-id"

@@ -20,6 +20,7 @@ import transformers  # as a whole: `LLM` would import the parts that serving nee
 
 from oatmill import LLM, InvalidInput, LLMError, Result
 from tests.conftest import FreePort
+from tests.gguf_encoders import write_embedder
 from tests.servers import TextGenerationServer
 from tests.tiny_encoders import make_embedder
 from tgi_server import demo_model
@@ -208,6 +209,13 @@ def test_embeddings_are_those_of_the_server(server: httpx.Client, embedder: Path
         assert llm.embed([]).shape[0] == 0
         with pytest.raises(InvalidInput, match="does not generate"):
             llm.generate("Hello")
+
+
+def test_a_gguf_file_of_an_embedding_model_is_recognised(tmp_path: Path):
+    file, folder = write_embedder("bert", tmp_path, "Q8_0")
+    texts = ["the lazy egg", "Eggs!"]
+    with LLM(file) as llm:
+        np.testing.assert_allclose(llm.embed(texts), reference_vectors(folder, texts), atol=1e-4)
 
 
 @pytest.mark.parametrize(

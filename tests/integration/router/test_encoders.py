@@ -11,9 +11,11 @@ import httpx
 import openai
 import pytest
 import torch
+from huggingface_hub import InferenceClient
 from tokenizers import Tokenizer
 
 from tests.conftest import FreePort, ServerFactory
+from tests.gguf_encoders import write_embedder
 from tests.servers import TextGenerationServer
 from tests.tiny_encoders import MOST_TOKENS, make_embedder, make_ranker, make_yes_or_no_ranker
 from tgi_server.contract import Task
@@ -245,6 +247,18 @@ def test_bad_requests_of_tei_get_422_that_names_the_field(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_an_embedding_model_is_recognised(server: ServerFactory, tmp_path: Path, form: str) -> None:
+    file, folder = write_embedder("bert", tmp_path, pooling="cls")
+    url = server(f"--model-id={file if form == 'file' else folder}").wait_until_ready().url
+    expected = unit(Reference("embed", folder)("the lazy egg"))
+    client = InferenceClient(url)
+    assert client.feature_extraction("the lazy egg")[0].tolist() == pytest.approx(expected, abs=1e-4)
+    assert client.feature_extraction("the lazy egg", truncate=True, normalize=True).shape == (1, 64)
+    assert post(url, "/generate", inputs="the").status_code == 404
+
+
 def test_a_server_of_a_rerank_model_alone(server: ServerFactory, tmp_path: Path) -> None:
     folder = make_yes_or_no_ranker(tmp_path / "ranker")
     url = server(f"--rerank-model-id={folder}").wait_until_ready().url

@@ -97,7 +97,7 @@ def test_while_the_model_loads_the_page_shows_how_far_it_is(browser, start, flag
 def test_models_that_embed_and_rank_get_forms_that_fit(browser, server, tmp_path) -> None:
     embedder, ranker = make_embedder("bert", tmp_path / "embedder"), make_ranker("bert", tmp_path / "ranker")
     labels = make_ranker("bert", tmp_path / "labels", labels=2)
-    url = server(f"--embedding-model-id={embedder}", f"--rerank-model-id={ranker}").wait_until_ready().url
+    url = server(f"--model-id={embedder}", f"--rerank-model-id={ranker}").wait_until_ready().url
     with opened(browser, url, failures=1) as page:
         expect(page.locator("#sidebar")).to_be_hidden()
         assert page.locator("#chat").is_hidden()

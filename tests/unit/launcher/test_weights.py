@@ -11,7 +11,7 @@ from tests.hub import COMMIT, Repository, running_hub
 from tgi_server import demo_model
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model
+from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognised
 
 
 def settings(model_id: object) -> LauncherSettings:
@@ -35,6 +35,39 @@ async def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(ModelMissingError):
         await fetch_further_models(missing)
     await fetch_further_models(settings(demo_model.PATH))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "modules", "setting"),
+    [
+        ("bert", "BertModel", False, "embedding_model_id"),
+        ("xlm-roberta", "XLMRobertaForMaskedLM", False, "embedding_model_id"),
+        ("mpnet", None, True, "embedding_model_id"),
+        ("qwen3", "Qwen3ForCausalLM", True, "embedding_model_id"),
+        ("bert", "BertForSequenceClassification", True, "rerank_model_id"),
+        ("modernbert", "ModernBertForSequenceClassification", False, "rerank_model_id"),
+        ("bert", "BertLMHeadModel", False, None),
+        ("roberta", "RobertaForCausalLM", False, None),
+        ("electra", None, False, "embedding_model_id"),
+        ("gpt2", "GPT2LMHeadModel", False, None),
+        ("bloom", "BloomModel", False, None),
+        ("qwen3", "Qwen3ForCausalLM", False, None),
+    ],
+)
+def test_models_that_embed_or_rank_are_recognised(
+    kind: str, architecture: str | None, modules: bool, setting: str | None, tmp_path: Path
+) -> None:
+    config = {"model_type": kind} | ({"architectures": [architecture]} if architecture else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if modules:
+        (tmp_path / "modules.json").write_text("[]")
+    found = recognised(settings(tmp_path), tmp_path)
+    assert found.generates == (setting is None)
+    if setting is not None:
+        assert getattr(found, setting) == str(tmp_path)
+        other = settings(tmp_path).model_copy(update={setting: "another"})
+        with pytest.raises(CannotStartError, match="names another one, another"):
+            recognised(other, tmp_path)
 
 
 async def test_a_folder_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:

@@ -38,13 +38,14 @@ def embedding_routes(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         return await respond_to(service, request, EmbeddingsRequest, embed_texts)
 
-    @router.post(
-        "/embed",
-        summary="Embeddings of texts, as TEI has them",
-        **endpoint(REQUEST_ERRORS, EmbedRequest, "Embeddings"),
-    )
+    described = endpoint(REQUEST_ERRORS, EmbedRequest, "Embeddings")
+
+    @router.post("/embed", summary="Embeddings of texts, as TEI has them", **described)
     async def embed(request: Request) -> Response:
         return await respond_to(service, request, EmbedRequest, _embed)
+
+    if not service.generates:  # or it generates
+        router.post("/", summary="Embeddings of texts, as Hugging Face's endpoints have them", **described)(embed)
 
     return router
 
