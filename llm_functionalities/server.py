@@ -107,7 +107,7 @@ class Server:
                 port = self._server.add_secure_port(address, _server_credentials(settings))
         except RuntimeError:
             raise CannotStart(
-                f"cannot listen on {address}: is the port in use, or the address none of this machine's? "
+                f"cannot listen on {address}: the port is in use, or the address does not belong to this machine; "
                 "choose others with --port and --listen-address"
             ) from None
         await self._server.start()

@@ -159,7 +159,7 @@ def _opened(
             "`oatmill chat URL` chats with another"
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ChatError(f"{client.base_url} sent something else than a chat completion; is the URL right?") from None
+        raise ChatError(f"{client.base_url} did not return a chat completion; is the URL right?") from None
 
 
 def _deltas(response: httpx2.Response) -> Iterator[Message]:

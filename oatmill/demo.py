@@ -158,7 +158,7 @@ def _wait_until(what: str, condition: Callable[[], bool], services: list[Running
             if service.exit_code() is not None:
                 raise DemoError(f"{service.name} ended with exit code {service.exit_code()}")
         if time.monotonic() - start > START_SECONDS:
-            raise DemoError(f"waited in vain for {START_SECONDS:.0f} s until {what}")
+            raise DemoError(f"no result within {START_SECONDS:.0f} s: waited until {what}")
         if time.monotonic() > report:
             print(f"  {time.monotonic() - start:.0f} s", flush=True)
             report += PROGRESS_SECONDS

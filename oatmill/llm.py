@@ -239,7 +239,7 @@ def _body(options: Mapping[str, Any], schema: Any, **asked: Any) -> dict[str, An
         body["return_token_ids"] = True
     if schema is not None:
         if "response_format" in options:
-            raise InvalidInput("`schema` and `response_format` both say what form the answer has; give one")
+            raise InvalidInput("`schema` and `response_format` cannot be combined; give one")
         read = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
         body["response_format"] = {"type": "json_schema", "json_schema": {"schema": read}}
     return body

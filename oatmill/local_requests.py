@@ -47,7 +47,7 @@ async def stream(service: Service, path: str, body: bytes, take: Callable[[bytes
 
 async def _respond(service: Service, request: Request) -> Response:
     if not service.generates and request.scope["path"] != "/v1/embeddings":
-        raise NotSupported("the model embeds texts; it does not generate any")
+        raise NotSupported("the model is an embedding model; it does not generate text")
     response = await respond_to(service, request, *_HANDLERS[request.scope["path"]])
     if left := response.headers.get("x-unenforced-constraints"):
         warnings.warn(f"constraints are left to the model: {left}", stacklevel=2)

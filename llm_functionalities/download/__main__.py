@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__)
     parser.add_argument("sources", nargs="*", metavar="ID", help="sources to fetch; all enabled ones unless named")
     parser.add_argument("--config", type=Path, default=CONFIG, help="what to fetch (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="fetch anew what is already there")
+    parser.add_argument("--force", action="store_true", help="fetch existing files again")
     parser.add_argument("--allow-http", action="store_true", help="also fetch files without a sha256 over http://")
     arguments = parser.parse_args()
     try:

@@ -22,7 +22,7 @@ def _inside(text: str) -> str:
     if not path.name or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
         raise ValueError(f"{text!r} is not a path inside a folder; give a relative path without `..`")
     if path.parts[0].startswith(".downloads"):
-        raise ValueError(f"{text!r} is a name that the downloader keeps for itself; choose another")
+        raise ValueError(f"{text!r} is reserved by the downloader; choose another name")
     return str(path)
 
 
@@ -79,7 +79,7 @@ class Source(BaseModel):
     def _no_two_alike(self) -> "Source":
         paths = [file.path for file in self.urls]
         if repeated := next((path for path in paths if paths.count(path) > 1), None):
-            raise ValueError(f"two files have the local name {repeated!r}; give each its own")
+            raise ValueError(f"two files have the local name {repeated!r}; choose different names")
         return self
 
 

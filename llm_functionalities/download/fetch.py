@@ -85,7 +85,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
                 if response.headers.get("content-range") == f"bytes */{have}":
                     return  # it was whole
                 part.unlink()
-                raise _Interrupted("the part that was fetched before does not fit the file")
+                raise _Interrupted("the partial download does not match the file")
             _check_status(response)
             resumed = response.status_code == 206
             if resumed and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
@@ -95,7 +95,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
                 _remember_version(response, mark)
             _receive(response, file, part, have if resumed else 0)
     except httpx2.TimeoutException:
-        raise _Interrupted("the server sent nothing any more") from None
+        raise _Interrupted("the server stopped sending") from None
     except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects) as error:
         raise DownloadError(f"{file.url}: {error}") from None
     except httpx2.TransportError as error:
@@ -106,8 +106,7 @@ def _check_scheme(file: RemoteFile, url: str, trusted: bool) -> None:
     """Raises DownloadError unless `url` is https://, or `trusted` says that http:// will do."""
     if not trusted and not url.startswith("https://"):
         raise DownloadError(
-            f"{file.path} would come over http:// from {url}, and it has no sha256 to check it by: "
-            "use https://, add its sha256, or pass --allow-http"
+            f"{file.path} has no sha256, and {url} is not encrypted: use https://, add the sha256, or pass --allow-http"
         )
 
 
@@ -139,7 +138,7 @@ def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int)
             output.write(piece)
             bar.update(len(piece))
     if total is not None and part.stat().st_size != total:
-        raise _Interrupted(f"{part.stat().st_size} of {total} bytes came")
+        raise _Interrupted(f"received {part.stat().st_size} of {total} bytes")
 
 
 def _refresh() -> float:

@@ -70,7 +70,7 @@ class _Limit:
     def check_bytes(self, size: int) -> None:
         if size > self._bytes:
             raise DownloadError(
-                f"{self.name} unpacks to more than {self._bytes} bytes, which no archive of a model of its size does; "
+                f"{self.name} unpacks to more than {self._bytes} bytes, too much for an archive of its size; "
                 "unpack it by hand if you trust it, or set decompress = false"
             )
         if size > self._free:
@@ -96,7 +96,7 @@ class _Content:
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= LONGEST_READ:
-            raise DownloadError(f"{self._limit.name} has a header of {size} bytes; it is damaged, or meant to do harm")
+            raise DownloadError(f"{self._limit.name} has a header of {size} bytes; it is damaged or malicious")
         piece = self._file.read(size)
         self._limit.check_bytes(self._file.tell())
         return piece

@@ -73,7 +73,7 @@ class CircuitBreaker:
         """Raises CircuitOpen unless the breaker is closed."""
         self._last_call_at = time.monotonic()
         if (problem := self._problem) is not None:
-            raise CircuitOpen(f"{self._name} is away: {problem}")
+            raise CircuitOpen(f"{self._name} is unavailable: {problem}")
 
     def succeeded(self) -> None:
         self._failures = self._late = 0
@@ -134,7 +134,7 @@ class CircuitBreaker:
         if self._watch is None and not self._start(self._watch_until_healthy):
             return  # nothing would close it again; the next failure will try once more
         self._problem = problem
-        logger.warning("%s is away: %s", self._name, problem, extra={"reason": problem.reason})
+        logger.warning("%s is unavailable: %s", self._name, problem, extra={"reason": problem.reason})
         self._on_change()
 
     def _start(self, work: Callable[[], None]) -> bool:

@@ -95,11 +95,11 @@ class Call:
 
         Raises:
             DeadlineExceeded: the time is up.
-            Cancelled: the caller has gone.
+            Cancelled: the call was cancelled.
         """
         seconds = self.deadline.remaining()
         if self._ended.is_set() or seconds <= 0:
-            raise self._end("the caller has gone" if self._end is Cancelled else "the time was up")
+            raise self._end("the call was cancelled" if self._end is Cancelled else "the deadline passed")
         return seconds
 
     def pause(self, seconds: float) -> None:

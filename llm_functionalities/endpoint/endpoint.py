@@ -241,7 +241,9 @@ class _GrammarSupport:
         with self._lock:
             known, self._is_known_to_lack_it = self._is_known_to_lack_it, True
         if not known:
-            logger.warning("endpoint %s takes no grammars; requests go without: %s", self._endpoint, reason)
+            logger.warning(
+                "endpoint %s does not support grammars; requests are sent without: %s", self._endpoint, reason
+            )
 
     def taken(self) -> None:
         self._is_known_to_lack_it = False

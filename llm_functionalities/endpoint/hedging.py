@@ -106,7 +106,7 @@ class Hedging:
             if answered and not race.won_by_second:
                 latencies.add(endpoint, seconds)
             if not answered and not late:
-                return  # it failed, or the caller has gone
+                return  # it failed, or the call was cancelled
             recent = self._late.setdefault(endpoint, deque(maxlen=RECENT))
             recent.append(late)
             if sum(recent) < STALLS:
@@ -219,7 +219,7 @@ class _Race(Generic[T]):
         except ModelError as error:
             self._pieces.put(error)
         except Exception:
-            logger.exception("a hedge failed; this is a fault of the service, please report it")
+            logger.exception("a hedge failed; this is a bug, please report it")
         finally:
             self.end_second()
         return LOST if self._winner == 0 else outcome

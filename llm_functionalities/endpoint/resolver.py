@@ -78,7 +78,7 @@ class Resolver:
         Raises:
             Unresolvable: there are none, or none came within the bound.
             DeadlineExceeded: the call's time is up.
-            Cancelled: the caller has gone.
+            Cancelled: the call was cancelled.
         """
         if is_ip_address(name):
             return [name]
@@ -112,7 +112,7 @@ class Resolver:
         try:
             return running.result(timeout=call.remaining())
         except TimeoutError:
-            raise DeadlineExceeded("the time was up before the host name was resolved") from None
+            raise DeadlineExceeded("the deadline passed before the host name was resolved") from None
 
     def _look_up_for_all(self, name: str, running: Future[list[str]]) -> None:
         # Bounded by the resolver's own bound alone: a short deadline of the first caller tells the others nothing.

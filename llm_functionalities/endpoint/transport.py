@@ -127,12 +127,12 @@ class BoundedStream(httpcore2.NetworkStream):
         try:
             data = self._stream.read(max_bytes, self._hold())
         except httpcore2.ReadTimeout:
-            raise DeadlineExceeded("the time was up before the response came") from None
+            raise DeadlineExceeded("the deadline passed before the response came") from None
         except httpcore2.ReadError as error:
             current_call().remaining()  # a cancelled call's connection was shut down on purpose
             message = str(error) or type(error).__name__
             if not self._is_answered and isinstance(error.__cause__, ConnectionResetError | BrokenPipeError):
-                raise Unread(f"the server closed the connection and has not read the request: {message}") from None
+                raise Unread(f"the server closed the connection before reading the request: {message}") from None
             raise ConnectionLost(message) from None
         if data:
             self._is_answered = True
@@ -143,7 +143,7 @@ class BoundedStream(httpcore2.NetworkStream):
             return data
         current_call().remaining()  # a connection that was shut down looks like the end of a response
         if not self._is_answered and (self._write_failed or self._is_reset()):
-            raise Unread("the server closed the connection and has not read the request")
+            raise Unread("the server closed the connection before reading the request")
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -154,7 +154,7 @@ class BoundedStream(httpcore2.NetworkStream):
         try:
             self._stream.write(buffer, seconds)
         except httpcore2.WriteTimeout:
-            raise DeadlineExceeded("the time was up while the request was sent") from None
+            raise DeadlineExceeded("the deadline passed while the request was sent") from None
         except httpcore2.WriteError:
             self._write_failed = True
             raise

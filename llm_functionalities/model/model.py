@@ -76,7 +76,7 @@ class Answer(Generic[T]):
         return cls(None, error.reason, str(error))
 
 
-TOO_LATE: Answer[Any] = Answer.without(DeadlineExceeded("the time was up"))
+TOO_LATE: Answer[Any] = Answer.without(DeadlineExceeded("the deadline passed"))
 
 
 class Model:

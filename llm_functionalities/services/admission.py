@@ -72,7 +72,7 @@ class ConcurrencyLimit:
     def place(self) -> Iterator[None]:
         """Takes a place and gives it back at the end. Raises TooBusy when there is none."""
         if self.taken >= self.limit:
-            raise TooBusy(f"{self.limit} calls are running, the most that are allowed; try again later")
+            raise TooBusy(f"{self.limit} calls are running, which is the maximum; try again later")
         self.taken += 1
         try:
             yield
@@ -244,9 +244,7 @@ class Admission(grpc.aio.ServerInterceptor):
             status = "INTERNAL"
             span.record_exception(error)
             span.set_status(trace.StatusCode.ERROR, str(error))
-            logger.exception(
-                "%s failed; this is a fault of the service, please report it", method, extra={"request_id": request_id}
-            )
+            logger.exception("%s failed; this is a bug, please report it", method, extra={"request_id": request_id})
             raise ServiceFailed(
                 f"internal error; the service's log has the reason under the request id {request_id}"
             ) from None
@@ -268,7 +266,7 @@ def _aborting(behaviour: Behaviour) -> Behaviour:
         try:
             return await behaviour(requests, rpc)
         except CallRefused as error:
-            with suppress(grpc.aio.InternalError):  # nobody reads the status once the caller has gone
+            with suppress(grpc.aio.InternalError):  # nobody reads the status once the call was cancelled
                 await rpc.abort(error.status, str(error))
 
     return aborting

@@ -20,7 +20,7 @@ _VARINT, _FIXED_64, _BYTES, _GROUP_BEGIN, _GROUP_END, _FIXED_32 = range(6)
 
 def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
     """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries, or is
-    a string that was given in the place of a list.
+    a string that was given in place of a list.
 
     Stops where the bytes are no message, because parsing them will fail at the same place.
     """
@@ -58,8 +58,8 @@ class _Check:
                 if entries[field.name] > self._max_entries:
                     _refuse_strings(characters, entries)
                     raise InvalidArgument(
-                        f"`{place}{field.name}` has more than {self._max_entries} entries, which is the most that "
-                        "one call may have; send several calls, or start the service with a larger --max-batch-prompts"
+                        f"`{place}{field.name}` has more than {self._max_entries} entries, the maximum of one "
+                        "call; send several calls, or start the service with a larger --max-batch-prompts"
                     )
             if field.message_type is not None:
                 self.walk(field.message_type, begin, min(at, end), f"{place}{field.name}.")
@@ -103,6 +103,6 @@ def _refuse_strings(characters: dict[str, set[bytes] | None], entries: Counter[s
     for field, seen in characters.items():
         if entries[field] >= CHARACTERS_OF_A_STRING and seen is not None and len(seen) > 1:
             raise InvalidArgument(
-                f"`{field}` has {entries[field]} entries of one character each: a string was given in the place "
+                f"`{field}` has {entries[field]} entries of one character each: a string was given in place "
                 "of a list; give a list, such as [text]"
             )

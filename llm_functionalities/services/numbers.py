@@ -77,7 +77,7 @@ class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
         if not request.texts:
             return llm_pb2.RerankResponse()
         if not request.query:
-            raise InvalidArgument("`query` is empty; give the text that the others are ranked for")
+            raise InvalidArgument("`query` is empty; give the text to rank the others by")
         _check_texts(request.texts)
 
         def parse(response: dict[str, Any]) -> llm_pb2.RerankResponse | None:

@@ -134,7 +134,7 @@ def _tensor(
         block, size = GGML_QUANT_SIZES[known]
     except (ValueError, KeyError):
         raise GgufError(
-            f"{path}: tensor {name} has the type {kind}, which is not known; convert the model anew"
+            f"{path}: tensor {name} has the type {kind}, which is not known; convert the model again"
         ) from None
     if shape[-1] % block or offset % alignment:
         raise GgufError(

@@ -70,7 +70,7 @@ class CompiledGrammars:
             unpinned = [each for each in self._grammars if not self._pins[each]]
             needed = self.size - sum(self._grammars[each].size for each in unpinned)
             if needed + compiled.size > self._limit:
-                raise NoRoomForGrammar("the grammars of other requests take all the room; try again soon")
+                raise NoRoomForGrammar("the grammars of other requests use all the memory for grammars; try again soon")
             for oldest in unpinned:
                 if self.size + compiled.size <= self._limit:
                     break

@@ -149,7 +149,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidGrammar(reason(str(error))) from error
         except RecursionError as error:
-            raise InvalidGrammar("its parts are nested too deep") from error
+            raise InvalidGrammar("it is nested too deep") from error
 
     def compile(self, source: GrammarSource) -> LLMatcher:
         """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""

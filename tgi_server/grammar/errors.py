@@ -20,7 +20,7 @@ class SandboxLimit(GrammarError):
     """
 
     def __init__(self, limit: str) -> None:
-        super().__init__(f"trying the grammar took too much {limit}")
+        super().__init__(f"compiling the grammar took too much {limit}")
         self.limit = limit
 
 

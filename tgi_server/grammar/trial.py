@@ -35,7 +35,7 @@ _WALL_SECONDS = 10.0
 
 _WALKS = 2
 _WALKED_TOKENS = 24
-_TOO_DEEP = "its parts lie too deep inside each other"
+_TOO_DEEP = "it is nested too deep"
 _TOO_LARGE = "compiling it takes too much memory"
 _FAULTS = {signal.SIGSEGV: _TOO_DEEP, signal.SIGBUS: _TOO_DEEP, signal.SIGABRT: _TOO_LARGE}
 _LIMITS = {signal.SIGPROF: "cpu", signal.SIGALRM: "time"}

@@ -112,7 +112,7 @@ def _check_type(folder: Path, config: Mapping[str, Any], *, trust_remote_code: b
         return
     what = f"{folder / 'config.json'}: the installed transformers has no model of the type {kind!r}"
     if config.get("auto_map"):
-        raise CannotStartError(f"{what}; it comes with code of its own, which runs only with --trust-remote-code")
+        raise CannotStartError(f"{what}; it comes with its own code, which runs only with --trust-remote-code")
     raise CannotStartError(f"{what}; a newer release may have it: pip install -U transformers")
 
 
@@ -131,7 +131,7 @@ def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, re
 
         if kinds := {tensor["dtype"] for tensor in tensors.values()} & QUANTIZED:
             raise CannotStartError(
-                f"--quantize {requested} contradicts the GGUF file, which is quantised ({', '.join(sorted(kinds))}); "
+                f"--quantize {requested} contradicts the GGUF file, which is quantized ({', '.join(sorted(kinds))}); "
                 "leave --quantize out"
             )
     text_config = config.get("text_config")
@@ -142,7 +142,7 @@ def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, re
         method = str(found.get("quant_method", "")).lower().replace("_", "-")
         if requested not in QUANTIZE_OF_METHOD.get(method, (requested,)):
             raise CannotStartError(
-                f"--quantize {requested} contradicts the checkpoint, which is quantised as {method}; leave --quantize "
+                f"--quantize {requested} contradicts the checkpoint, which is quantized as {method}; leave --quantize "
                 "out"
             )
     elif (
@@ -151,8 +151,8 @@ def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, re
         and not any(name.endswith(_QUANTIZED) or ".quant_state." in name for name in tensors)
     ):
         raise CannotStartError(
-            f"--quantize {requested} is for checkpoints that are quantised so, and {folder} is not quantised; leave it "
-            f"out, or use one that quantises while loading: {', '.join(ROUNDED_BYTES)}"
+            f"--quantize {requested} is for checkpoints that are quantized in this way, and {folder} is not "
+            f"quantized; leave it out, or use one that quantizes while loading: {', '.join(ROUNDED_BYTES)}"
         )
 
 
@@ -165,7 +165,7 @@ def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
     if weights > free:
         raise CannotStartError(
             f"the model's weights take {weights / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of memory are available; "
-            "use a smaller model, or quantise it (--quantize int4)"
+            "use a smaller model, or quantize it (--quantize int4)"
         )
     if settings.cpu_memory is not None and weights + settings.cpu_memory > free:
         raise CannotStartError(

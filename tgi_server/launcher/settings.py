@@ -106,7 +106,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     ngrok_authtoken: Annotated[str | None, NO_NGROK] = None
     ngrok_edge: Annotated[str | None, NO_NGROK] = None
     weights_cache_override: Annotated[
-        str | None, RefusedSetting("not supported; give the folder that has the weights as the model id")
+        str | None, RefusedSetting("not supported; use the folder with the weights as the model id")
     ] = None
 
     @field_validator("hostname")
@@ -119,7 +119,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     @classmethod
     def _fixed(cls, port: int) -> int:
         if port == 0:
-            raise ValueError("the launcher has to know the port of the router; give one from 1 to 65535")
+            raise ValueError("the launcher must know the port of the router; give one from 1 to 65535")
         return port
 
     @property

@@ -30,7 +30,7 @@ def permission_hint(error: BaseException | None, folder: str) -> str:
         return ""
     return (
         f"; run `sudo chown -R {os.getuid()}:{os.getgid()} {folder}`, "
-        "with the host's name of the folder where it is a volume of a container"
+        "or on the host if the folder is a volume of a container"
     )
 
 

@@ -315,9 +315,9 @@ def _explain(error: Exception, named: str) -> str:
         case HFValidationError():
             return f"{named} is neither a local folder nor an id of the hub; give a folder, or OWNER/NAME"
         case GatedRepoError():
-            return f"{named} is gated: ask for access on its page at the hub, then set HF_TOKEN"
+            return f"{named} is gated: request access on its page on the hub, then set HF_TOKEN"
         case RevisionNotFoundError():
-            return f"the hub has no {named}; see the model's page at the hub for its revisions"
+            return f"the hub has no {named}; see the model's page on the hub for its revisions"
         case RepositoryNotFoundError():
             return f"the hub has no model {named}, and there is no such folder here; for a private model set HF_TOKEN"
         case LocalEntryNotFoundError(__cause__=OfflineModeIsEnabled()):
@@ -330,8 +330,8 @@ def _explain(error: Exception, named: str) -> str:
             return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
         case JSONDecodeError() | LookupError() | TypeError():  # of the client, which reads something else
             return (
-                f"{named} could not be fetched: {constants.ENDPOINT} does not answer as the hub does; is HF_ENDPOINT "
-                "right, and does no proxy answer in its place?"
+                f"{named} could not be fetched: {constants.ENDPOINT} does not answer like the hub; check "
+                "HF_ENDPOINT, and that no proxy answers in its place"
             )
     return f"{named} could not be fetched: {_first_line(error)}{permission_hint(error, constants.HF_HUB_CACHE)}"
 

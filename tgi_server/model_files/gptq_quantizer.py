@@ -80,10 +80,10 @@ class _Layers:
         depth = config.get_text_config(decoder=True).num_hidden_layers
         found = [path for path, module in lists if len(module) == depth]
         if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedModel(f"{folder} is quantised already; take the model as it was before")
+            raise UnsupportedModel(f"{folder} is quantized already; use the model from before")
         if len(found) != 1 or not any(type(module) is nn.Linear for module in empty.get_submodule(found[0]).modules()):
             raise UnsupportedModel(
-                f"{config.model_type} models cannot be quantised: they have no decoder layers of linears"
+                f"{config.model_type} models cannot be quantized: they have no decoder layers of linears"
             )
         self.paths = [f"{found[0]}.{index}" for index in range(depth)]
 

@@ -25,7 +25,7 @@ def merge_adapter(adapter: Layers, base: BaseModel, target: Path) -> None:
     """
     if base.quantization is not None:
         raise InvalidAdapter(
-            f"{base.folder} is quantised as {base.quantization.text}: an adapter cannot be merged into it; serve the "
+            f"{base.folder} is quantized as {base.quantization.text}: an adapter cannot be merged into it; serve the "
             "adapter beside it with --lora-adapters, or name the model that it was made of as the base"
         )
     files = weight_files(base.folder)
@@ -34,7 +34,7 @@ def merge_adapter(adapter: Layers, base: BaseModel, target: Path) -> None:
     if untied and not base.may_untie:
         raise InvalidAdapter(
             f"the adapter changes {next(iter(untied))}, which shares its weight with the embeddings, and a model of "
-            "this architecture cannot have them apart; serve the adapter with --lora-adapters"
+            "this architecture cannot separate them; serve the adapter with --lora-adapters"
         )
     stored = {_stored_name(base, path, layer, names): path for path, layer in adapter.items() if path not in untied}
     for number, file in enumerate(files):

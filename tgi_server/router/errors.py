@@ -41,7 +41,7 @@ class RouterError(Exception):
 
 
 class InvalidRequest(RouterError):
-    """The request breaks a rule; it never reached a shard.
+    """The request is invalid; it never reached a shard.
 
     param: the field that is wrong, for OpenAI's clients. By default it is the first one that the message names, as in
     "`top_p` must be ...".

@@ -84,12 +84,12 @@ def _except(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | No
 _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
     "do_sample": _only(Dialect.TGI),
     "temperature": _except(*_NOT_TGI, bounds=Bounds(least=0), note="0: always the most likely token."),
-    "top_k": _except(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: from all."),
+    "top_k": _except(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: all tokens."),
     "top_p": _except(*_NOT_TGI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
     "typical_p": _only(Dialect.TGI),
     "frequency_penalty": _only(Dialect.TGI),
     "count_penalty": _only(*_NOT_TGI, names=("frequency_penalty",)),
-    "seed": _except(*_NOT_TGI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: random, too."),
+    "seed": _except(*_NOT_TGI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: a random seed."),
     "watermark": _only(Dialect.TGI),
     "max_new_tokens": {
         **_except(Dialect.CHAT, names=("max_completion_tokens", "max_tokens"), bounds=Bounds(least=1, most=2**32 - 1)),
@@ -97,7 +97,7 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
             Dialect.COMPLETIONS,
             names=("max_completion_tokens", "max_tokens"),
             bounds=Bounds(least=0, most=2**32 - 1),
-            note="0: none, but for `echo` and `logprobs`.",
+            note="0: none, for `echo` and `logprobs`.",
         ),
         **_except(Dialect.RESPONSES, names=("max_output_tokens",), bounds=Bounds(least=1, most=2**32 - 1)),
         **_except(
@@ -109,10 +109,8 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
     },
     "top_n_tokens": {
         **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`."),
-        **_except(
-            Dialect.COMPLETIONS, names=("logprobs",), note="Unset: not even the log-probabilities of those generated."
-        ),
-        **_except(Dialect.RESPONSES, names=("top_logprobs",), note="`include` asks for them."),
+        **_except(Dialect.COMPLETIONS, names=("logprobs",), note="Unset: no log-probabilities."),
+        **_except(Dialect.RESPONSES, names=("top_logprobs",), note="Requested by `include`."),
         Dialect.MESSAGES: None,
     },
     "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",)),
@@ -124,7 +122,7 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
         *_NOT_TGI,
         names=("truncate_prompt_tokens",),
         bounds=Bounds(least=-1, most=2**31 - 1),
-        note="-1: as many as it may have.",
+        note="-1: as many as --max-input-tokens allows.",
     ),
     "adapter_id": _only(Dialect.TGI),
     "prompt_cache_key": _only(*_OPENAI),

@@ -345,7 +345,9 @@ class ServingSettings(RequestSettings):
         if self.fairness == "key" and len(self.api_keys) < 2:
             raise ValueError("--fairness=key needs several keys to share among: give them with --api-key-file")
         if self.allow_adapter_updates and not (self.api_key or self.api_key_file):
-            raise ValueError("--allow-adapter-updates needs --api-key or --api-key-file: who has a key may update")
+            raise ValueError(
+                "--allow-adapter-updates needs --api-key or --api-key-file: only clients with a key may update adapters"
+            )
         if self.allow_adapter_updates and (self.adapter_root is None or not self.adapter_root.is_dir()):
             raise ValueError(
                 "--allow-adapter-updates needs --adapter-root: the folder below which adapters may be loaded from, "

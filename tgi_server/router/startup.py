@@ -148,7 +148,7 @@ async def assembled(
         encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings.target_token_gap_ms)
         limits = _limits(settings, info, capacity)
         if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
-            warning = "the tokenizer has %d tokens, the model %d: prompts with those that it does not know are refused"
+            warning = "the tokenizer has %d tokens, the model %d: prompts with unknown tokens are refused"
             logger.warning(warning, tokens, info.vocab_size)
         described = _describe(settings, info, capacity)
         if taken := [each.id for each in adapters if described.is_named(each.id)]:
@@ -250,7 +250,7 @@ def _image_reader(
     """Returns what reads images for the model; None if it reads none, and the reason."""
     if not info.images:
         if settings.allowed_media_domains:
-            logger.warning("--allowed-media-domains does nothing: the model reads no images")
+            logger.warning("--allowed-media-domains does nothing: the model does not read images")
         return None, info.no_images or "this model reads text only"
     config = json.loads((settings.tokenizer_name / "config.json").read_text(encoding="utf-8"))
     token_id = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
@@ -262,7 +262,7 @@ def _image_reader(
     from tgi_server.router.media.workers import Workers
 
     if not info.shares_memory:
-        logger.info("the shards cannot read the router's memory, so that tensors of images are copied to them")
+        logger.info("image tensors are copied to the shards, which cannot read the router's shared memory")
     workers = Workers(
         settings.tokenizer_name,
         settings.validation_workers,
@@ -330,10 +330,10 @@ def _check_context(settings: PipelineSettings, info: pb.InfoResponse) -> None:
         return
     if not settings.allow_long_context:
         raise StartupError(
-            f"--max-total-tokens is {wanted}, but the model was made for {positions} positions; lower it, or add "
-            "--allow-long-context, with which longer texts get worse"
+            f"--max-total-tokens is {wanted}, but the model supports {positions} positions; lower it, or add "
+            "--allow-long-context; output degrades beyond the limit"
         )
-    logger.warning("--max-total-tokens is %d, but the model was made for %d positions", wanted, positions)
+    logger.warning("--max-total-tokens is %d, but the model supports %d positions", wanted, positions)
 
 
 def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> Limits:
@@ -341,7 +341,7 @@ def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Warm
     if settings.max_total_tokens is None and max_total_tokens < info.max_position_embeddings:
         cause = "--max-batch-total-tokens" if settings.max_batch_total_tokens else "the memory for the KV cache"
         logger.warning(
-            "a prompt and its answer may have %d tokens; the model could take %d, but %s has room for fewer",
+            "prompt and answer may have %d tokens together; the model supports %d, but %s allows fewer",
             max_total_tokens,
             info.max_position_embeddings,
             cause,
@@ -398,7 +398,7 @@ def _answer_form(
     as_text = not settings.disable_text_tool_calls
     if template.source:
         apart = "reasoning is returned separately" if thoughts else "reasoning is part of the text"
-        logger.info("tools are called in the form %r; %s", calls.name, apart)
+        logger.info("tools are called in the format %r; %s", calls.name, apart)
     form = AnswerForm(calls, thoughts, tokenizer.special_tokens, tokenizer.added_tokens, calls_as_text=as_text)
     return form, thoughts
 

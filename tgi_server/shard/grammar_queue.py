@@ -250,7 +250,7 @@ class GrammarQueue:
             self._remember(job.grammar, str(error))
             self._finish(job, error)
         except Exception as error:
-            logger.exception("compiling a grammar failed; this is a fault of the server, please report it")
+            logger.exception("compiling a grammar failed; this is a bug, please report it")
             self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
 
     def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:

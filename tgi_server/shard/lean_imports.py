@@ -39,7 +39,7 @@ def lean_imports(*, whole: bool = False) -> Iterator[None]:
         for name in ("modeling_utils", "masking_utils"):
             importlib.import_module(f"transformers.{name}")
     except (ImportError, AttributeError) as error:
-        logger.debug("transformers is imported with all that it brings along: %s", error)
+        logger.debug("transformers is imported with all its dependencies: %s", error)
         _remove_stand_ins()
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]

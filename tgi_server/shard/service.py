@@ -141,7 +141,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         async with self._errors(context):
             tower = self._engine.tower
             if tower is None or self._encoders is None:
-                raise InvalidCall(self._engine.info.no_images or "the model reads no images")
+                raise InvalidCall(self._engine.info.no_images or "the model does not read images")
             for image in request.images:
                 encode = partial(tower.encode, image_from_message(image))
                 await self._encoders.run(encode, request.target_gap_ms / 1000 or None)
@@ -149,7 +149,7 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""
-        self.end_run("another stream has taken this one's place")
+        self.end_run("another stream has replaced this one")
         turns = self._encoders.turns if self._encoders else None
         self._running = running = CallStream(self._engine, self._spans, turns, alone=len(self._places) == 1)
         try:
@@ -223,7 +223,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         else:
             logger.error("a step failed; the batch is dropped", exc_info=error)
         if self._device_is_lost():
-            logger.critical("the device computes nothing any more, so this shard ends")
+            logger.critical("the device has failed, so this shard ends")
             self._on_fatal()
         elif reading:
             return grpc.StatusCode.FAILED_PRECONDITION, f"{reading} cannot be read: {type(error).__name__}: {error}"

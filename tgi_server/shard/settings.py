@@ -108,8 +108,8 @@ class ModelSettings(CheckpointSettings):
     )
     packed_weights_cache: Path | None = Field(
         None,
-        description="folder where a start on a CPU stores quantized weights as the kernels read them, for faster "
-        "later starts; none: do not store them; default: ~/.cache/oatmill/packed",
+        description="folder where a start on a CPU stores quantized weights in the layout of the kernels, for "
+        "faster later starts; none: do not store them; default: ~/.cache/oatmill/packed",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
@@ -153,8 +153,8 @@ class ModelSettings(CheckpointSettings):
         "folder, or an id of the hub",
     )
 
-    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="fraction of the vocabulary that a watermark favours")
-    watermark_delta: float = Field(2.0, ge=0, le=100, description="bonus added to the logits of favoured tokens")
+    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="fraction of the vocabulary that a watermark favors")
+    watermark_delta: float = Field(2.0, ge=0, le=100, description="bonus added to the logits of favored tokens")
 
     otlp_endpoint: str | None = Field(None, description="OpenTelemetry collector (gRPC); default: no tracing")
 
@@ -260,5 +260,5 @@ class QuantizeSettings(CommandSettings):
     @classmethod
     def _has_inputs(cls, size: int) -> int:
         if size < 1 and size != -1:
-            raise ValueError("it has to be at least 1, or -1 for one group of all inputs")
+            raise ValueError("it must be at least 1, or -1 for one group of all inputs")
         return size

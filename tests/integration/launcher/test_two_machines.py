@@ -195,8 +195,7 @@ def test_machines_that_do_not_fit_are_told(machines: tuple[Machine, Machine]) ->
     second.launch("--node-rank=1", f"--node-address={SECOND}", f"--master-addr={FIRST}", "--num-shard=2")
     assert second.launcher.wait(30) == 1
     assert second.lines().splitlines()[-1] == (
-        "text-generation-launcher: node 0 refused this one: "
-        "--num-shard is 2 there and 1 on node 0; it has to be the same"
+        "text-generation-launcher: node 0 refused this one: --num-shard is 2 there and 1 on node 0; it must be the same"
     )
     first.wait_until(lambda: f"waiting for node 1 to join at {FIRST}:29500" in first.lines())
     first.launcher.terminate()

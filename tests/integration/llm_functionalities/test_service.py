@@ -76,7 +76,9 @@ def test_an_endpoint_that_comes_later_is_used_without_a_restart(absent: ModelSer
         until(lambda: ask(runner) == "")
         with absent:
             assert until(lambda: ask(runner) == "a fine answer") < 2
-    news = [line for line in service.log if (" is away" in line and "empty answer" not in line) or " is back" in line]
+    news = [
+        line for line in service.log if (" is unavailable" in line and "empty answer" not in line) or " is back" in line
+    ]
     assert ["back" if "is back" in line else "away" for line in news] == ["away", "back", "away", "back"]
 
 

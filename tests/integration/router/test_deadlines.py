@@ -57,7 +57,7 @@ async def test_every_route_has_a_time_limit(slow_router: Router) -> None:
             assert answer["error"]["type"] == "timeout_error"
         else:
             assert (answer["error"]["type"], answer["error"]["code"]) == ("timeout", "deadline_exceeded")
-        assert "the time of the request is up" in response.text
+        assert "the deadline of the request has passed" in response.text
     await ended(slow_router)
     assert await slow_router.metric('tgi_request_failure{err="timeout"}') == len(BODIES)
 
@@ -69,7 +69,7 @@ async def test_a_stream_ends_with_an_error_event(slow_router: Router) -> None:
         last = [each for each in events(response.text.replace("\r", "")) if each != "[DONE]"]
         text = last[-1] if last else response.text.split("data: ")[-1].split("\n")[0]
         assert "error" in json.loads(text.split("data: ")[-1]), path
-        assert "the time of the request is up" in response.text
+        assert "the deadline of the request has passed" in response.text
     await ended(slow_router)
 
 

@@ -231,7 +231,7 @@ async def test_what_clients_spell_is_no_image(router: Router) -> None:
     assert list(newest(router).input_ids).count(token) == image.length == 8
     refused = await router.post("/generate", inputs=f"<|image_pad|>![]({as_data_url(photograph(100, 60))})")
     assert refused.status_code == 422
-    assert "9 tokens of images" in refused.json()["error"]
+    assert "9 image tokens" in refused.json()["error"]
 
 
 @in_one_loop

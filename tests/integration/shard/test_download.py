@@ -150,7 +150,7 @@ def test_a_private_model_needs_its_token(download: Download, hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("maker/gated", "maker/gated is gated: ask for access"),
+        ("maker/gated", "maker/gated is gated: request access"),
         ("maker/absent", "the hub has no model maker/absent, and there is no such folder here"),
         ("not a name", "not a name is neither a local folder nor an id of the hub"),
         ("/absent/folder", "there is no model folder /absent/folder"),

@@ -82,5 +82,5 @@ def test_workflows_go_on_without_grammars(server: ServerFactory) -> None:
         stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
         reasons = [dict(stub.generate_decision.with_call(DECISION)[1].trailing_metadata()) for _ in range(3)]
         assert all(each.get("empty-reason") in (None, "unusable") for each in reasons)
-        (line,) = (line for line in service.log if "takes no grammars" in line)
+        (line,) = (line for line in service.log if "does not support grammars" in line)
         assert "--disable-grammar-support" in line

@@ -64,16 +64,16 @@ def test_a_model_type_that_transformers_does_not_have(folder: Path) -> None:
     change(folder, model_type="lama")
     assert "the installed transformers has no model of the type 'lama'; a newer release may" in complaint(folder)
     change(folder, auto_map={"AutoModelForCausalLM": "modeling_lama.LamaForCausalLM"})
-    assert "it comes with code of its own, which runs only with --trust-remote-code" in complaint(folder)
+    assert "it comes with its own code, which runs only with --trust-remote-code" in complaint(folder)
     check(folder, "--trust-remote-code")
 
 
 @pytest.mark.parametrize("flag", ["awq", "gptq", "marlin", "compressed-tensors"])
 def test_a_format_that_the_checkpoint_does_not_have(folder: Path, flag: str) -> None:
-    assert complaint(folder, f"--quantize={flag}").startswith(f"--quantize {flag} is for checkpoints that are quantis")
+    assert complaint(folder, f"--quantize={flag}").startswith(f"--quantize {flag} is for checkpoints that are quantiz")
     change(folder, quantization_config={"quant_method": "mxfp4"})
     told = complaint(folder, f"--quantize={flag}")
-    assert told.startswith(f"--quantize {flag} contradicts the checkpoint, which is quantised as mxfp4")
+    assert told.startswith(f"--quantize {flag} contradicts the checkpoint, which is quantized as mxfp4")
 
 
 @pytest.mark.parametrize(

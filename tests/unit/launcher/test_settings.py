@@ -52,7 +52,7 @@ def test_the_help_says_what_the_launcher_makes_of_a_flag(capsys: pytest.CaptureF
         ("kv-cache-dtype", "fp8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2', got 'fp8'"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
-        ("weights-cache-override", "/a", "not supported; give the folder that has the weights as the model id"),
+        ("weights-cache-override", "/a", "not supported; use the folder with the weights as the model id"),
     ],
 )
 def test_a_setting_that_is_not_supported_is_refused_by_name(

@@ -130,14 +130,14 @@ def test_a_draft_model_is_found_beside_the_model(hub: Hub, tmp_path: Path):
     ("error", "message"),
     [
         (HFValidationError("bad"), "maker/tiny is neither a local folder nor an id of the hub"),
-        (GatedRepoError("no", response=RESPONSE), "maker/tiny is gated: ask for access"),
+        (GatedRepoError("no", response=RESPONSE), "maker/tiny is gated: request access"),
         (RevisionNotFoundError("no", response=RESPONSE), "the hub has no maker/tiny"),
         (RepositoryNotFoundError("no", response=RESPONSE), "for a private model set HF_TOKEN"),
         (caused(LocalEntryNotFoundError("no"), OfflineModeIsEnabled("off")), "unset HF_HUB_OFFLINE"),
         (LocalEntryNotFoundError("no"), "run `text-generation-server download-weights` first"),
         (caused(LocalEntryNotFoundError("no"), OSError("no route\nto host")), "cannot be reached: no route"),
-        (json.JSONDecodeError("no", "<html>", 0), "does not answer as the hub does; is HF_ENDPOINT right"),
-        (KeyError("id"), "does not answer as the hub does"),
+        (json.JSONDecodeError("no", "<html>", 0), "does not answer like the hub; check HF_ENDPOINT"),
+        (KeyError("id"), "does not answer like the hub"),
         (OSError("the disk is full\nat byte 7"), "maker/tiny could not be fetched: the disk is full"),
     ],
 )

@@ -99,9 +99,9 @@ def test_what_cannot_be_quantised_says_so(tmp_path) -> None:
     source = make("llama", tmp_path / "source", num_hidden_layers=1)
     with pytest.raises(UnsupportedModel, match="is not empty; give a folder that does not exist yet"):
         quantize_folder(source, source, samples(), SETTINGS)
-    with pytest.raises(UnsupportedModel, match="is quantised already; take the model as it was before"):
+    with pytest.raises(UnsupportedModel, match="is quantized already; use the model from before"):
         quantize_folder(make_quantized("gptq", tmp_path)[0], tmp_path / "target", samples(), SETTINGS)
-    with pytest.raises(UnsupportedModel, match="gpt2 models cannot be quantised"):
+    with pytest.raises(UnsupportedModel, match="gpt2 models cannot be quantized"):
         quantize_folder(make("gpt2", tmp_path / "gpt2"), tmp_path / "target", samples(), SETTINGS)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match=r"has only \.bin weights"):

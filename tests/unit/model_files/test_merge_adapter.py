@@ -87,7 +87,7 @@ def test_what_the_files_of_the_base_model_cannot_express_is_refused(tmp_path: Pa
     adapter, _ = make_adapter(
         AutoModelForCausalLM.from_pretrained(dense), tmp_path / "adapter", r=2, target_modules=["q_proj"]
     )
-    with pytest.raises(InvalidAdapter, match=r"is quantised as .*; serve the adapter beside it with --lora-adapters"):
+    with pytest.raises(InvalidAdapter, match=r"is quantized as .*; serve the adapter beside it with --lora-adapters"):
         merged_folder(quantized, adapter)
     tensors = load_file(adapter / "adapter_model.safetensors")
     bias = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias"

@@ -94,11 +94,11 @@ async def test_a_context_that_is_longer_than_the_models_needs_a_flag(tmp_path: P
     with pytest.raises(StartupError) as error:
         async with assembled(settings(path, max_total_tokens=1_000_000)):
             pass
-    told = "--max-total-tokens is 1000000, but the model was made for 2048 positions; lower it, or add --allow-long-con"
+    told = "--max-total-tokens is 1000000, but the model supports 2048 positions; lower it, or add --allow-long-con"
     assert str(error.value).startswith(told)
     async with assembled(settings(path, max_total_tokens=1_000_000, allow_long_context=True)) as service:
         assert service.limits.max_total_tokens == 1_000_000
-    assert "--max-total-tokens is 1000000, but the model was made for 2048 positions" in caplog.text
+    assert "--max-total-tokens is 1000000, but the model supports 2048 positions" in caplog.text
     await shards.stop(None)
 
 
@@ -112,7 +112,7 @@ async def test_a_context_that_is_shorter_than_the_models_is_logged(
     path, shards = await start_of(tmp_path, positions=2048, room=128)
     async with assembled(settings(path, **values)):
         pass
-    assert "a prompt and its answer may have 128 tokens; the model could take 2048, but " + cause in caplog.text
+    assert "prompt and answer may have 128 tokens together; the model supports 2048, but " + cause in caplog.text
     await shards.stop(None)
 
 

@@ -93,7 +93,7 @@ async def test_a_new_stream_takes_the_place_of_the_old_one(stub, engine) -> None
     new = stub.Run()
     answers = await ask(new, prefill(request_id=9, batch_id=5), decode(5))
     assert tokens(answers) == tokens(before)
-    assert (await old.read()).failure.reason == "another stream has taken this one's place"
+    assert (await old.read()).failure.reason == "another stream has replaced this one"
     await old.write(decode())
     assert len(tokens(await ask(new, decode(5)))) == 1
     old.cancel()

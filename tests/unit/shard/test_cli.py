@@ -45,7 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("serve", "--world-size=2"), "WORLD_SIZE is 2, which takes --sharded"),
         (("serve", "--sharded", "--world-size=2", "--local-world-size=3"), "LOCAL_WORLD_SIZE is 3, more than"),
         (("download-weights", "--extension=.pt"), "--extension (or EXTENSION):"),
-        (("quantize", "model", "folder", "--groupsize=0"), "--groupsize (or GROUPSIZE): it has to be at least 1"),
+        (("quantize", "model", "folder", "--groupsize=0"), "--groupsize (or GROUPSIZE): it must be at least 1"),
         (("quantize", "model"), "the following arguments are required: OUTPUT-DIR"),
         (("quantize", "model", "folder", "--upload-to-model-id=me/it"), "not supported; upload the folder with"),
     ],

@@ -159,7 +159,7 @@ async def test_an_adapter_that_breaks_its_reader_is_refused_and_drops_no_batch(
 
 async def test_images_for_a_model_that_reads_none(stub: Any) -> None:
     status, message = await refusal(stub.EncodeImages(pb.EncodeImagesRequest(images=[pb.Image()])))
-    assert (status, message) == (grpc.StatusCode.FAILED_PRECONDITION, "the model reads no images")
+    assert (status, message) == (grpc.StatusCode.FAILED_PRECONDITION, "the model does not read images")
 
 
 async def test_a_model_folder_that_has_vanished_is_no_fault_of_the_request(stub: Any):

@@ -40,12 +40,12 @@ class Document:
         address, _, fragment = reference.partition("#")
         resource = self._resources.get(urljoin(base, address).rstrip("#") if address else base)
         if resource is None:
-            raise Unenforceable(f"leads out of the schema: {reference!r}")
+            raise Unenforceable(f"points outside the schema: {reference!r}")
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             named = self._anchors.get((urljoin(base, address) if address else base, fragment))
             if named is None:
-                raise Unenforceable(f"leads nowhere: {reference!r}")
+                raise Unenforceable(f"points to nothing: {reference!r}")
             return named[0]
         return _schema_at(resource, fragment, reference)
 
@@ -53,7 +53,7 @@ class Document:
         """Returns what a `$dynamicRef` names, where that does not depend on the way to it. Raises Unenforceable."""
         _, _, name = reference.partition("#")
         if self._dynamic.get(name, 0) > 1:
-            raise Unenforceable(f"leads to several places, depending on the way to it: {reference!r}")
+            raise Unenforceable(f"points to several places, depending on the path to it: {reference!r}")
         return self.resolve(schema, reference)
 
     def derived(self, schema: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def _schema_at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple
     try:
         target = _at_pointer(root, pointer)
     except LookupError:
-        raise Unenforceable(f"leads nowhere: {reference!r}") from None
+        raise Unenforceable(f"points to nothing: {reference!r}") from None
     if not isinstance(target, dict | bool):
-        raise Unenforceable(f"leads to something that is not a schema: {reference!r}")
+        raise Unenforceable(f"points to something that is not a schema: {reference!r}")
     return target, place + pointer
 
 

@@ -145,7 +145,7 @@ def _other_types(names: Sequence[str]) -> Schema:
 def _other_values(values: Sequence[Any]) -> list[Schema]:
     """Returns schemas of all values but these."""
     if len(values) > _MAX_VALUES or any(isinstance(value, list | dict) for value in values):
-        raise Unenforceable("has values in it, which cannot be negated")
+        raise Unenforceable("contains values, which cannot be negated")
     found: list[Schema] = []
     untouched = [name for name in TYPES if name not in set(map(type_of, values))]
     if untouched:
@@ -173,7 +173,7 @@ def _other_texts(texts: Sequence[str]) -> str:
     """Returns a regular expression of all texts but these, which are sorted."""
     heads: dict[str, list[str]] = {}
     if any(len(text) > _MAX_TEXT for text in texts):
-        raise Unenforceable("has a long text in it, which cannot be negated")
+        raise Unenforceable("contains a long text, which cannot be negated")
     for text in texts:
         if text:
             heads.setdefault(text[0], []).append(text[1:])
@@ -193,12 +193,12 @@ _PLAIN_PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_ -]|\\[.$/-])*\$?\Z")
 def _other_pattern(pattern: str) -> str:
     """Returns the opposite of a pattern that is a beginning, or a whole text, in plain characters."""
     if not _PLAIN_PATTERN.match(pattern) or not pattern.startswith("^"):
-        raise Unenforceable("has a pattern in it, which cannot be negated")
+        raise Unenforceable("contains a pattern, which cannot be negated")
     text = pattern[1:].removesuffix("$").replace("\\", "")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
         return f"^({_other_texts([text])})$"
     if len(text) > _MAX_TEXT:
-        raise Unenforceable("has a long pattern in it, which cannot be negated")
+        raise Unenforceable("contains a long pattern, which cannot be negated")
     ways = [rf"{''.join(map(_literal, text[:i]))}([^{_literal(text[i])}][\s\S]*)?" for i in range(len(text))]
     return f"^({'|'.join(ways)})$" if ways else r"^[^\s\S]$"
 
@@ -207,7 +207,7 @@ def _other_number(keyword: str, value: Any, schema: dict[str, Any]) -> Schema:
     """Returns the opposite of a bound."""
     if keyword in _NUMBERS:
         if isinstance(value, bool) or isinstance(schema.get(_EXCLUSIVE.get(keyword, "")), bool):
-            raise Unenforceable("has a bound of draft 4 in it, which cannot be negated")
+            raise Unenforceable("contains a bound of draft 4, which cannot be negated")
         return {"type": "number", _NUMBERS[keyword]: value}
     kind, opposite, step = _COUNTS[keyword]
     amount = int(value) + step

@@ -141,9 +141,9 @@ def _contains(part: Part) -> Schema:
     places = part.source.get("prefixItems", part.source.get("items"))
     ahead = len(places) if isinstance(places, list) else 0
     if least > _MAX_CONTAINED or most > _MAX_CONTAINED:
-        raise Unenforceable(f"wants more than {_MAX_CONTAINED} items")
+        raise Unenforceable(f"requires more than {_MAX_CONTAINED} items")
     if most >= 0 and ahead:
-        raise Unenforceable("cannot count items beside those that have places of their own")
+        raise Unenforceable("cannot count items beside `prefixItems` or a list of `items`")
     if 0 <= most < least:
         return part.only("array", [])
     wanted: dict[str, Any] = {"prefixItems": [True] * ahead + [part.translated(part.value)] * least}

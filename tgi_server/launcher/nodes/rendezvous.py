@@ -103,9 +103,9 @@ class Rendezvous(LauncherServiceServicer):
             ("--num-shard", there.shards, self._shards),
         ):
             if theirs != ours:
-                return f"{flag} is {theirs} there and {ours} on node 0; it has to be the same"
+                return f"{flag} is {theirs} there and {ours} on node 0; it must be the same"
         if not 0 < there.node < here.num_nodes:
-            return f"--node-rank is {there.node}; it has to be from 1 to {here.num_nodes - 1}"
+            return f"--node-rank is {there.node}; it must be from 1 to {here.num_nodes - 1}"
         if there.node in self._joined:
             return f"there is a node with --node-rank {there.node} already, {self._joined[there.node].name}"
         return None

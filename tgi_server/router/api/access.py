@@ -182,7 +182,7 @@ def _foreign_type(headers: Headers) -> RouterError | None:
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _FOREIGN_TYPES:
         return None
-    return UnsupportedMediaType(f"the content type of a request is application/json, not {media_type}")
+    return UnsupportedMediaType(f"the content type of a request must be application/json, not {media_type}")
 
 
 def _hostname(host: str) -> str:

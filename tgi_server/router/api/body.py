@@ -30,7 +30,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
-        raise UnsupportedMediaType(f"a request is sent as it is, not with the content encoding {encoding[:40]!r}")
+        raise UnsupportedMediaType(f"requests must not be compressed; the content encoding is {encoding[:40]!r}")
     announced = int(request.headers.get("content-length", "0"))
     if announced > limit:
         await _discard(request, announced)
@@ -41,7 +41,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone("the client left before its request was complete")
+            raise ClientGone("the client disconnected before its request was complete")
         size += len(message["body"])
         if size > limit:
             await _discard(request, size)

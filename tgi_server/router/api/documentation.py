@@ -39,7 +39,7 @@ Responses = dict[int | str, dict[str, Any]]
 _ERRORS = {
     401: "The API key is missing or wrong",
     413: "The request is too large",
-    422: "The request breaks a rule",
+    422: "The request is invalid",
     424: "The shards failed while generating",
     429: "Too many requests are in flight",
     500: "The generation ended before the last token",

@@ -152,7 +152,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BaseException as error:
-            self._outbox.abandon(ClientGone("the stream was broken off"))
+            self._outbox.abandon(ClientGone("the stream was aborted"))
             self._on_close(error)
             raise
         finally:
@@ -163,7 +163,7 @@ class EventStream(Response):
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._outbox.abandon(ClientGone("the client left"))
+        self._outbox.abandon(ClientGone("the client disconnected"))
 
     async def _keep_alive(self) -> None:
         """Writes a sign of life whenever nothing has been sent for `_KEEP_ALIVE_SECONDS`."""

@@ -304,7 +304,7 @@ class Exchange:
 
         def give_up(_: asyncio.Task[None]) -> None:
             if not future.done():
-                future.set_exception(ClientGone("the client left"))
+                future.set_exception(ClientGone("the client disconnected"))
 
         watcher = asyncio.ensure_future(_disconnected(self.request))
         watcher.add_done_callback(give_up)
@@ -488,7 +488,7 @@ class Exchange:
     def _failed(self, error: BaseException | None) -> None:
         if isinstance(error, asyncio.CancelledError):  # requests are cancelled when the time to finish them is up
             error = GenerationFailed("the server is shutting down")
-        told = error if isinstance(error, RouterError) else ClientGone("the client left")
+        told = error if isinstance(error, RouterError) else ClientGone("the client disconnected")
         self.service.metrics.requests.failed(told.error_type)
         status = shown_status(told, self.path)
         fault = (status >= 500 or status == 424) and not isinstance(told, RequestTimedOut | CannotBeInTime)
@@ -541,7 +541,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone("the client left")
+            raise ClientGone("the client disconnected")
         return task.result()
     finally:
         gone.cancel()

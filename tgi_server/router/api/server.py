@@ -131,7 +131,7 @@ def drain(servers: Iterable[uvicorn.Server]) -> None:
         else:
             server.should_exit = first = True
     if first:
-        logger.info("stopping: no new requests are taken, running ones are finished")
+        logger.info("stopping: new requests are refused, running ones are finished")
 
 
 class Acceptor:
@@ -204,7 +204,7 @@ class Acceptor:
         except OSError as error:
             self._connections.remove(host, connection)
             client.close()
-            logger.debug("a client was gone before it was taken in: %s", error)
+            logger.debug("a client disconnected before its connection was accepted: %s", error)
 
     def _refuse(self, client: socket.socket, fault: str) -> None:
         """Tells the client why, and closes a little later: bytes that nobody has read would take the words back."""

@@ -177,8 +177,8 @@ class ImageReader:
         ends = list(accumulate(image.tokens for image in images)) or [0]
         if len(places) != ends[-1]:
             raise InvalidRequest(
-                f"the prompt has {len(places)} tokens of images ({self._token}), and its images have {ends[-1]}: leave "
-                "the text of such tokens out of the messages"
+                f"the prompt has {len(places)} image tokens ({self._token}), but its images need {ends[-1]}: do not "
+                "write such tokens into messages"
             )
         placed: list[Image] = []
         for image, end in zip(images, ends, strict=False):
@@ -258,7 +258,7 @@ class ImageReader:
         self._metrics.decoded(perf_counter() - began)
         tokens = result.text.count(self._token)
         if not tokens:
-            raise UnusableImage(f"the model's processor makes no token {self._token} of it")
+            raise UnusableImage(f"the model's processor returned no token {self._token} for it")
         digest = await asyncio.to_thread(_digest, file.namespace, tensors)
         image = ProcessedImage(result.placeholder, result.text, tokens, digest, tensors)
         self._remember(file.key, image)
@@ -313,7 +313,7 @@ def _shared(images: Sequence[ProcessedImage]) -> Sequence[ProcessedImage]:
     try:
         copies = iter(SharedMemory.of(parts))
     except OSError as error:
-        logger.warning("tensors of images are copied to the shards: no memory can be shared: %s", error)
+        logger.warning("image tensors are copied to the shards, because shared memory is not available: %s", error)
         return images
     return [
         replace(

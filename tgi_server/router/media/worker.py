@@ -91,7 +91,7 @@ def load_processor(folder: Path) -> Any:
         transformers.AutoImageProcessor.from_pretrained = own.from_pretrained
     processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
     if getattr(processor, "image_token", None) is None:
-        raise ValueError(f"{type(processor).__name__} has no text that stands for an image")
+        raise ValueError(f"{type(processor).__name__} has no placeholder for images")
     return processor
 
 

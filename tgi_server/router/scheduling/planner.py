@@ -34,7 +34,7 @@ class Reason(Enum):
     BACKPRESSURE = "the waiting requests outnumber the running ones by waiting_served_ratio"
     WAIT_EXCEEDED = "max_waiting_tokens decode steps have passed without a prefill"
     DEADLINE = "a waiting request would be too late if it waited any longer"
-    PREEMPTION = "running requests give way to a waiting one"
+    PREEMPTION = "running requests are preempted by a waiting one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,7 @@ class Scheduler:
     def _check_time(self, sequence: Sequence) -> None:
         """Raises RequestTimedOut if its deadline has passed, CannotBeInTime if it would surely miss it."""
         if sequence.deadline <= self._clock():
-            raise RequestTimedOut("the time of the request is up; it passed before it could be queued")
+            raise RequestTimedOut("the deadline of the request passed before it could be queued")
         if not self._admission:
             return
         running = list(self.batch)
@@ -385,7 +385,7 @@ class Scheduler:
             try:
                 outcome = sequence.advance(generation)
             except Exception:
-                logger.exception("the tokens of request %d could not be booked", sequence.id)
+                logger.exception("the tokens of request %d could not be processed", sequence.id)
                 self._drop_broken(sequence)
                 continue
             if outcome is not None:
@@ -428,7 +428,7 @@ class Scheduler:
         try:
             self.batch.check()
         except AssertionError:
-            logger.exception("the books of the KV blocks are wrong; they are made anew, without the prefix cache")
+            logger.exception("the KV block allocator is inconsistent; it is rebuilt, without the prefix cache")
             self.batch.memory.rebuild(self.batch)
 
     def _show_state(self) -> None:
@@ -477,7 +477,7 @@ class Scheduler:
     def _fail_adapter(self, adapter: Adapter, error: RouterError) -> None:
         """Fails the requests that wait for an adapter that cannot be made ready."""
         for sequence in [each for each in self.waiting if each.adapter is adapter]:
-            self._end(sequence, GenerationFailed(f"the adapter {adapter.id!r} could not be made ready: {error}"))
+            self._end(sequence, GenerationFailed(f"the adapter {adapter.id!r} could not be loaded: {error}"))
         self._show_state()
 
     def _fail_waiting(self, error: RouterError) -> None:

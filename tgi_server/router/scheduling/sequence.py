@@ -148,7 +148,7 @@ class Sequence:
         """Returns how the request ends at its deadline."""
         if self.ends_early and self.generated:
             return FinishReason.DEADLINE
-        return RequestTimedOut(f"the time of the request is up; {self._answered()}")
+        return RequestTimedOut(f"the deadline of the request has passed; {self._answered()}")
 
     def progress(self) -> str:
         """Returns how far the request has come, for the log: clients could tell from it what others' prompts say."""

@@ -316,7 +316,7 @@ class ShardedClient:
                 await shard.stub.EncodeImages(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
-                    raise InvalidRequest(error.details() or "the model cannot take the image") from error
+                    raise InvalidRequest(error.details() or "the model cannot process the image") from error
                 raise
 
         await self._ask_each(encode)

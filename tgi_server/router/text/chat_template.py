@@ -207,7 +207,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
         except Exception as error:  # a template may trip over anything that a client sends
-            raise InvalidTemplate(f"the chat template cannot show these messages: {error}") from error
+            raise InvalidTemplate(f"the chat template cannot render these messages: {error}") from error
         return prompt if prefix is None else _leave_open(prompt)
 
     def image_text(self, placeholder: str) -> str:

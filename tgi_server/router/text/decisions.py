@@ -65,7 +65,7 @@ def read_decision_config(model: Path) -> DecisionConfig:
     """Reads `decision.json` of a model's folder, if it is there. Raises StartupError for what it cannot be."""
     content = read_json(model / "decision.json")
     if (model / "decision_template.jinja").is_file():
-        logger.warning("%s has a decision template, for heads that are not served: the usual prompt is used", model)
+        logger.warning("%s has a decision template, for heads that are not supported; the usual prompt is used", model)
     labels, temperature = content.get("labels") or {}, content.get("temperature") or {}
     try:
         return DecisionConfig(

@@ -233,7 +233,7 @@ class Encoders:
         if not model or not others or found.is_named(model):
             return found
         if model in others:
-            raise NoSuchModel(f"{model[:100]!r} is no {_KINDS[task]} model; {found.name!r} is one")
+            raise NoSuchModel(f"{model[:100]!r} is not the {_KINDS[task]} model, which is {found.name!r}")
         raise NoSuchModel(
             f"there is no model {model[:100]!r} here; there are {', '.join(map(repr, (found.name, *others)))}"
         )

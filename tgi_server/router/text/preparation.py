@@ -105,7 +105,7 @@ class Preparer:
             raise InvalidRequest(f"`{dialect.prompt}` must not be empty")
         truncate = options.truncate
         if truncate and prompt.images:
-            raise InvalidRequest("`truncate` cannot be used with images: a part of one has no meaning")
+            raise InvalidRequest("`truncate` cannot be used with images, which cannot be cut")
 
         def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
@@ -116,7 +116,7 @@ class Preparer:
                     raise InvalidRequest("`thinking_token_budget` cannot be used with `allowed_token_ids`")
                 grammar = token_grammar(options.allowed_token_ids, self._end_tokens)
             if options.sampling.min_tokens and grammar:
-                raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
+                raise InvalidRequest("`min_tokens` cannot be used with a grammar, which determines where the text ends")
             if grammar:
                 grammar = with_text(grammar, spans_of or prompt.text)
                 if fault := grammar.too_long():
@@ -175,7 +175,9 @@ class Preparer:
             encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
             ids = prompt.checked(encoding)[1].ids
         if (highest := max(ids, default=0)) >= self._vocab_size:  # a tokenizer may have more tokens than the model
-            raise InvalidRequest(f"the prompt has the token {highest}; the model knows 0 to {self._vocab_size - 1}")
+            raise InvalidRequest(
+                f"the prompt has the token {highest}; token ids of the model are 0 to {self._vocab_size - 1}"
+            )
         return list(ids[-truncate:] if truncate else ids)
 
     def _max_new_tokens(self, input_length: int, asked: int, dialect: Dialect) -> int:

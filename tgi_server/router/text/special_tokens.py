@@ -99,8 +99,8 @@ class RenderedPrompt:
         literal = None if self.literal is None else self.literal.filled(placeholder, texts)
         if text is None and (literal is None or literal.hidden is None):
             raise InvalidRequest(
-                f"the prompt has {self.text.count(placeholder)} places for images ({placeholder}), and the request has "
-                f"{len(images)}: the chat template shows none in some of the messages, or a message spells a place"
+                f"the prompt has {self.text.count(placeholder)} image placeholders ({placeholder}) for "
+                f"{len(images)} images: the chat template omits images, or a message contains a placeholder"
             )
         return replace(self, text=self.text if text is None else text, literal=literal, images=tuple(images))
 
@@ -130,8 +130,8 @@ class RenderedPrompt:
     def _hidden(self, literal: Literal) -> str:
         if literal.hidden is None:
             raise InvalidRequest(
-                "the messages spell special tokens of the model, and have characters for private use (U+F0000 and "
-                "above), which stand in for them: leave out the one or the other"
+                "the messages contain special tokens of the model and private-use characters (U+F0000 and above), "
+                "which the server needs as placeholders: leave out one of them"
             )
         return literal.hidden
 
@@ -304,11 +304,13 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
     try:
         copy = Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the library raises plain exceptions
-        logger.warning("no copy of the tokenizer, so messages that spell special tokens will be refused: %s", error)
+        logger.warning(
+            "the tokenizer cannot be copied, so messages that contain special tokens will be refused: %s", error
+        )
         return None
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if copy.token_to_id(names.get(token.content, token.content)) != token_id:
-            logger.warning("messages that spell special tokens will be refused: %r has no fixed id", token.content)
+            logger.warning("messages that contain special tokens will be refused: %r has no fixed id", token.content)
             return None
     return copy
 

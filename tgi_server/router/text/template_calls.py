@@ -105,7 +105,7 @@ def check_callable(called: Any, functions: frozenset[int]) -> None:
     kinds = [kind for kind in _METHODS if isinstance(owner, kind)]
     if not any(name in _METHODS[kind] for kind in kinds):
         of = f" of {type(owner).__name__}" if kinds else ""
-        raise TemplateError(f"the template calls `{name}`{of}, which chat templates may not")
+        raise TemplateError(f"the template calls `{name}`{of}, which is not allowed")
 
 
 def result_size(allowance: Allowance, operator: str, left: Any, right: Any) -> int:

@@ -258,8 +258,8 @@ def _convert(model: Path, folder: Path) -> Path:
     except subprocess.TimeoutExpired as error:
         raise StartupError(f"converting the tokenizer of {model} took more than {_CONVERSION_SECONDS} s") from error
     if result.returncode != 0 or not file.is_file():
-        reason = (result.stderr.strip().splitlines() or ["no tokenizer.json came out"])[-1]
-        raise StartupError(f"{model} has no tokenizer.json and none could be made of its other files: {reason}")
+        reason = (result.stderr.strip().splitlines() or ["no tokenizer.json was written"])[-1]
+        raise StartupError(f"{model} has no tokenizer.json and its other files could not be converted: {reason}")
     return file
 
 
@@ -270,7 +270,7 @@ def _check_growth(tokenizer: Tokenizer) -> None:
         if growth > _MOST_GROWTH:
             raise StartupError(
                 f"the {name} of the tokenizer may make a text {growth:.3g} times as long; at most {_MOST_GROWTH} times "
-                "is taken"
+                "is allowed"
             )
 
 

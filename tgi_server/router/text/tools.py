@@ -94,7 +94,7 @@ def chosen_tools(tools: Sequence[ToolSpec], choice: Choice | None) -> ToolUse:
     if choice.only is not None:
         tools = _named(tools, choice.only)
     if not tools:
-        raise InvalidTool("`tool_choice` is `required`, and there are no `tools`")
+        raise InvalidTool("`tool_choice` is `required`, but there are no `tools`")
     return ToolUse(tools, choice.required, choice.parallel, declared)
 
 
@@ -103,7 +103,7 @@ def _named(tools: Sequence[ToolSpec], names: Sequence[str]) -> Sequence[ToolSpec
     found = [tool for tool in tools if tool.name in wanted]
     if unknown := wanted - {tool.name for tool in found}:
         first = next(name for name in names if name in unknown)
-        raise InvalidTool(f"`tool_choice` names {first[:100]!r}, which is none of the `tools`")
+        raise InvalidTool(f"`tool_choice` names {first[:100]!r}, which is not one of the `tools`")
     return found
 
 
@@ -162,7 +162,7 @@ class AnswerForm:
         if not use.tools and (answer is None or thoughts is None):
             return answer
         if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
-            raise InvalidTool("together with `tools` the form of an answer can be JSON only")
+            raise InvalidTool("with `tools`, the format of an answer can only be JSON")
         homes = _homes(use.names)
         schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
         document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}

@@ -28,8 +28,8 @@ async def test_all_nodes_learn_one_port(free_port: Callable[[], int]) -> None:
 @pytest.mark.parametrize(
     ("rank", "nodes", "shards", "reason"),
     [
-        (1, 3, 4, "--num-shard is 4 there and 2 on node 0; it has to be the same"),
-        (1, 2, 2, "--num-nodes is 2 there and 3 on node 0; it has to be the same"),
+        (1, 3, 4, "--num-shard is 4 there and 2 on node 0; it must be the same"),
+        (1, 2, 2, "--num-nodes is 2 there and 3 on node 0; it must be the same"),
         (2, 3, 2, "there is a node with --node-rank 2 already"),
     ],
 )

@@ -106,7 +106,7 @@ async def test_more_calls_than_there_are_places_are_refused(
     assert b"llm_functionalities_calls_running 2.0" in generate_latest(metrics.registry)
     code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert details == "2 calls are running, the most that are allowed; try again later"
+    assert details == "2 calls are running, which is the maximum; try again later"
     servicer.gate.set()
     assert [(await call).text for call in calls] == ["x", "x"]
     assert (await runner.call_model(llm_pb2.ModelRequest(formatted_prompt="y"))).text == "y"

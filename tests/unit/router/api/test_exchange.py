@@ -44,7 +44,7 @@ class Client:
 async def collect(exchange: Exchange) -> Response:
     """Responds with the text that is generated for the request's prompt."""
     asked = await exchange.read(GenerateRequest)
-    options = tgi_options(exchange.service, asked.parameters)
+    options = await tgi_options(exchange.service, asked.parameters, exchange.size)
     prompt, prepare = RenderedPrompt(asked.inputs), exchange.service.preparer.prepare
     checked = await prepare(prompt, options, Dialect.TGI, client=exchange.owner)
     (stream,) = await exchange.collect([checked])
@@ -110,7 +110,7 @@ async def test_a_client_that_leaves_has_its_generation_cancelled(
     with pytest.raises(ClientGone):
         await responding
     assert scheduler.cancelled == [scheduler.submitted[0].id]
-    assert f"/generate failed: the client left; {scheduler.progress}" in caplog.messages
+    assert f"/generate failed: the client disconnected; {scheduler.progress}" in caplog.messages
     assert router.service.capacity.in_flight == 0
 
 

@@ -163,7 +163,7 @@ async def test_requests_of_an_adapter_that_is_gone_from_the_disk_fail_alone() ->
     served.shards.broken.add("/adapters/b")
     lost, other = served.submit("b"), served.submit("a")
     await served.run()
-    assert "the adapter 'b' could not be made ready" in str(lost.error)
+    assert "the adapter 'b' could not be loaded" in str(lost.error)
     assert other.reason is not None
     served.shards.broken.clear()
     again = served.submit("b")

@@ -53,7 +53,7 @@ def test_templates_may_refuse():
 
 
 def test_templates_may_trip():
-    with pytest.raises(InvalidTemplate, match="cannot show"):
+    with pytest.raises(InvalidTemplate, match="cannot render"):
         template("{{ messages[0]['content'] + 3 }}").render(HELLO, None)
 
 
@@ -143,7 +143,7 @@ def test_json_is_that_of_transformers(source: str):
 
 @pytest.mark.parametrize("options", ["1, 2, (3, 4), 5, 6", "default=4", "False, ensure_ascii=True"])
 def test_what_json_cannot_be_made_of_is_told(options: str):
-    with pytest.raises(InvalidTemplate, match="cannot show"):
+    with pytest.raises(InvalidTemplate, match="cannot render"):
         template(f"{{{{ messages | tojson({options}) }}}}").render(HELLO, None)
 
 
