@@ -4,6 +4,7 @@
 container image for the kinds of CPUs that it may run on, and `make dist` for the package `oatmill-kernels`.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -11,11 +12,12 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -43,6 +45,9 @@ FLAGS = [
     "-fno-schedule-insns",
 ]
 COMPILE_SECONDS = 900
+# Numbers of libraries, and of objects, that stay in the cache: those that were used last.
+_LIBRARIES, _OBJECTS = 12, 12 * len(SOURCES)
+_INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 NATIVE = "native"
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
@@ -82,6 +87,9 @@ def load_kernels() -> bool:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("CPU kernels are not available, so generation will be slower: %s", error)
         return False
+    if library.parent == CACHE:
+        with contextlib.suppress(OSError):  # it may be another user's
+            os.utime(library)  # so that it is not removed as an old one
     logger.debug("CPU kernels: %s", library)
     return True
 
@@ -172,35 +180,71 @@ def _compiled(target: str) -> Path:
 
 
 def _compile(library: Path, target: str) -> None:
-    """Compiles what an earlier attempt has left to do."""
+    """Compiles the sources that were not compiled before as they are now, and links all of them."""
     compiler = _compiler()
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
     from torch.utils import cpp_extension  # imports setuptools, which no process needs that finds compiled kernels
 
     machine = "this machine" if target == NATIVE else target
-    logger.info("compiling the CPU kernels for %s, once; it takes a few minutes", machine)
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
-    objects = library.with_suffix(".objects")
-    objects.mkdir(exist_ok=True)
-    files = [(source, objects / f"{source.stem}.o") for source in SOURCES]
-    missing = [each for each in files if not each[1].exists()]
-    finished = count(len(files) - len(missing) + 1)
+    folder = library.parent / "objects"
+    folder.mkdir(exist_ok=True)
+    objects = {source: folder / f"{_key_of_object(source, target, compiler)}.o" for source in SOURCES}
+    missing = [source for source, compiled in objects.items() if not _is_used(compiled)]
+    log = "compiling %d of %d files of the CPU kernels for %s; all of them take a few minutes"
+    logger.info(log, len(missing), len(SOURCES), machine)
+    finished = count(len(SOURCES) - len(missing) + 1)
 
-    def compile_one(source: Path, compiled: Path) -> None:
-        unfinished = compiled.with_suffix(".unfinished")
-        _run(command(compiler, target, source, unfinished))
-        unfinished.replace(compiled)
-        logger.info("compiled %d of %d files of the CPU kernels", next(finished), len(files))
+    def compile_one(source: Path) -> None:
+        with _whole(objects[source]) as unfinished:
+            _run(command(compiler, target, source, unfinished))
+        logger.info("compiled %d of %d files of the CPU kernels", next(finished), len(SOURCES))
 
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for _ in threads.map(compile_one, *zip(*missing, strict=True)):  # raises what one of them raised
+        for _ in threads.map(compile_one, missing):  # raises what one of them raised
             pass
-    linked = objects / library.name
-    inputs = [str(compiled) for _, compiled in files]
-    _run([compiler, *FLAGS, f"-march={target}", "-shared", *inputs, *libraries, "-o", str(linked)])
-    linked.replace(library)
-    shutil.rmtree(objects)
+    with _whole(library) as unfinished:
+        inputs = [str(compiled) for compiled in objects.values()]
+        _run([compiler, *FLAGS, f"-march={target}", "-shared", *inputs, *libraries, "-o", str(unfinished)])
+    with contextlib.suppress(OSError):  # of another user's files
+        _remove_old(library.parent)
+
+
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[Path]:
+    """Gives a file to write, which becomes `file` if nothing is raised. Several processes may write the same one."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
+    try:
+        yield unfinished
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _is_used(compiled: Path) -> bool:
+    """Returns True if the object is there; it is not an old one from now on."""
+    with contextlib.suppress(OSError):  # it may be another user's
+        os.utime(compiled)
+    return compiled.exists()
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes the libraries, with what was found out about them, and the objects that were used longest ago."""
+    for library in _last_used(folder.glob("*.so"))[_LIBRARIES:]:
+        for file in folder.glob(f"{library.stem}*"):
+            file.unlink(missing_ok=True)
+    for file in _last_used((folder / "objects").iterdir())[_OBJECTS:]:
+        file.unlink(missing_ok=True)
+
+
+def _last_used(files: Iterable[Path]) -> list[Path]:
+    """Returns files, those that were used last first."""
+    times: dict[Path, float] = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # another process removes some, too
+            times[file] = file.stat().st_mtime
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def command(compiler: str, target: str, source: Path, compiled: Path) -> list[str]:
@@ -225,11 +269,35 @@ def _run(command: list[str]) -> None:
 def _key(target: str) -> str:
     """Returns a name that differs wherever the same library might not run, or not do the same."""
     digest = _hash_of_sources().copy()
-    release = torch.__version__.partition("+")[0]  # builds for CPUs and for GPUs have the same interfaces
-    digest.update(" ".join([release, platform.machine(), *FLAGS, target]).encode())
-    if target == NATIVE:
-        digest.update(_cpu_features().encode())
+    digest.update(_circumstances(target))
     return digest.hexdigest()[:20]
+
+
+def _key_of_object(source: Path, target: str, compiler: str) -> str:
+    """Returns a name that differs wherever the compiler might make something else of a source."""
+    digest = hashlib.sha256(f"{Path(compiler).name} {source.relative_to(FOLDER)}".encode() + _circumstances(target))
+    for file in (source, *_included(source)):
+        digest.update(file.read_bytes())
+    return f"{source.stem}-{digest.hexdigest()[:20]}"
+
+
+def _included(source: Path) -> list[Path]:
+    """Returns the headers of this folder that a source includes, and those that these include, by their names."""
+    found: set[Path] = set()
+    waiting = [source]
+    while waiting:
+        names = _INCLUDE.findall(waiting.pop().read_bytes())
+        new = {FOLDER / name.decode() for name in names} - found
+        found |= new
+        waiting += new
+    return sorted(found)
+
+
+def _circumstances(target: str) -> bytes:
+    """Returns everything beside the sources that decides what is compiled."""
+    release = torch.__version__.partition("+")[0]  # builds for CPUs and for GPUs have the same interfaces
+    features = _cpu_features() if target == NATIVE else ""
+    return " ".join([release, platform.machine(), *FLAGS, target]).encode() + features.encode()
 
 
 @functools.cache

@@ -72,16 +72,74 @@ def test_the_log_says_how_far_compiling_is(compiler: Path, caplog: pytest.LogCap
     assert all(f"compiled {done} of {files} files" in caplog.text for done in range(1, files + 1)), caplog.text
 
 
+def calls(compiler: Path) -> int:
+    """Returns how often the compiler has been called since the last time."""
+    count = len(compiler.read_text().splitlines()) if compiler.exists() else 0
+    compiler.unlink(missing_ok=True)
+    return count
+
+
 def test_what_a_broken_off_compilation_has_done_is_not_done_again(compiler: Path) -> None:
-    library = build._library("x86-64-v3")
-    objects = library.with_suffix(".objects")
-    objects.mkdir(parents=True)
-    for source in build.SOURCES[2:]:
-        (objects / f"{source.stem}.o").touch()
     assert build.prepare(["x86-64-v3"])
-    assert library.exists()
-    assert len(compiler.read_text().splitlines()) == 3  # two sources and the library
-    assert not objects.exists()
+    assert calls(compiler) == len(build.SOURCES) + 1
+    objects = list((build.CACHE / "objects").iterdir())
+    build._library("x86-64-v3").unlink()
+    for compiled in objects[2:4]:
+        compiled.unlink()
+    assert build.prepare(["x86-64-v3"])
+    assert calls(compiler) == 3  # two sources and the library
+    assert sorted((build.CACHE / "objects").iterdir()) == sorted(objects)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two sources, of which one includes a header of the other's header."""
+    folder = tmp_path / "cpu"
+    (folder / "gemm").mkdir(parents=True)
+    texts = {"gemm/a.cpp": '#include "gemm/a.h"', "b.cpp": '#include "b.h"', "gemm/a.h": '#include "b.h"', "b.h": ""}
+    for name, text in texts.items():
+        (folder / name).write_text(f"{text}\n")
+    monkeypatch.setattr(build, "FOLDER", folder)
+    monkeypatch.setattr(build, "SOURCES", sorted(folder.rglob("*.cpp")))
+    monkeypatch.setattr(build, "HEADERS", sorted(folder.rglob("*.h")))
+    monkeypatch.setattr(build, "_hash_of_sources", build._hash_of_sources.__wrapped__)
+    return folder
+
+
+def test_only_what_a_change_concerns_is_compiled_again(compiler: Path, sources: Path) -> None:
+    def compiled() -> int:
+        assert build.prepare(["x86-64-v3"])
+        return calls(compiler)
+
+    assert compiled() == 3  # both sources and the library
+    assert compiled() == 0
+    for name, count in {"gemm/a.cpp": 2, "gemm/a.h": 2, "b.h": 3, "b.cpp": 2}.items():
+        before = (sources / name).read_text()
+        (sources / name).write_text(f"{before}// a comment\n")
+        assert compiled() == count, name
+        (sources / name).write_text(before)
+        assert compiled() == 0, name
+    assert build.prepare(["x86-64-v2"])
+    assert calls(compiler) == 3
+
+
+def test_the_cache_is_bounded(compiler: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_LIBRARIES", 2)
+    monkeypatch.setattr(build, "_OBJECTS", 3)
+    found = []
+    for number in range(4):
+        (sources / "b.cpp").write_text(f"// {number}\n")
+        assert build.prepare(["x86-64-v3"])
+        found.append(build._library("x86-64-v3"))
+        build.CACHE.joinpath(f"{found[-1].stem}-choice").touch()
+        time.sleep(0.01)  # so that their times differ
+    assert sorted(build.CACHE.glob("*.so")) == sorted(found[2:])
+    assert sorted(build.CACHE.glob("*-choice")) == sorted(each.with_name(f"{each.stem}-choice") for each in found[2:])
+    assert len(list((build.CACHE / "objects").iterdir())) == 3
+    compiler.unlink()
+    (sources / "b.cpp").write_text("// 3, again\n")
+    assert build.prepare(["x86-64-v3"])
+    assert calls(compiler) == 2  # the other source's object is as new as its last use
 
 
 def test_a_server_need_not_wait_for_the_compiler(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
