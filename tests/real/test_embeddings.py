@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
+from oatmill import LLM
 from tests.real.calls import post
 from tests.real.conftest import RealServers
 from tests.real.models import model_path
@@ -80,6 +81,13 @@ def test_vectors_are_those_of_transformers(server: TextGenerationServer) -> None
     texts = [*paragraphs()[:40], *(text for text in scripts.values() if text.strip())]
     found, expected = vectors(server, texts), reference_vectors(texts)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_in_this_process_has_the_same_vectors() -> None:
+    texts = [*paragraphs()[:20], *QUERIES]
+    with LLM(model_path("minilm")) as llm:
+        found = torch.from_numpy(llm.embed(texts, truncate_prompt_tokens=-1).copy())
+    torch.testing.assert_close(found, reference_vectors(texts), rtol=0, atol=1e-4)
 
 
 def test_openai_route_has_the_same_vectors(server: TextGenerationServer) -> None:

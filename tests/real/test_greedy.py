@@ -19,9 +19,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from oatmill import LLM
 from tests.conftest import FreePort
 from tests.real.calls import generated_tokens, post
-from tests.real.conftest import START_SECONDS, RealServers
+from tests.real.conftest import CACHE, START_SECONDS, RealServers
 from tests.real.models import model_path, reference_model, reference_tokenizer
 from tests.servers import TextGenerationServer
 from tests.timing import until
@@ -110,6 +111,16 @@ def test_chats_have_the_same_answers(answers: tuple[str, list[GreedyAnswer]], re
         choice = post(server, "/v1/chat/completions", body)["choices"][0]
         assert choice["message"]["content"] == expected.text
         assert choice["finish_reason"] == ("stop" if expected.finish_reason == "eos_token" else "length")
+
+
+def test_a_model_in_this_process_has_the_same_tokens(qwen_server: TextGenerationServer) -> None:
+    prompts = GIVEN["prompts"][:10]
+    with LLM(model_path("qwen"), max_total_tokens=4096, packed_weights_cache=CACHE) as llm:
+        for options in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}):
+            for prompt, result in zip(prompts, llm.generate(prompts, max_tokens=TOKENS, **options), strict=True):
+                body = {"model": "tgi", "prompt": prompt, "max_tokens": TOKENS, "return_token_ids": True, **options}
+                choice = post(qwen_server, "/v1/completions", body)["choices"][0]
+                assert (result.token_ids, result.text) == (choice["token_ids"], choice["text"]), prompt
 
 
 def test_default_numbers_agree_mostly(

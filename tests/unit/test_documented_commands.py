@@ -1,13 +1,15 @@
-"""What pages for users of other servers say to type is understood, and links of all documents lead somewhere."""
+"""Commands of the documents are run or marked, those for users of other servers are understood, and links work."""
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from shared.foreign_flags import FOREIGN_FLAGS, named_flags
 from shared.settings import read_settings
+from tests.documents import PAGES, shell_blocks
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.shard.settings import DownloadSettings, QuantizeSettings
@@ -25,7 +27,7 @@ COMMANDS = [
     for program in PROGRAMS
     if line.startswith(f"{program} ")
 ]
-PAGES = [
+LINKING = [
     *(path for folder in ("docs", "deploy", "benchmarks") for path in (ROOT / folder).rglob("*.md")),
     *ROOT.glob("*.md"),
 ]
@@ -126,7 +128,40 @@ def test_a_model_without_a_flag_is_refused_with_the_flag(capsys: pytest.CaptureF
     assert capsys.readouterr().err.endswith("OWNER/MODEL; did you mean --model-id OWNER/MODEL?\n")
 
 
+# What stands for a user's own model, file or machine.
+EXAMPLE = re.compile(r"\b(OWNER|MODEL|FOLDER|REGISTRY|M)\b|/models/|\.\.\.|\b10\.0\.0\.")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_run_or_marked(page: Path):
+    for block in shell_blocks(page):
+        kind, _, reason = (block.mark or "").partition(": ")
+        if kind.startswith("run by "):
+            assert page.name in (ROOT / kind.removeprefix("run by ")).read_text(), f"{block}: it is not"
+        elif not reason:
+            found = EXAMPLE.search(block.text)
+            assert not found, f"{block}: {found} cannot be run; put `<!-- not run: REASON -->` above the block"
+            assert subprocess.run(["bash", "-n", "-c", block.text], check=False).returncode == 0, (
+                f"{block}: no commands"
+            )
+
+
+def test_blocks_of_commands_are_found_with_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.documents.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n    oatmill serve\n\n<!-- not run: needs a GPU -->\n\n    make demo\n\n    make test\n\n"
+        "```python\nimport oatmill\n```\n\n<!-- run by tests/x.py -->\n```sh\ncurl localhost:8080\n```\n\n"
+        "```\na line of the log\n```\n"
+    )
+    assert [(block.line, block.text, block.mark, block.serves) for block in shell_blocks(page)] == [
+        (3, "oatmill serve\n", None, True),
+        (7, "make demo\n\nmake test\n", "not run: needs a GPU", False),
+        (16, "curl localhost:8080\n", "run by tests/x.py", False),
+    ]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(page: Path):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

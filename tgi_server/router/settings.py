@@ -122,9 +122,6 @@ class RequestSettings(ServiceSettings):
         description="Format in which the model calls tools; auto: read from its chat template. vLLM's names work for "
         "formats that are known here.",
     )
-    enable_auto_tool_choice: Annotated[
-        bool, RefusedSetting("tools that a request has may be called, unless its `tool_choice` is none", (True,))
-    ] = Field(default=True, description="Accepted for vLLM compatibility, no effect: the model may always call tools.")
     reasoning_parser: ReasoningParser = Field(
         default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )
@@ -237,7 +234,7 @@ class ServingSettings(RequestSettings):
         "allow_adapter_updates": "Adapters",
         "max_stored_responses": "Limits of requests",
         "payload_limit": "HTTP server",
-        "strict_fields": "Chat",
+        "enable_auto_tool_choice": "Chat",
         "api_key": "Access",
         "fairness": "Batching and KV cache",
         "cors_allow_origin": "Access",
@@ -280,6 +277,9 @@ class ServingSettings(RequestSettings):
         description="Maximum number of connections from one IP address, which may be a proxy's. Default: half of "
         "max-connections.",
     )
+    enable_auto_tool_choice: Annotated[
+        bool, RefusedSetting("tools that a request has may be called, unless its `tool_choice` is none", (True,))
+    ] = Field(default=True, description="Accepted for vLLM compatibility, no effect: the model may always call tools.")
     strict_fields: bool = Field(
         default=False,
         description="Refuse unknown fields of requests. Default: they are ignored, and named in a header.",
