@@ -17,7 +17,7 @@ from shared.gpus import has_gpu
 from shared.settings import package_version
 
 _GIB: Final = 1 << 30
-# Bytes of RAM below which even small quantised models do not fit beside their KV cache.
+# Bytes of RAM below which even small quantized models do not fit beside their KV cache.
 _LITTLE_RAM: Final = 4 * _GIB
 # Ports by default: of `oatmill serve`, of its metrics, of the launcher, of the gRPC service.
 _PORTS: Final = {8080: "--port", 9000: "--prometheus-port", 3000: "--port", 8000: "--grpc-port"}

@@ -14,7 +14,7 @@ from pydantic_settings.sources.types import _CliPositionalArg
 
 WIDTH = 100
 _INDENT = " " * 6
-# Characters of a list of values that stand behind a flag; longer ones stand in the text.
+# Characters of a list of values that stand after a flag; longer ones stand in the text.
 _LONGEST_VALUES = 80
 _OTHER, _REFUSED = "Other", "Not supported, unlike in TGI"
 _TYPES = {bool: "", int: "NUMBER", float: "NUMBER", ByteSize: "SIZE", Path: "PATH"}
@@ -23,7 +23,7 @@ _TYPES = {bool: "", int: "NUMBER", float: "NUMBER", ByteSize: "SIZE", Path: "PAT
 def help_text(settings: type[BaseSettings], program: str, groups: dict[str, str], refused: dict[str, str]) -> str:
     """Returns what `program --help` prints.
 
-    groups: the title of the group that begins with each of these settings. refused: settings that are recognised and
+    groups: the title of the group that begins with each of these settings. refused: settings that are recognized and
     not supported, with the reason.
     """
     positional = [name.upper() for name, field in settings.model_fields.items() if _is_positional(field)]

@@ -162,7 +162,7 @@ def _write_in_background(formatter: logging.Formatter, order_seconds: float) -> 
         writer, encoding=sys.stderr.encoding, errors="backslashreplace", newline="\n", line_buffering=True
     )
     atexit.register(flush_log)
-    os.register_at_fork(before=flush_log)  # a child writes by itself, and behind what was written before it
+    os.register_at_fork(before=flush_log)  # a child writes by itself, and after what was written before it
 
 
 class _BackgroundWriter(io.RawIOBase):

@@ -45,7 +45,7 @@ def ignore_stop_signals() -> None:
 def _wake_up(loop: asyncio.AbstractEventLoop) -> None:
     """Makes each signal write a byte that wakes up the event loop; uvloop does so by itself.
 
-    The interpreter runs `tell` between two of its instructions. A signal that comes behind the last of them and before
+    The interpreter runs `tell` between two of its instructions. A signal that comes after the last of them and before
     the system call in which the loop waits would else be noticed when something else happens, which may be never.
     """
     global _woken  # the interpreter has one such descriptor, too

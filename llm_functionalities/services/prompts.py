@@ -1,4 +1,4 @@
-"""Prompts in the Alpaca style: an instruction, an input of labelled lines, and a heading for the answer to follow."""
+"""Prompts in the Alpaca style: an instruction, an input of labeled lines, and a heading for the answer to follow."""
 
 import base64
 import re

@@ -1,4 +1,4 @@
-"""`LLMRunner`: sends prompts to the model as they are, and summarises texts."""
+"""`LLMRunner`: sends prompts to the model as they are, and summarizes texts."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -83,7 +83,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         context: CallContext,
         images: Sequence[bytes] = (),
     ) -> list[llm_pb2.ModelResponse]:
-        """Returns a response for each prompt, sent as it is, behind the images."""
+        """Returns a response for each prompt, sent as it is, after the images."""
         deadline = self._model.deadline(context, request.timeout)
         generation = self._generation(request)
         # Places of answers that close the object that their prompt began.

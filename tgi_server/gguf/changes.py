@@ -41,7 +41,7 @@ def none(_: Config, __: str) -> Change:
 
 
 def interleaved(config: Config, part: str) -> Change:
-    """Rows of queries and keys are in the order of llama.cpp's rotary embedding, which turns neighbours."""
+    """Rows of queries and keys are in the order of llama.cpp's rotary embedding, which turns neighbors."""
     if part not in ("attn_q", "attn_k"):
         return SAME
     heads = config["num_attention_heads"]

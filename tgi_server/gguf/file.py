@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tgi_server.gguf.paths import GgufError, gguf_parts
 
-# The names of types of quantised weights: those in blocks.
+# The names of types of quantized weights: those in blocks.
 QUANTIZED = frozenset(kind.name for kind, (block, _) in GGML_QUANT_SIZES.items() if block > 1)
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

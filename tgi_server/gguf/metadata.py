@@ -86,6 +86,6 @@ class Metadata:
 
 
 def dtype_of(file: Gguf) -> str:
-    """Returns the dtype to compute in: that of the weights where they are not quantised, else bfloat16."""
+    """Returns the dtype to compute in: that of the weights where they are not quantized, else bfloat16."""
     kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"

@@ -133,7 +133,7 @@ class Vocabulary:
         kinds = [_type_of(text, kind) for text, kind in zip(self.tokens, kinds, strict=True)]
         self.special = [place for place, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)]
         self.user_defined = [place for place, kind in enumerate(kinds) if kind == _USER_DEFINED]
-        # Phi-3's tokens take the spaces behind them along.
+        # Phi-3's tokens take the spaces after them along.
         self.rstrip = self.model == "llama" and file.architecture == "phi3"
         self.embeds = f"{file.architecture}.pooling_type" in file.metadata
 

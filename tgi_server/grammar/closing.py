@@ -87,7 +87,7 @@ def _follow(
 
 
 def _shortest(matcher: LLMatcher, allowed: NDArray[np.bool_]) -> int:
-    """Returns the token behind which least is forced, such as the shortest of the words to choose from."""
+    """Returns the token after which least is forced, such as the shortest of the words to choose from."""
 
     def forced(token: int) -> tuple[bool, int]:
         if not matcher.consume_token(token):

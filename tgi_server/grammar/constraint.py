@@ -22,7 +22,7 @@ class JumpForward:
 class Advance:
     """The result of taking a token.
 
-    jump_forward: tokens that were taken behind it. hidden: the places of hidden tokens; 0 is the token itself.
+    jump_forward: tokens that were taken after it. hidden: the places of hidden tokens; 0 is the token itself.
     """
 
     jump_forward: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Constraint:
         return self.matcher.validate_tokens(list(tokens))
 
     def advance(self, token: int, room: int) -> Advance:
-        """Takes a token that was chosen, and at most `room` jump-forward tokens behind it; the end needs no room."""
+        """Takes a token that was chosen, and at most `room` jump-forward tokens after it; the end needs no room."""
         advance = Advance()
         if self._take(token):
             advance.hidden.append(0)
@@ -175,5 +175,5 @@ class Constraint:
         if hint is None:
             self._queue.append(JumpForward(token))
         elif self._left - len(self._queue) > len(hint):
-            # Hints count as generated tokens; one that leaves no room for anything behind it is not shown.
+            # Hints count as generated tokens; one that leaves no room for anything after it is not shown.
             self._queue.extend(JumpForward(each, hidden=True) for each in hint)

@@ -12,7 +12,7 @@ from tgi_server.grammar.constraint import Advance, Constraint
 class LimitedThoughts:
     """Follows a text, and forces the end of its thoughts once their budget is used up.
 
-    The texts around thoughts are recognised by their bytes: a model may spell them with other tokens than its tokenizer
+    The texts around thoughts are recognized by their bytes: a model may spell them with other tokens than its tokenizer
     would. Members that a `Constraint` has too are those of the grammar, if there is one.
 
     grammar: of the whole text, thoughts included; None: there is none. done: no thought can follow.
@@ -72,7 +72,7 @@ class LimitedThoughts:
         return len(tokens) if self.grammar is None else self.grammar.allowed(tokens)
 
     def advance(self, token: int, room: int) -> Advance:
-        """Takes a token that was chosen, and at most `room` jump-forward tokens of the grammar behind it."""
+        """Takes a token that was chosen, and at most `room` jump-forward tokens of the grammar after it."""
         advance = Advance() if self.grammar is None else self.grammar.advance(token, room)
         for each in (token, *advance.jump_forward):
             self._take(each)
@@ -163,7 +163,7 @@ class LimitedThoughts:
             self.done = True
 
     def _check_budget(self) -> None:
-        """Begins to close the thought once its budget is used up, behind what the model has written of the end."""
+        """Begins to close the thought once its budget is used up, after what the model has written of the end."""
         if self.done or not self._thinking or self._left > 0 or self._closing is not None:
             return
         closing, tokens = self._budget.closing, list(self._tokens)

@@ -126,7 +126,7 @@ class GrammarTokenizer:
 class SpelledTokenizer:
     """A tokenizer as llguidance takes it (`llguidance.TokenizerWrapper`): the bytes of each token, and those of a text.
 
-    tokens: the bytes by id; those of a special token are its name behind a mark of llguidance's.
+    tokens: the bytes by id; those of a special token are its name after a mark of llguidance's.
     """
 
     bos_token_id = None
@@ -172,7 +172,7 @@ class SpelledTokenizer:
 
 
 _Texts = tuple[Callable[[str], list[int]], list[bytes]]
-"""A function that tokenises a text, and the bytes of each token."""
+"""A function that tokenizes a text, and the bytes of each token."""
 
 
 def _byte_tokenizer(definition: str) -> _Texts | None:

@@ -21,7 +21,7 @@ from tgi_server.shard.settings import QUANTIZE_OF_METHOD, ROUNDED_BYTES
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Files in which older tools say how they quantised a model.
+# Files in which older tools say how they quantized a model.
 _OLDER_SETTINGS = ("quantize_config.json", "quant_config.json")
 _QUANTIZED = (".qweight", ".q_weight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -100,7 +100,7 @@ def _check_peft_adapter(adapter: AdapterSource, folder: Path, base: Header) -> N
 def _takes(weight: Mapping[str, Any], lora_a: Sequence[int]) -> bool:
     """Returns False if the weight has not the inputs of an adapter's matrix, which is [rank, inputs].
 
-    A model's weight is [outputs, inputs], or [inputs, outputs] in models like GPT-2; quantised weights are not checked.
+    A model's weight is [outputs, inputs], or [inputs, outputs] in models like GPT-2; quantized weights are not checked.
     """
     is_plain = weight["dtype"] in _FLOAT_BYTES and len(weight["shape"]) == len(lora_a) == 2
     return not is_plain or lora_a[1] in weight["shape"]
@@ -176,7 +176,7 @@ def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
 
 def _bytes(tensor: Mapping[str, Any], settings: LauncherSettings) -> float:
     """Returns a lower bound of the bytes that a tensor takes once it is loaded."""
-    if tensor["dtype"] not in _FLOAT_BYTES:  # quantised already
+    if tensor["dtype"] not in _FLOAT_BYTES:  # quantized already
         first, last = tensor["data_offsets"]
         return float(last - first)
     width: float = _FLOAT_BYTES[tensor["dtype"]]

@@ -33,7 +33,7 @@ _POOLING = PurePath("1_Pooling/config.json")
 class GgufChoice:
     """Which GGUF file of a folder or a repository is the model.
 
-    name: of the file (`--gguf-file`). kind: how it is quantised, as file names say it (OWNER/REPOSITORY:KIND). None:
+    name: of the file (`--gguf-file`). kind: how it is quantized, as file names say it (OWNER/REPOSITORY:KIND). None:
     there has to be one file.
     """
 
@@ -74,7 +74,7 @@ class GgufChoice:
 
 
 def split_kind(model_id: str) -> tuple[str, str | None]:
-    """Returns an id of the hub without what stands behind the colon, and that: how the model's file is quantised.
+    """Returns an id of the hub without what stands behind the colon, and that: how the model's file is quantized.
 
     The name of the hub before it, as Ollama writes it, is left out.
     """

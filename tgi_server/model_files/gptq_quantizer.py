@@ -1,4 +1,4 @@
-"""Quantises a model's folder by GPTQ: one decoder layer in memory at a time, each written as soon as it is done."""
+"""Quantizes a model's folder by GPTQ: one decoder layer in memory at a time, each written as soon as it is done."""
 
 import copy
 import hashlib
@@ -39,7 +39,7 @@ def quantize_folder(
     """Writes the model in a folder to another one, with the linear layers of its decoder layers in GPTQ.
 
     samples: calibration texts, [tokens] int64 each. What an earlier, interrupted run of the same kind has written is
-    taken over. Raises UnsupportedModel for a model that cannot be quantised, and when the target holds something.
+    taken over. Raises UnsupportedModel for a model that cannot be quantized, and when the target holds something.
     """
     check_files(source)
     transformers_logging.disable_progress_bar()  # of every single layer's weights
@@ -50,7 +50,7 @@ def quantize_folder(
     count = len(model.paths)
     files = [partial / f"model-{index + 1:05}-of-{count + 1:05}.safetensors" for index in range(count + 1)]
     hidden, arguments = model.inputs(samples)
-    for path, file, further in zip(tqdm(model.paths, desc="quantising", unit="layer"), files, arguments, strict=False):
+    for path, file, further in zip(tqdm(model.paths, desc="quantizing", unit="layer"), files, arguments, strict=False):
         layer = model.load([path]).get_submodule(path)
         prefix = f"{model.name_in_files(path)}."
         if file.is_file():
@@ -156,7 +156,7 @@ class _LayerRecorder(nn.Module):
 def _quantized_layer(
     layer: nn.Module, hidden: Sequence[Tensor], arguments: Sequence[dict[str, Any]], settings: GptqSettings
 ) -> Tensors:
-    """Returns the tensors of a layer whose linears are quantised, by their names in the layer."""
+    """Returns the tensors of a layer whose linears are quantized, by their names in the layer."""
     linears = {name: module for name, module in layer.named_modules() if type(module) is nn.Linear}
     hessians = {name: Hessian(module.in_features, module.weight.device) for name, module in linears.items()}
     hooks = [

@@ -21,7 +21,7 @@ def merge_adapter(adapter: Layers, base: BaseModel, target: Path) -> None:
     """Writes the weights of the base model, changed by the adapter, into a folder that has all else of the base model.
 
     Of the base model, one file is in memory at a time. The folder's config.json is changed where it has to differ.
-    Raises InvalidAdapter for a base model that is quantised, and for a change that its files cannot express.
+    Raises InvalidAdapter for a base model that is quantized, and for a change that its files cannot express.
     """
     if base.quantization is not None:
         raise InvalidAdapter(

@@ -1,4 +1,4 @@
-"""Quantises a model for the command line: reads the calibration text, and turns errors into the shard's."""
+"""Quantizes a model for the command line: reads the calibration text, and turns errors into the shard's."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def quantize_model(
     length: int,
     trust_remote_code: bool,
 ) -> None:
-    """Writes the model in a folder to another one, quantised. Raises ModelUnavailable.
+    """Writes the model in a folder to another one, quantized. Raises ModelUnavailable.
 
     calibration: the text to calibrate with; None: the demo model's. samples: pieces of it. length: tokens of a piece.
     """

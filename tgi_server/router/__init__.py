@@ -1,1 +1,1 @@
-"""HTTP API, validation, tokenising, queue, scheduling and KV-block bookkeeping. No torch."""
+"""HTTP API, validation, tokenizing, queue, scheduling and KV-block bookkeeping. No torch."""

@@ -1,8 +1,8 @@
 """Requests as the HTTP API hands them to the scheduler, and the sinks that their tokens go to.
 
-The API validates and tokenises a request and hands it over with a sink. The scheduler puts the request into batches
+The API validates and tokenizes a request and hands it over with a sink. The scheduler puts the request into batches
 and pushes each step's tokens into the sink, from its own task, while the shards compute the next step. So a sink
-must be quick: it appends, detokenises, formats; it never waits.
+must be quick: it appends, detokenizes, formats; it never waits.
 """
 
 from dataclasses import dataclass, field, replace

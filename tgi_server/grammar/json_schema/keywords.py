@@ -41,7 +41,7 @@ _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "d
 
 
 class Unenforceable(Exception):
-    """A keyword that no grammar can be made of. `str()` of it is the reason, to stand behind the keyword's name.
+    """A keyword that no grammar can be made of. `str()` of it is the reason, to stand after the keyword's name.
 
     weaker: a schema that says a part of it. optional: it is left to the model even where the schema is strict.
     """

@@ -136,7 +136,7 @@ def _dependencies(part: Part) -> Schema:
 
 
 def _contains(part: Part) -> Schema:
-    """Asks for the wanted items first, behind the items that have places of their own."""
+    """Asks for the wanted items first, after the items that have places of their own."""
     least, most = part.count("minContains", 1), part.count("maxContains", -1)
     places = part.source.get("prefixItems", part.source.get("items"))
     ahead = len(places) if isinstance(places, list) else 0

@@ -112,7 +112,7 @@ class PagedMemory:
         num_snapshots: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """prefix_caching: what one sequence has computed is cached for others. num_snapshots: of the states behind it;
+        """prefix_caching: what one sequence has computed is cached for others. num_snapshots: of the states after it;
         0: sequences have no states. clock: in seconds.
         """
         self._num_snapshots = num_snapshots
@@ -238,7 +238,7 @@ class PagedMemory:
     def _match(self, sequence: Sequence) -> tuple[Match, int]:
         """Finds what is cached of the known tokens, but for the last: computing that one yields the next.
 
-        Returns also the snapshot of the state behind it; 0 where sequences have no states, or nothing is cached.
+        Returns also the snapshot of the state after it; 0 where sequences have no states, or nothing is cached.
         """
         if sequence.reports_prompt:
             return Match(), 0

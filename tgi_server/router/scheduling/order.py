@@ -103,7 +103,7 @@ class ShortPrompts:
 def _merged(sequences: Iterable[Sequence], shares: Shares) -> list[Sequence]:
     """Returns sequences that are in order, so that those of a tenant that has had fewer tokens come first.
 
-    Each is charged with its prompt for those behind it.
+    Each is charged with its prompt for those after it.
     """
     queues: defaultdict[tuple[int, str], list[Sequence]] = defaultdict(list)
     for sequence in sequences:

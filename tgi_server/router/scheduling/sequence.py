@@ -252,7 +252,7 @@ class Sequence:
         """Gives the sequence the blocks of its known tokens, with which it joins the shards' batch.
 
         cached: known tokens that are in them already. copy: made before anything is computed.
-        earlier_reply: the beginning of a reply to the same prompt. snapshot: the number of the one behind the cached
+        earlier_reply: the beginning of a reply to the same prompt. snapshot: the number of the one after the cached
         tokens.
         """
         self.blocks = list(blocks)

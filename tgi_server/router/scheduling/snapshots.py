@@ -15,7 +15,7 @@ _SHARE_OF_ONE = 8
 
 
 class Snapshots:
-    """Snapshots 1 .. `count`, each the state behind the first tokens of a text. The least recently used give way.
+    """Snapshots 1 .. `count`, each the state after the first tokens of a text. The least recently used give way.
 
     Lengths are whole blocks, so that blocks are shared as they are.
     due: the saves that the call being built makes, by the number of the snapshot.
@@ -58,7 +58,7 @@ class Snapshots:
         return sorted(chosen[: max(1, self.count // _SHARE_OF_ONE)])
 
     def save(self, request_id: int, space: Space, tokens: bytes) -> None:
-        """Has the call being built save the state behind `tokens`, all of one request, unless there is one."""
+        """Has the call being built save the state after `tokens`, all of one request, unless there is one."""
         digest = _digest(space, tokens)
         if digest not in self._numbers:
             number = self._free.pop() if self._free else self._numbers.popitem(last=False)[1]
@@ -67,14 +67,14 @@ class Snapshots:
         self._numbers.move_to_end(digest)
 
     def drop(self, space: Space, tokens: bytes) -> None:
-        """Forgets the snapshot behind `tokens`, if there is one."""
+        """Forgets the snapshot after `tokens`, if there is one."""
         number = self._numbers.pop(_digest(space, tokens), None)
         if number is not None:
             self._free.append(number)
             self.due.pop(number, None)
 
     def check(self) -> None:
-        """Raises AssertionError unless each snapshot is either free or behind one text."""
+        """Raises AssertionError unless each snapshot is either free or after one text."""
         numbers = [*self._free, *self._numbers.values()]
         assert sorted(numbers) == list(range(1, self.count + 1)), "a snapshot that is lost, or there twice"
 

@@ -1,1 +1,1 @@
-"""From text to tokens and back: what a request says, checked and tokenised, and what the model answers."""
+"""From text to tokens and back: what a request says, checked and tokenized, and what the model answers."""

@@ -85,7 +85,7 @@ class FrameWriter:
     def one_call(
         self, marks: Sequence[tuple[Mark, Mark]], thoughts: ReasoningTags | None, *, open_: bool
     ) -> str | None:
-        """Returns the grammar of an answer that ends behind its first call; only its marks are known.
+        """Returns the grammar of an answer that ends after its first call; only its marks are known.
 
         marks: the beginning and the end of each kind of calls. None: a grammar cannot have one of them.
         """
@@ -241,7 +241,7 @@ class FrameWriter:
         yield f"{rule}: {' '.join(members) or _quoted('')}"
 
     def _value(self, tags: ArgumentTags, parameter: TaggedParameter, arguments: Arguments) -> str:
-        """Returns the grammar of a value, and of what stands around it behind its tag."""
+        """Returns the grammar of a value, and of what stands around it after its tag."""
         end = self._literal(tags.closing)
         line = "LINE" if tags.in_lines else ""
         if parameter.text:

@@ -191,7 +191,7 @@ class AnswerReader:
             self._buffer, self._opens = self._buffer.removeprefix(found), False
 
     def _message(self, end: str, *, last: bool) -> Iterator[Piece]:
-        """Reads a text behind which there may be thoughts, and other texts, as behind a thought."""
+        """Reads a text after which there may be thoughts, and other texts, as after a thought."""
         self._open()
         said, ended, rest = self._buffer.partition(end)
         held = 0 if ended or last else beginning_held(said, end)
@@ -427,7 +427,7 @@ def _joined(text: str, most: int) -> str:
 
 
 def _behind(text: str, size: int) -> str:
-    """Returns what comes behind the first `size` characters of a text that are not white space around line breaks."""
+    """Returns what comes after the first `size` characters of a text that are not white space around line breaks."""
     while (found := _BREAK.search(text)) is not None and found.start() < size:
         size -= found.start()
         text = text[found.end() :]

@@ -28,7 +28,7 @@ RESERVED = frozenset(
     }
 )
 # The end of a message that the model continues, while it is rendered: a private character that no template writes.
-# The text of the message may well be a part of what a template puts behind it.
+# The text of the message may well be a part of what a template puts after it.
 _OPEN_END = "\ue000"
 # The text of a message, or the parts that it consists of.
 ShownContent = str | list[dict[str, Any]]
@@ -291,7 +291,7 @@ def _probed(role: str) -> str:
 
 
 def _leave_open(prompt: str) -> str:
-    """Cuts off what the template puts behind the last message."""
+    """Cuts off what the template puts after the last message."""
     for mark in (_OPEN_END, json.dumps(_OPEN_END)[1:-1]):  # a template may write ASCII only
         before, end, _ = prompt.rpartition(mark)
         if end:

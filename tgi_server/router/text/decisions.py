@@ -2,7 +2,7 @@
 arithmetic. docs/decisions.md has the formulas.
 
 A question is put to the model as the end of a conversation, and nothing is generated: the log-probabilities of the
-labels' tokens right behind the generation prompt are the answer.
+labels' tokens right after the generation prompt are the answer.
 """
 
 import logging
@@ -99,7 +99,7 @@ class Labels:
         return {beginning: tuple(tokens) for beginning, tokens in following.items()}
 
     def logprobs(self, steps: Mapping[Tokens, Mapping[int, float]]) -> list[float]:
-        """Returns the log-probability of each label. steps: those of tokens, behind each beginning."""
+        """Returns the log-probability of each label. steps: those of tokens, after each beginning."""
         return [fsum(steps[label[:place]][token] for place, token in enumerate(label)) for label in self.tokens]
 
 
@@ -202,7 +202,7 @@ def result_of(
 ) -> Probabilities:
     """Returns the probabilities of the options.
 
-    logprobs: of the labels in each order. neutral: those behind a neutral input, in the first order; None: the question
+    logprobs: of the labels in each order. neutral: those after a neutral input, in the first order; None: the question
     is not calibrated.
     """
     count = len(orders[0])

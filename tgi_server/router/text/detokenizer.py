@@ -22,7 +22,7 @@ class Detokenizer:
     their own in a sequence.
 
     `DecodeStream` of `tokenizers` does not do: it returns the prompt's part of such a character again, waits for ever
-    behind bytes that are no character, and cannot say what is left at the end.
+    after bytes that are no character, and cannot say what is left at the end.
     """
 
     __slots__ = ("_known", "_known_text", "_of_prompt", "_pending", "_tokenizer")
@@ -66,7 +66,7 @@ class Detokenizer:
         return self._new(text)
 
     def _new(self, text: str) -> str:
-        """Returns what comes behind the known tokens in a text with pending ones."""
+        """Returns what comes after the known tokens in a text with pending ones."""
         new = text[len(self._known_text) :].removeprefix(self._of_prompt)
         self._of_prompt = ""
         return new

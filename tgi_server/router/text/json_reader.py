@@ -22,7 +22,7 @@ class JsonReader:
         self.ended = False
 
     def read(self, text: str) -> tuple[str, str, bool]:
-        """Returns what is certain of the value, what has to be read again or comes behind it, and True at its end.
+        """Returns what is certain of the value, what has to be read again or comes after it, and True at its end.
 
         text: what was left, and what has come since. A word is certain only as a whole.
         """
@@ -40,7 +40,7 @@ class JsonReader:
         return (text, "", False) if end is None else (text[:end], text[end:], True)
 
     def _end(self, text: str) -> int | None:
-        """Returns the place behind the value's last character; None while it goes on."""
+        """Returns the place after the value's last character; None while it goes on."""
         start = 0
         if self._escaped and text:
             start, self._escaped = 1, False

@@ -157,7 +157,7 @@ class Preparer:
             raise InvalidRequest(f"`{name}`: {error}") from None
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int, *, add_special_tokens: bool) -> list[int]:
-        """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit, or is cut, is not tokenised as
+        """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit, or is cut, is not tokenized as
         a whole.
         """
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens

@@ -17,7 +17,7 @@ class ReasoningTags:
 
     opening: what comes before a text that is the answer. asides: what may come before other texts, which end as
     thoughts do. repeats: other thoughts and texts may follow at once. around: the marks that may stand around the
-    answer behind thoughts.
+    answer after thoughts.
     """
 
     begin: str

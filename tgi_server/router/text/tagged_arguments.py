@@ -39,7 +39,7 @@ _OF_WHOLE_OBJECTS = frozenset(
 )
 _MOST_REFERENCES = 16
 _NULL = "null"
-# What a tag behind a value begins with.
+# What a tag after a value begins with.
 _IN_TAGS = re.compile(r"[\n<]")
 
 
@@ -48,7 +48,7 @@ class ArgumentTags:
     """The tags around an argument.
 
     begin: the texts before and after its name, in front of the value. begin_text: those in front of a text, where they
-    are others; null has the usual ones. end: the text behind the value. separator: what stands between arguments that
+    are others; null has the usual ones. end: the text after the value. separator: what stands between arguments that
     are listed; only texts have an end; if that is empty, texts are JSON, too. quote: what stands in front of a
     text. words: those of JSON that the model writes otherwise.
     """
@@ -66,7 +66,7 @@ class ArgumentTags:
 
     @property
     def closing(self) -> str:
-        """The text behind a value, without the line breaks around it, which models leave out at times."""
+        """The text after a value, without the line breaks around it, which models leave out at times."""
         return self.end.strip("\n")
 
     @property

@@ -29,7 +29,7 @@ class TemplatedReader:
     ) -> None:
         """tools: JSON schemas of their arguments, by name. begun: the beginning of the answer that the prompt has.
 
-        parallel: there may be several calls; otherwise those behind the first are dropped.
+        parallel: there may be several calls; otherwise those after the first are dropped.
         """
         self._template = template
         self._parallel = parallel

@@ -88,7 +88,7 @@ class TokenStream(Generic[F]):
         shown: Collection[int] = (),
         observe_gap: Callable[[float], None] | None = None,
     ) -> None:
-        """input_ids: the prompt; the first generated token may read differently behind it.
+        """input_ids: the prompt; the first generated token may read differently after it.
         stops: stop sequences, if the request has any. stop_ids: tokens that end the text, and are no part of it.
         on_end: called once, at the end, with the error if the sequence did not end as it should.
         min_tokens: before this many tokens, nothing that the request names ends the text.
@@ -131,7 +131,7 @@ class TokenStream(Generic[F]):
         self.cached_tokens = cached_tokens
 
     def push(self, generation: pb.Generation) -> FinishReason | None:
-        """Takes the tokens of one step; tokens behind the end of the text are dropped."""
+        """Takes the tokens of one step; tokens after the end of the text are dropped."""
         if self.finish_reason is not None:
             return self.finish_reason
         if generation.HasField("prefill_tokens"):

@@ -24,11 +24,11 @@ from tgi_server.router.text.tokenizer_config import TokenizerConfig
 
 T = TypeVar("T")
 
-# Tokenising this many characters takes less time than waking a thread for it (about 0.1 ms).
+# Tokenizing this many characters takes less time than waking a thread for it (about 0.1 ms).
 _SHORT = 1_000
 # Texts with more characters have threads of their own: shorter ones do not wait behind them.
 _LONG = 32_768
-# Texts with more characters for each token that is allowed are tokenised in pieces first, until there are too many.
+# Texts with more characters for each token that is allowed are tokenized in pieces first, until there are too many.
 _PLAUSIBLE = 4
 _PIECE = 65_536
 # A cut through a text may add this many tokens.
@@ -101,7 +101,7 @@ class TextTokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
     def exceeds(self, text: str, tokens: int) -> bool:
-        """Returns True if a long text has more than `tokens` tokens, without tokenising much more than those."""
+        """Returns True if a long text has more than `tokens` tokens, without tokenizing much more than those."""
         if len(text) <= max(_PLAUSIBLE * tokens, _PIECE):
             return False
         found = 0
@@ -140,7 +140,7 @@ class TextTokenizer:
     def _bytes_of(self, token_id: int) -> bytes:
         if (name := self.special_tokens.get(token_id)) is not None:
             return name.encode()
-        # Decoders drop a space at the beginning of a text, so the token is looked at behind another one.
+        # Decoders drop a space at the beginning of a text, so the token is looked at after another one.
         before = self.decode(self._anchor)
         text = self.decode([*self._anchor, token_id])
         text = text[len(before) :] if text.startswith(before) else self.decode([token_id])
@@ -155,7 +155,7 @@ class TextTokenizer:
 
 
 class TokenizerThreads:
-    """Runs tokenising, and what else takes time, outside the event loop. Of long texts, the shortest comes first."""
+    """Runs tokenizing, and what else takes time, outside the event loop. Of long texts, the shortest comes first."""
 
     def __init__(self, tokenizer: TextTokenizer, workers: int) -> None:
         self.tokenizer = tokenizer

@@ -1,6 +1,6 @@
 """The forms in which models write calls of tools.
 
-A form is recognised by the chat template of the model, which shows how earlier calls are written; a model without one
+A form is recognized by the chat template of the model, which shows how earlier calls are written; a model without one
 gets TGI's. Whatever the form, the arguments of each call are bound by the schema of their tool.
 """
 
@@ -16,10 +16,10 @@ from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags
 class ToolFormat:
     """A form of calls: `begin`, `head` with the name in it, the arguments as JSON, `tail`, `separator`, ..., `end`.
 
-    trigger: the first part of `begin` and `head`. anywhere: it is a mark, behind which nothing but a call can follow,
+    trigger: the first part of `begin` and `head`. anywhere: it is a mark, after which nothing but a call can follow,
     and a text may come before the first call; otherwise it is the JSON before the name, and the answer is either calls
     or a text, which is any that does not begin with a call of a tool. triggers: other JSON that may stand for it.
-    alone: there is only one call. numbered: behind the name is a colon and the number of the call, and both are its id.
+    alone: there is only one call. numbered: after the name is a colon and the number of the call, and both are its id.
     tags: arguments are written one by one between them. as_json: the form of calls for which that cannot be done; it
     has the same `trigger`, `begin`, `separator` and `end`.
     """

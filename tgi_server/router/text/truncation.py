@@ -1,20 +1,20 @@
-"""Truncation: the last tokens of a long text; usually only its end is tokenised."""
+"""Truncation: the last tokens of a long text; usually only its end is tokenized."""
 
 from collections.abc import Callable
 
-# Characters that are tokenised for each token that is needed, and in addition.
+# Characters that are tokenized for each token that is needed, and in addition.
 _FOR_EACH, _FOR_NONE = 16, 4_096
 # Places at which a text is cut, to find out whether it matters.
 _CUTS = 3
 
 
 def end_characters(tokens: int) -> int:
-    """Returns the number of characters at the end of a text that are tokenised first, for its last `tokens` tokens."""
+    """Returns the number of characters at the end of a text that are tokenized first, for its last `tokens` tokens."""
     return _FOR_EACH * tokens + _FOR_NONE
 
 
 def tokenised_characters(text: str, tokens: int) -> int:
-    """Returns the number of characters that are usually tokenised for the last `tokens` tokens of a text."""
+    """Returns the number of characters that are usually tokenized for the last `tokens` tokens of a text."""
     return min(len(text), _CUTS * end_characters(tokens))
 
 
@@ -24,7 +24,7 @@ def last_ids(encode: Callable[[str], list[int]], text: str, tokens: int) -> list
     Behind a cut the first tokens are others than in the whole text; at the next word, or sign, they are the same again.
     Where three cuts, a character apart, lead to the same tokens through most of the end, any cut does: many tokenizers
     split digits three by three from the left, and two of three cuts may happen to agree. In a text without such places
-    (one letter a million times) no cut may do: then more of it is tokenised, and all of it in the end.
+    (one letter a million times) no cut may do: then more of it is tokenized, and all of it in the end.
     """
     size = end_characters(tokens)
     while 2 * size < len(text):
