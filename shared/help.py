@@ -1,5 +1,6 @@
 """The text of `--help`: a program's settings in groups, each with its variable, its values and its default."""
 
+import re
 import textwrap
 import types
 import typing
@@ -75,7 +76,9 @@ def _entry(name: str, field: FieldInfo, shortcut: Any, refusal: str | None) -> t
     text = refusal or field.description or ""
     if "|" in value and len(value) > _LONGEST_VALUES:
         text, value = f"{text.rstrip('.')}. One of {value.replace('|', ', ')}.", "NAME"
-    text = f"{text[:1].upper()}{text[1:].rstrip('.')}."
+    text = f"{text.rstrip('.')}."
+    if not re.match(r"[\w-]+:", text):  # a value, which is written as it is
+        text = f"{text[:1].upper()}{text[1:]}"
     default = _default(field.default)
     if default and refusal is None and "default:" not in text.lower():
         text += f" Default: {default}."

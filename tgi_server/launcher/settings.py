@@ -67,7 +67,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         description="a local folder or GGUF file, or an id of the hub; default: the bundled demo model",
     )
     huggingface_hub_cache: Path | None = Field(
-        None, description="where downloads from the hub are stored; default: as HF_HUB_CACHE"
+        None, description="folder for downloads from the hub; default: the value of HF_HUB_CACHE"
     )
     num_shard: PositiveInt | None = Field(
         None,

@@ -245,7 +245,7 @@ class ServingSettings(RequestSettings):
     }
 
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
-    port: Port = Field(default=3000, description="Port of the HTTP API.")
+    port: Port = Field(default=3000, description="Port of the HTTP API; with `oatmill serve` 8080.")
     prometheus_port: Port = Field(default=9000, description="Additional port for /metrics; 0: none.")
     allow_adapter_updates: bool = Field(
         default=False,

@@ -118,8 +118,8 @@ class ModelSettings(CheckpointSettings):
     image_memory: ByteSize = Field(
         ByteSize(256 << 20),
         ge=0,
-        description="memory in bytes, such as 256MiB, for outputs of the vision tower, which are reused when an image "
-        "comes again; 0: do not load the tower, and refuse images",
+        description="memory for outputs of the vision tower, such as 512MiB, which are reused when an image is sent "
+        "again; 0: do not load the tower, and refuse images; default: 256MiB",
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
@@ -137,7 +137,8 @@ class ModelSettings(CheckpointSettings):
         "local folder, a GGUF file, or an id of the hub",
     )
     rerank_model_id: str | None = Field(
-        None, description="model for /rerank, /v1/rerank, /v2/rerank and /predict; as embedding-model-id"
+        None,
+        description="model for /rerank, /v1/rerank, /v2/rerank and /predict; the forms are those of embedding-model-id",
     )
 
     speculate: NonNegativeInt = Field(

@@ -43,7 +43,10 @@ def test_help_has_groups_values_and_defaults(capsys: pytest.CaptureFixture[str])
     assert groups[-1] == "Not supported, unlike in TGI"
     assert len(groups) == len(set(groups))
     assert "  --dtype float32|float16|bfloat16  [DTYPE]\n" in text
-    assert "  -p, --port NUMBER  [PORT]\n      Port of the HTTP API. Default: 3000.\n" in text
+    assert (
+        "  -p, --port NUMBER  [PORT]\n      Port of the HTTP API; with `oatmill serve` 8080. Default: 3000.\n" in text
+    )
+    assert "\n      auto: OpenAI's routes" in text
     assert "--no-prefix-caching turns it off" in " ".join(text.split())
     assert "default: the bundled demo model" in text
     refused = text.partition("Not supported, unlike in TGI:")[2]
