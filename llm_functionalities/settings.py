@@ -135,6 +135,8 @@ class Settings(ServiceSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Settings":
+        if self.port and self.port == self.metrics_port:
+            raise ValueError(f"--port and --metrics-port are both {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:

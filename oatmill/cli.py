@@ -29,10 +29,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from shared.settings import fail, package_version
 
-    match sys.argv[1:]:
-        case ["-h" | "--help" | "help", *_]:
+    given = sys.argv[1:]
+    if given[:1] == ["help"] and given[1:]:
+        given = [given[1], "--help"]
+    match given:
+        case ["-h" | "--help" | "help"]:
             print(USAGE, end="")
-        case ["-V" | "--version", *_]:
+        case ["-V" | "--version" | "version"]:
             print(f"oatmill {package_version()}")
         case [command, *arguments] if command in COMMANDS:
             # Only what the command needs is imported.

@@ -1,5 +1,6 @@
 """`oatmill demo`: starts both services on free ports, makes real gRPC calls, shows answers, and stops everything."""
 
+import argparse
 import contextlib
 import socket
 import sys
@@ -19,7 +20,6 @@ from oatmill.services import (
     llm_functionalities,
     text_generation_server,
 )
-from shared.settings import fail
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
 
@@ -47,8 +47,8 @@ class DemoError(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 when every call was answered as it should be, 1 otherwise."""
-    if arguments:
-        fail("oatmill demo", f"it takes no arguments, but was given {' '.join(arguments)}")
+    description = "Starts both services on free ports, makes gRPC calls, and stops them."
+    argparse.ArgumentParser(prog="oatmill demo", description=description).parse_args(arguments)
     interrupt_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)

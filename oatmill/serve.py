@@ -10,6 +10,8 @@ from oatmill.services import first_to_end, interrupt_on_signals, llm_functionali
 from shared.settings import fail
 from tgi_server.launcher.cli import launcher_settings
 from tgi_server.launcher.cli import main as launch
+from tgi_server.launcher.errors import CannotStartError
+from tgi_server.launcher.machine import check_port
 from tgi_server.launcher.settings import LauncherSettings
 
 HTTP_PORT: Final = "8080"
@@ -71,8 +73,20 @@ def shared_flags(settings: LauncherSettings) -> list[str]:
     return [*flags, *(["--json-output"] if settings.json_output else [])]
 
 
+def _check_grpc_port(settings: LauncherSettings, grpc_port: int) -> None:
+    """Raises SystemExit(2) for a port that HTTP or metrics have, and SystemExit(1) for one that is in use."""
+    for flag, port in (("--port", settings.port), ("--prometheus-port", settings.prometheus_port)):
+        if port == grpc_port:
+            fail(_PROGRAM, f"{flag} and {_GRPC_FLAG} are both {port}")
+    try:
+        check_port(settings.hostname, grpc_port, _GRPC_FLAG)
+    except CannotStartError as error:
+        fail(_PROGRAM, str(error), status=error.status)
+
+
 def _serve_both(flags: Sequence[str], grpc_port: int) -> int:
     settings = launcher_settings(_PROGRAM, flags)
+    _check_grpc_port(settings, grpc_port)
     interrupt_on_signals()
     print(f"starting: HTTP on port {settings.port}, gRPC on port {grpc_port}; Ctrl-C stops both", flush=True)
     key = next((each.text for each in settings.api_keys), None)

@@ -5,11 +5,13 @@ import glob
 from collections.abc import Mapping
 from pathlib import Path
 
-IMPORTING, READING, ROUNDING = "importing", "reading weights", "rounding weights"
+IMPORTING, COMPILING = "importing", "compiling kernels"
+READING, ROUNDING = "reading weights", "rounding weights"
 PACKING, WARMING_UP = "packing weights", "warming up"
 # The percents at which the stages begin and end.
 _SPANS: Mapping[str, tuple[int, int]] = {
     IMPORTING: (0, 15),
+    COMPILING: (7, 15),
     READING: (15, 50),
     ROUNDING: (16, 50),
     PACKING: (50, 90),

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from prometheus_client.metrics_core import Metric
 from pydantic import BaseModel
 
 from llm_functionalities.metrics import ServiceMetrics
@@ -13,7 +14,7 @@ from shared.help import described
 from shared.settings import ServiceSettings, help_groups
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.router.metrics import Metrics
+from tgi_server.router.metrics import TGI_COUNTERS, Metrics
 from tgi_server.router.options import Dialect, OptionRow, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
@@ -264,12 +265,15 @@ def compatibility_page() -> str:
 _METRICS_HEAD = """# Metrics
 
 This page is generated (`make reference`) from the code. The format is Prometheus' text format. Durations are in
-seconds, lengths in tokens. Counters of `llm-functionalities` end with `_total`; those of the router have TGI's names,
-which do not.
+seconds, lengths in tokens. Counters end with `_total`, except for those that TGI has, which keep TGI's names.
 
 Kubernetes' inference gateways (Gateway API Inference Extension, llm-d) choose a server by the `vllm:` metrics. Their
 names and meanings are those of the extension's model server protocol, so the gateway needs no extra flags.
 """
+
+
+def _exposed_name(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" and metric.name not in TGI_COUNTERS else metric.name
 
 
 def metrics_page() -> str:
@@ -282,7 +286,7 @@ def metrics_page() -> str:
     parts = [_METRICS_HEAD]
     for title, metrics in sections.items():
         lines = [f"## {title}\n", "| metric | type | what it is |", "|---|---|---|"]
-        lines += (f"| `{each.name}` | {each.type} | {each.documentation} |" for each in metrics)
+        lines += (f"| `{_exposed_name(each)}` | {each.type} | {each.documentation} |" for each in metrics)
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

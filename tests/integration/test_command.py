@@ -51,11 +51,25 @@ def oatmill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_help_version_and_wrong_commands(oatmill):
     assert "oatmill serve [MODEL]" in oatmill("--help")[1]
-    assert oatmill("--version") == (0, f"oatmill {package_version()}\n", "")
+    assert "text-generation-launcher" in oatmill("help")[1]
+    assert "--max-total-tokens" in oatmill("help", "serve")[1]
+    assert oatmill("demo", "-h")[:2] == oatmill("help", "demo")[:2]
+    assert "usage: oatmill demo" in oatmill("help", "demo")[1]
+    assert oatmill("version") == oatmill("--version") == (0, f"oatmill {package_version()}\n", "")
     wrong = "oatmill: there is no command 'server'; there are serve, chat, demo, doctor\n"
     assert oatmill("server") == (2, "", wrong)
     assert (oatmill()[0], oatmill("demo", "fast")[0]) == (2, 2)
     assert "--grpc-port is 'x', which is not a port" in oatmill("serve", "--grpc-port", "x")[2]
+
+
+def test_a_port_that_is_given_twice_or_in_use_is_found_at_once(oatmill):
+    both = "oatmill serve: --port and --grpc-port are both 8080\n"
+    assert oatmill("serve", "--grpc-port=8080") == (2, "", both)
+    assert oatmill("serve", "--grpc-port=9000")[2] == "oatmill serve: --prometheus-port and --grpc-port are both 9000\n"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = oatmill("serve", f"--grpc-port={port}", "--hostname=127.0.0.1")
+    assert (code, err) == (1, f"oatmill serve: port {port} is in use; choose another with --grpc-port\n")
 
 
 def test_serve_passes_model_and_flags_on(tmp_path: Path):

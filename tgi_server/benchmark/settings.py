@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, ServiceSettings
 from tgi_server.contract import SamplingParameters
+from tgi_server.hub_ids import HubId
 
 # TGI's launcher has its first shard listen here, and ours does with `--shard-uds-path /tmp/text-generation-server`.
 USUAL_SOCKET = Path("/tmp/text-generation-server-0")  # noqa: S108
@@ -43,7 +44,7 @@ class BenchmarkSettings(ServiceSettings):
     master_shard_uds_path: Path | None = Field(
         None, description=f"socket of the first shard; default: {USUAL_SOCKET}, or that of the one running server"
     )
-    tokenizer_name: str | None = Field(
+    tokenizer_name: HubId | None = Field(
         None, description="folder or hub id of a tokenizer to make prompts with; default: prompts of arbitrary tokens"
     )
     revision: str = Field("main", description="revision of the tokenizer on the hub")

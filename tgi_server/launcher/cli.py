@@ -19,6 +19,7 @@ from tgi_server.launcher.errors import CannotStartError, ModelMissingError, Proc
 from tgi_server.launcher.machine import (
     check_address,
     check_gpus,
+    check_packages,
     check_port,
     check_shards,
     is_ip_address,
@@ -121,6 +122,7 @@ async def _launch(settings: LauncherSettings, on_ready: Callable[[LauncherSettin
     """Runs the server until a signal has stopped it. Raises LauncherError."""
     stop = asyncio.Event()
     on_stop_signal(stop.set)
+    check_packages()
     check_gpus()
     shards = shard_count(settings)
     check_shards(shards)

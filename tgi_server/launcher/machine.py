@@ -1,6 +1,7 @@
 """GPUs, addresses and ports of this machine. No torch, whose import takes seconds."""
 
 import errno
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -9,6 +10,15 @@ from shared.control_groups import usable_cores
 from shared.gpus import has_gpu, listed_gpus, missing_gpus, visible_gpus
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
+
+# Packages of router and shards, which the extra `server` installs.
+_PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "uvloop", "msgspec", "psutil", "safetensors")
+
+
+def check_packages() -> None:
+    """Raises CannotStartError if the packages of the model server are not installed, as the gRPC service needs none."""
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        raise CannotStartError(f"the model server lacks {', '.join(missing)}; run pip install 'oatmill[server]'")
 
 
 def shard_count(settings: LauncherSettings) -> int:

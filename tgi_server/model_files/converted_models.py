@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from tgi_server.model_files.copies import copy_path, permission_hint, unfinished_copy
+from tgi_server.model_files.copies import copy_path, storage_hint, unfinished_copy
 from tgi_server.model_files.errors import ModelUnavailable
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def convert(folder: Path) -> Path:
     except OSError as error:
         raise ModelUnavailable(
             f"{folder} has .bin weights only, and cannot be written to; a copy with safetensors weights cannot be made "
-            f"in {copy.parent}: {error.strerror}{permission_hint(error, constants.HF_HUB_CACHE)}"
+            f"in {copy.parent}: {error.strerror}{storage_hint(error, constants.HF_HUB_CACHE)}"
         ) from error
     return copy
 

@@ -24,8 +24,10 @@ INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 MEDUSA_FILE = "medusa_lm_head.pt"
 
 
-def permission_hint(error: BaseException | None, folder: str) -> str:
-    """Returns advice if the error is that this user may not write to the folder; "" for other errors."""
+def storage_hint(error: BaseException | None, folder: str) -> str:
+    """Returns advice if this user may not write to the folder, or its disk is full; "" for other errors."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"; free space on the disk of {folder}, or let HF_HUB_CACHE name a folder on another one"
     if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ""
     return (

@@ -10,7 +10,8 @@ from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 
-from huggingface_hub import constants, list_repo_files, snapshot_download
+from httpx2 import TransportError
+from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -25,7 +26,7 @@ from huggingface_hub.errors import (
 
 from tgi_server.gguf.paths import SUFFIX
 from tgi_server.model_files.converted_models import convert, converted_copy
-from tgi_server.model_files.copies import CODE, MEDUSA_FILE, METADATA, TEMPLATES, permission_hint
+from tgi_server.model_files.copies import CODE, MEDUSA_FILE, METADATA, TEMPLATES, storage_hint
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.gguf_models import GgufChoice, described, gguf_of_folder, is_gguf_adapter, split_kind
 from tgi_server.model_files.merged_models import base_of, is_adapter, merge, merged_copy
@@ -247,10 +248,16 @@ def _fetched_gguf(repository: str, revision: str | None, choice: GgufChoice, *, 
             folder = Path(fetch(allow_patterns=choice.patterns))
             file = gguf_of_folder(folder, choice)
         else:
-            name = choice.of(list_repo_files(repository, revision=revision), named)
+            name = choice.of(_hub_files(repository, revision), named)
             wanted = [*(GgufChoice(name).patterns if name else ()), *METADATA]
             folder = Path(fetch(allow_patterns=wanted, ignore_patterns=[f"*/{each}" for each in METADATA]))
             file = None if name is None else folder / name
+    except TransportError as error:
+        try:
+            file = _fetched_gguf(repository, revision, choice, local_files_only=True)
+        except ModelUnavailable:
+            raise ModelUnavailable(_unreachable(named, error)) from error
+        logger.warning("the hub cannot be reached (%s); using what an earlier start fetched", _first_line(error))
     except (HTTPError, OSError, XetDownloadError, ValueError, LookupError, TypeError) as error:
         raise ModelUnavailable(_explain(error, named)) from error
     if file is None:
@@ -258,10 +265,19 @@ def _fetched_gguf(repository: str, revision: str | None, choice: GgufChoice, *, 
     return file
 
 
+def _hub_files(repository: str, revision: str | None) -> list[str]:
+    """Returns the names of a repository's files. Raises what the hub's client raises, after one try.
+
+    `list_repo_files` would try for half a minute where there is no network.
+    """
+    info = model_info(repository, revision=revision or "main", timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    return [file.rfilename for file in info.siblings or ()]
+
+
 def _has_gguf(repository: str, revision: str | None) -> bool:
     """Returns True for a repository of the hub with GGUF files. False where that is not known."""
     try:
-        return any(name.endswith(SUFFIX) for name in list_repo_files(repository, revision=revision))
+        return any(name.endswith(SUFFIX) for name in _hub_files(repository, revision))
     except (HTTPError, OSError, ValueError, LookupError, TypeError):
         return False  # what is wrong is reported when other files are fetched
 
@@ -327,13 +343,17 @@ def _explain(error: Exception, named: str) -> str:
             advice = offline if constants.HF_HUB_OFFLINE else "run `text-generation-server download-weights` first"
             return f"{named} is not complete on this machine; {advice}"
         case LocalEntryNotFoundError():
-            return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
+            return _unreachable(named, error.__cause__)
         case JSONDecodeError() | LookupError() | TypeError():  # of the client, which reads something else
             return (
                 f"{named} could not be fetched: {constants.ENDPOINT} does not answer like the hub; check "
                 "HF_ENDPOINT, and that no proxy answers in its place"
             )
-    return f"{named} could not be fetched: {_first_line(error)}{permission_hint(error, constants.HF_HUB_CACHE)}"
+    return f"{named} could not be fetched: {_first_line(error)}{storage_hint(error, constants.HF_HUB_CACHE)}"
+
+
+def _unreachable(named: str, error: BaseException | None) -> str:
+    return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error)}"
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -17,7 +17,7 @@ from tgi_server.gguf.file import read_gguf
 from tgi_server.gguf.metadata import Metadata
 from tgi_server.gguf.paths import SUFFIX, GgufError, first_part, gguf_parts
 from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
-from tgi_server.model_files.copies import files_path, permission_hint, unfinished_folder
+from tgi_server.model_files.copies import files_path, storage_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.tokenizer_files import tokenizer_files
 
@@ -74,11 +74,8 @@ class GgufChoice:
 
 
 def split_kind(model_id: str) -> tuple[str, str | None]:
-    """Returns an id of the hub without what stands behind the colon, and that: how the model's file is quantized.
-
-    The name of the hub before it, as Ollama writes it, is left out.
-    """
-    repository, _, kind = re.sub(r"^(?:hf\.co|huggingface\.co)/", "", model_id).partition(":")
+    """Returns an id of the hub without what follows the colon, and that: how the model's file is quantized."""
+    repository, _, kind = model_id.partition(":")
     return repository, kind or None
 
 
@@ -117,7 +114,7 @@ def described(file: Path, tokenizer: Path | None = None) -> Path:
     except GgufError as error:
         raise ModelUnavailable(str(error)) from error
     except OSError as error:
-        hint = permission_hint(error, constants.HF_HUB_CACHE)
+        hint = storage_hint(error, constants.HF_HUB_CACHE)
         raise ModelUnavailable(
             f"no configuration can be written for {file}: {error.strerror or error}{hint}"
         ) from error

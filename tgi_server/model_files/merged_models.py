@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from tgi_server.model_files.copies import copy_path, permission_hint, unfinished_copy
+from tgi_server.model_files.copies import copy_path, storage_hint, unfinished_copy
 from tgi_server.model_files.errors import ModelUnavailable
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,6 @@ def merge(adapter: Path, base: Path, *, trust_remote_code: bool) -> Path:
     except OSError as error:
         raise ModelUnavailable(
             f"{base} with the adapter {adapter} cannot be written to {copy.parent}: {error.strerror}"
-            f"{permission_hint(error, constants.HF_HUB_CACHE)}"
+            f"{storage_hint(error, constants.HF_HUB_CACHE)}"
         ) from error
     return copy

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from tgi_server.model_files.copies import TEMPLATES, files_path, permission_hint, unfinished_folder
+from tgi_server.model_files.copies import TEMPLATES, files_path, storage_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
 
 # A tokenizer has one of these.
@@ -40,7 +40,7 @@ def with_tokenizer(model: Path, tokenizer: Path) -> Path:
             _link(kept, model, whole)
             _link(others, tokenizer, whole)
     except OSError as error:
-        hint = permission_hint(error, constants.HF_HUB_CACHE)
+        hint = storage_hint(error, constants.HF_HUB_CACHE)
         raise ModelUnavailable(
             f"no folder of {model} with the tokenizer of {tokenizer} can be written: {error.strerror or error}{hint}"
         ) from error

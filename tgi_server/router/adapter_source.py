@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BeforeValidator
 
 from tgi_server.gguf.paths import SUFFIX
+from tgi_server.hub_ids import read_hub_id
 
 LONGEST_ID = 256
 
@@ -75,6 +76,11 @@ def check_id(adapter_id: str) -> None:
 
 def _split(place: str) -> tuple[str, str | None]:
     """Returns a place without its revision, and that."""
+    model_id, of_address = read_hub_id(place)
+    if model_id != place:
+        if ":" in model_id:
+            raise ValueError(f"{place}: give the adapter's OWNER/NAME, not its file")
+        return model_id, of_address
     separator = "@" if "@" in place else ":"
     named, given, revision = place.rpartition(separator)
     return (named, revision) if given else (place, None)

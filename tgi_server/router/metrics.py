@@ -29,8 +29,16 @@ _SIZES = tuple(float(2**power) for power in range(12))
 # Label values of adapters; all further adapters are counted together.
 _ADAPTER_NAMES = 256
 
-# prometheus_client names every counter `..._total`; TGI's dashboards know the names without it.
-_TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTILINE)
+# TGI's counters. prometheus_client names every counter `..._total`; TGI's dashboards know these without it.
+TGI_COUNTERS = frozenset(
+    {
+        *("tgi_request_count", "tgi_request_success", "tgi_request_failure"),
+        *("tgi_batch_inference_count", "tgi_batch_inference_success", "tgi_batch_concat"),
+    }
+)
+_TOTAL = re.compile(
+    rf"^((?:# (?:HELP|TYPE) )?(?:{'|'.join(sorted(TGI_COUNTERS))}))_total(?=[ {{])".encode(), re.MULTILINE
+)
 
 
 class Method(Enum):

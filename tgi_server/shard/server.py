@@ -31,7 +31,7 @@ from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.errors import CannotConnect, PeerLost
-from tgi_server.engine.kernels import compile_beside
+from tgi_server.engine.kernels import compile_beside, user_cache
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to
@@ -178,7 +178,7 @@ def engine_config(
 
 
 def _packed_cache(settings: ShardSettings) -> Path | None:
-    folder = settings.packed_weights_cache or Path.home() / ".cache" / "oatmill" / "packed"
+    folder = settings.packed_weights_cache or user_cache() / "packed"
     return None if folder == Path("none") else folder
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
@@ -10,6 +10,7 @@ from pydantic_settings import CliPositionalArg
 from shared.settings import CommaSeparated, LogLevel, RefusedSetting, ServiceSettings, synonyms
 from tgi_server import demo_model
 from tgi_server.contract import MOST_DRAFTED, Task
+from tgi_server.hub_ids import HubId, read_hub_id
 
 # The values of --quantize that agree with the `quant_method` of a checkpoint.
 QUANTIZE_OF_METHOD: Mapping[str, tuple[str, ...]] = {
@@ -51,12 +52,25 @@ class CheckpointSettings(ServiceSettings):
     gguf_file: str | None = Field(
         None, description="GGUF file to load, if the folder or repository of the model has several"
     )
-    tokenizer_name: str | None = Field(
+    tokenizer_name: HubId | None = Field(
         None,
         description="folder or hub id of a tokenizer to use, with its chat template, in place of the model's own",
     )
     json_output: bool = Field(False, description="write log lines as JSON objects")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_addresses(cls, values: Any) -> Any:
+        """Takes the address of a model's page, or of its GGUF file, for the model id and the revision."""
+        if not isinstance(values, dict) or not isinstance(given := values.get("model_id"), str):
+            return values
+        model_id, revision = read_hub_id(given)
+        if revision is None:
+            return values | {"model_id": model_id}
+        if values.get("revision") not in (None, revision):
+            raise ValueError(f"{given} and --revision name different revisions; leave one of them out")
+        return values | {"model_id": model_id, "revision": revision}
 
 
 class ModelSettings(CheckpointSettings):
@@ -131,12 +145,12 @@ class ModelSettings(CheckpointSettings):
         "that all of them read, if that gives NCCL's sums at load; it has not run on several GPUs yet",
     )
 
-    embedding_model_id: str | None = Field(
+    embedding_model_id: HubId | None = Field(
         None,
         description="model for /v1/embeddings and /embed, in addition to model-id, or alone if model-id is not set; a "
         "local folder, a GGUF file, or an id of the hub",
     )
-    rerank_model_id: str | None = Field(
+    rerank_model_id: HubId | None = Field(
         None,
         description="model for /rerank, /v1/rerank, /v2/rerank and /predict; the forms are those of embedding-model-id",
     )
@@ -148,7 +162,7 @@ class ModelSettings(CheckpointSettings):
         "speculative-model they come from the prompt and earlier answers. Default: 0; 4 with speculative-model; with "
         "Medusa heads, one per head",
     )
-    speculative_model: str | None = Field(
+    speculative_model: HubId | None = Field(
         None,
         description="draft model: a small model with the same tokenizer, Medusa heads, or EAGLE-3; a local "
         "folder, or an id of the hub",

@@ -102,7 +102,7 @@ def test_tokens_are_those_of_the_dense_weights(
     info = httpx.get(f"{running.url}/info").json()
     assert (info["model_id"], info["quantization"]) == (files.file.name, "GGUF, Q8_0")
     assert [each["id"] for each in info["adapters"]] == ["chef"]
-    (hits,) = re.findall(r"^tgi_prefix_cache_hit_tokens (\S+)", httpx.get(f"{running.url}/metrics").text, re.M)
+    (hits,) = re.findall(r"^tgi_prefix_cache_hit_tokens_total (\S+)", httpx.get(f"{running.url}/metrics").text, re.M)
     assert float(hits) > 0
     body = {"messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": 3, "temperature": 0}
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=body).json()

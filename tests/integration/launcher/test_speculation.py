@@ -90,10 +90,10 @@ def test_metrics_count_what_the_models_own_layer_drafts(server: ServerFactory, t
     for first in range(3, 12):  # drafts are checked where steps with them were measured to take little longer
         body = {"model": "tgi", "prompt": [first], "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
         httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).raise_for_status()
-        if (drafts := _drafts(running))["tgi_batch_speculated_tokens"] > 0:
+        if (drafts := _drafts(running))["tgi_batch_speculated_tokens_total"] > 0:
             break
     print(drafts)
-    assert drafts["tgi_batch_speculated_tokens"] == drafts["tgi_batch_accepted_tokens"] > 0
+    assert drafts["tgi_batch_speculated_tokens_total"] == drafts["tgi_batch_accepted_tokens_total"] > 0
     assert drafts["tgi_request_skipped_tokens_sum"] > 0
 
 
@@ -107,7 +107,7 @@ def _compare(answers: list[dict[str, Any]], expected: list[dict[str, Any]], serv
 
 def _drafts_were_right_and_wrong(server: TextGenerationServer) -> bool:
     drafts = _drafts(server)
-    return drafts["tgi_batch_speculated_tokens"] > drafts["tgi_batch_accepted_tokens"] > 0 and (
+    return drafts["tgi_batch_speculated_tokens_total"] > drafts["tgi_batch_accepted_tokens_total"] > 0 and (
         drafts["tgi_request_skipped_tokens_sum"] > 0
     )
 
@@ -132,7 +132,7 @@ def _logprobs(details: dict[str, Any]) -> list[float]:
 
 
 def _drafts(server: TextGenerationServer) -> dict[str, float]:
-    counts = ("tgi_batch_speculated_tokens", "tgi_batch_accepted_tokens", "tgi_request_skipped_tokens_sum")
+    counts = ("tgi_batch_speculated_tokens_total", "tgi_batch_accepted_tokens_total", "tgi_request_skipped_tokens_sum")
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     values = {name: value for name, _, value in (line.rpartition(" ") for line in lines)}
     return {name: float(values[name]) for name in counts}

@@ -26,7 +26,7 @@ KEYS = ("first-key", "second-key")
 
 
 async def hits(router: Router) -> float:
-    return await router.metric("tgi_prefix_cache_hit_tokens")
+    return await router.metric("tgi_prefix_cache_hit_tokens_total")
 
 
 async def found(router: Router, path: str, body: dict[str, Any], key: str | None = None) -> float:
@@ -86,7 +86,7 @@ async def test_each_of_several_keys_has_a_prefix_cache_of_its_own(routers: Route
 async def test_a_request_without_a_key_is_logged_and_counted(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
     router = await routers(api_key="secret")
     assert (await router.http.post("/generate", json={"inputs": "Hello"})).status_code == 401
-    assert 'tgi_requests_refused{err="unauthorized"} 1' in (await router.http.get("/metrics")).text
+    assert 'tgi_requests_refused_total{err="unauthorized"} 1' in (await router.http.get("/metrics")).text
     assert "refused POST /generate from 127.0.0.1: the API key is missing or wrong" in caplog.text
 
 

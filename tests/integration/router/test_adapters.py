@@ -73,7 +73,7 @@ def test_requests_of_adapter_and_model_are_kept_apart(client: httpx.Client) -> N
     body = {"inputs": QUESTION, "parameters": {"adapter_id": "chef", "max_new_tokens": 5}}
     assert client.post("/generate", json=body).status_code == 200
     assert [each["id"] for each in client.get("/info").json()["adapters"]] == ["chef"]
-    assert 'tgi_request_adapter_count{adapter="chef"} ' in client.get("/metrics").text
+    assert 'tgi_request_adapter_count_total{adapter="chef"} ' in client.get("/metrics").text
 
 
 @pytest.mark.slow

@@ -500,10 +500,10 @@ async def test_special_tokens_in_messages_may_be_allowed(routers: RouterFactory)
 async def test_a_conversation_with_special_tokens_in_it_is_found_in_the_prefix_cache(router: Router):
     messages = [{"role": "user", "content": "Rinse the rice, and a < b. " * 5}]
     for content in (INJECTED, "Hello", INJECTED):
-        before = await router.metric("tgi_prefix_cache_hit_tokens")
+        before = await router.metric("tgi_prefix_cache_hit_tokens_total")
         response = await router.post("/v1/chat/completions", messages=messages)
         prompt_tokens = response.json()["usage"]["prompt_tokens"]
         await router.idle()
-        known = await router.metric("tgi_prefix_cache_hit_tokens") - before
+        known = await router.metric("tgi_prefix_cache_hit_tokens_total") - before
         assert known >= (prompt_tokens - 80 if len(messages) > 1 else 0)
         messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": content}]

@@ -172,7 +172,7 @@ async def test_clients_that_leave_at_any_moment_leave_no_fault_in_the_log(
     await router.idle()
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
     assert (await router.post("/generate", inputs="Hello")).status_code == 200
-    broken = sum([await router.metric(f'tgi_connections_broken{{by="{by}"}}') for by in ("client", "malformed")])
+    broken = sum([await router.metric(f'tgi_connections_broken_total{{by="{by}"}}') for by in ("client", "malformed")])
     assert broken <= 30
     assert broken > 0 or sent in (b"", HEAD + BODY)
 

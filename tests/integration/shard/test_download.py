@@ -162,10 +162,14 @@ def test_what_cannot_be_had_is_told_in_one_line(download: Download, hub: Hub, na
     assert complaint in complaint_of(download(name))
 
 
-@pytest.mark.slow
-def test_a_hub_that_is_not_reachable(download: Download, free_port: Callable[[], int]) -> None:
-    result = download(ID, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
-    assert f"{ID} is not on this machine, and the hub cannot be reached" in complaint_of(result)
+@pytest.mark.parametrize("name", [f"{ID}-GGUF:Q8_0", pytest.param(ID, marks=pytest.mark.slow)])
+def test_a_hub_that_is_not_reachable_is_told_at_once(
+    download: Download, free_port: Callable[[], int], name: str
+) -> None:
+    result = download(name, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    line = complaint_of(result)
+    assert f"{name.partition(':')[0]} is not on this machine, and the hub cannot be reached" in line
+    assert result.stderr == f"{line}\n"
 
 
 @pytest.mark.slow
@@ -272,6 +276,7 @@ def test_a_gguf_file_is_fetched_by_its_kind(download: Download, hub: Hub, tmp_pa
     assert {"config.json", "tokenizer.json", "tiny-Q8_0.gguf"} <= {path.name for path in folder.iterdir()}
     hub.requests.clear()
     assert folder_of(download("maker/tiny-GGUF:Q8_0", HF_HUB_OFFLINE="1")) == folder
+    assert folder_of(download("maker/tiny-GGUF:Q8_0", HF_ENDPOINT="http://127.0.0.1:9")) == folder
     assert "maker/other is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
         download("maker/other:Q8_0", HF_HUB_OFFLINE="1")
     )

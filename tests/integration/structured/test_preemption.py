@@ -43,7 +43,7 @@ def generate(server: TextGenerationServer, index: int) -> str:
 
 
 def preemptions(server: TextGenerationServer) -> int:
-    found = re.search(r"^tgi_batch_preemption_count\S* (\d+)", httpx.get(f"{server.url}/metrics").text, re.M)
+    found = re.search(r"^tgi_batch_preemption_count_total\S* (\d+)", httpx.get(f"{server.url}/metrics").text, re.M)
     return int(found[1]) if found else 0
 
 

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -107,6 +108,15 @@ def test_an_address_of_another_machine_is_told_with_its_flag(
     flag = flags.split()[-1].partition("=")[0]
     told = complaint(monkeypatch, capsys, *flags.split())
     assert told == (FAILED, f"{flag}: 192.0.2.1 is not an address of this machine")
+
+
+def test_a_model_server_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("torch", "uvicorn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    told = complaint(monkeypatch, capsys)
+    assert told == (FAILED, "the model server lacks torch, uvicorn; run pip install 'oatmill[server]'")
 
 
 def test_help_lists_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

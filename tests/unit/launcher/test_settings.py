@@ -49,7 +49,7 @@ def test_the_help_says_what_the_launcher_makes_of_a_flag(capsys: pytest.CaptureF
             "must be one of awq, compressed-tensors, gptq, marlin, bitsandbytes, bitsandbytes-fp4, bitsandbytes-nf4, "
             "eetq, fp8, int4, int8; for other formats use a GPTQ checkpoint",
         ),
-        ("kv-cache-dtype", "fp8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2', got 'fp8'"),
+        ("kv-cache-dtype", "int8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2', got 'int8'"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
         ("weights-cache-override", "/a", "not supported; use the folder with the weights as the model id"),

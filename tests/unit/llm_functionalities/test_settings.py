@@ -51,6 +51,7 @@ def test_a_secret_is_not_described() -> None:
         (["--endpoint-ca", "/absent"], "/absent"),
         (["--name-servers", "dns.example"], "--name-servers"),
         (["--default-timeout", "-1"], "--default-timeout"),
+        (["--port", "9100", "--metrics-port", "9100"], "--port and --metrics-port are both 9100"),
         (["--threads", "0"], "--threads"),
         (["--threads", "4", "--batch-threads", "8"], "--batch-threads"),
         (["--log-level", "loud"], "--log-level"),

@@ -65,7 +65,6 @@ def test_projectors_of_images_are_not_models() -> None:
     [
         ("maker/model", ("maker/model", None)),
         ("maker/model:Q4_K_M", ("maker/model", "Q4_K_M")),
-        ("hf.co/maker/model:Q4_K_M", ("maker/model", "Q4_K_M")),
     ],
 )
 def test_an_id_may_end_in_a_kind(model_id: str, expected: tuple[str, str | None]) -> None:

@@ -1,6 +1,6 @@
 import re
 
-from tgi_server.router.metrics import ConcatReason, Method, Metrics, RequestTimes
+from tgi_server.router.metrics import TGI_COUNTERS, ConcatReason, Method, Metrics, RequestTimes
 
 COUNTERS = {
     "tgi_request_count": (),
@@ -9,14 +9,14 @@ COUNTERS = {
     "tgi_batch_inference_count": ("method",),
     "tgi_batch_inference_success": ("method",),
     "tgi_batch_concat": ("reason",),
-    "tgi_batch_preemption_count": (),
-    "tgi_prefix_cache_hit_tokens": (),
-    "tgi_batch_speculated_tokens": (),
-    "tgi_batch_accepted_tokens": (),
-    "tgi_prefix_cache_lookup_tokens": (),
-    "tgi_image_count": (),
-    "tgi_image_known_count": (),
-    "tgi_image_failure": ("err",),
+    "tgi_batch_preemption_count_total": (),
+    "tgi_prefix_cache_hit_tokens_total": (),
+    "tgi_batch_speculated_tokens_total": (),
+    "tgi_batch_accepted_tokens_total": (),
+    "tgi_prefix_cache_lookup_tokens_total": (),
+    "tgi_image_count_total": (),
+    "tgi_image_known_count_total": (),
+    "tgi_image_failure_total": ("err",),
 }
 GAUGES = (
     "tgi_queue_size",
@@ -100,7 +100,8 @@ def test_names_types_and_labels():
         assert f"# TYPE {name} gauge" in text
     for name in HISTOGRAMS:
         assert f"# TYPE {name} histogram" in text
-    assert "_total" not in text.replace("process_cpu_seconds_total", "")
+    assert {name for name in COUNTERS if not name.endswith("_total")} == TGI_COUNTERS
+    assert not re.search(rf"^({'|'.join(TGI_COUNTERS)})_total", text, re.MULTILINE)
     assert "_created" not in text
     for name, labels in {**COUNTERS, **HISTOGRAMS}.items():
         series = re.search(rf"^{name}(?:_bucket)?(?:{{([^}}]*)}})? ", text, re.MULTILINE)
@@ -115,9 +116,9 @@ def test_values():
     assert values["tgi_queue_size"] == 2
     assert (values["tgi_batch_current_size"], values["tgi_batch_current_max_tokens"]) == (3, 48)
     assert (values["tgi_kv_capacity_tokens"], values["tgi_kv_cached_tokens"]) == (100, 20)
-    assert (values["tgi_prefix_cache_lookup_tokens"], values["tgi_prefix_cache_hit_tokens"]) == (10, 4)
-    assert (values["tgi_batch_speculated_tokens"], values["tgi_batch_accepted_tokens"]) == (5, 2)
-    assert values["tgi_batch_preemption_count"] == 2
+    assert (values["tgi_prefix_cache_lookup_tokens_total"], values["tgi_prefix_cache_hit_tokens_total"]) == (10, 4)
+    assert (values["tgi_batch_speculated_tokens_total"], values["tgi_batch_accepted_tokens_total"]) == (5, 2)
+    assert values["tgi_batch_preemption_count_total"] == 2
     assert values['tgi_batch_concat{reason="backpressure"}'] == 1
     assert values["tgi_request_duration_sum"] == 1.0
     assert values["tgi_request_generated_tokens_sum"] == 10

@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import transformers
@@ -116,7 +116,7 @@ def write_packed(path: Path, content: Any) -> None:
         descriptor, unfinished = tempfile.mkstemp(suffix=".unfinished", prefix="", dir=path.parent)
         try:
             with open(descriptor, "wb") as file:
-                torch.save(content, file, pickle_module=SimpleNamespace(__name__=__name__, Pickler=_Pickler))
+                _save(content, file)
             os.replace(unfinished, path)
         except BaseException:
             os.unlink(unfinished)
@@ -127,6 +127,26 @@ def write_packed(path: Path, content: Any) -> None:
         logger.info("packed weights are not stored in %s: %s", path.parent, error)
     else:
         logger.info("packed weights are stored in %s for later starts", path)
+
+
+def _save(content: Any, file: BinaryIO) -> None:
+    """Writes a model. Raises OSError if the disk is full, for which torch has an error that does not say so."""
+    faults: list[OSError] = []
+
+    def write(data: bytes) -> int:
+        try:
+            return file.write(data)
+        except OSError as error:
+            faults.append(error)
+            raise
+
+    target = SimpleNamespace(write=write, flush=file.flush)
+    try:
+        torch.save(content, target, pickle_module=SimpleNamespace(__name__=__name__, Pickler=_Pickler))
+    except RuntimeError:
+        if faults:
+            raise faults[0] from None
+        raise
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

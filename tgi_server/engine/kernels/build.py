@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -25,13 +26,27 @@ from pathlib import Path
 import torch
 
 from shared.control_groups import usable_cores
+from tgi_server.engine.progress import progress
+from tgi_server.loading import COMPILING
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = sorted(FOLDER.rglob("*.cpp"))
 HEADERS = sorted(FOLDER.rglob("*.h"))
-CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
+TEMPORARY = Path(tempfile.gettempdir()) / f"oatmill-{os.getuid()}"
+_NO_HOME = Path(os.devnull)  # below which nothing can be written
+
+
+def user_cache() -> Path:
+    """Returns the folder of what is kept between starts, in XDG_CACHE_HOME or ~/.cache. It may not be writable."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oatmill"
+    except RuntimeError:  # neither HOME nor /etc/passwd has a home of this user
+        return _NO_HOME / "oatmill"
+
+
+CACHE = user_cache() / "kernels"
 # The package in which `make dist` puts compiled libraries.
 PACKAGE = "oatmill_kernels"
 FLAGS = [
@@ -141,7 +156,7 @@ def compiled_library() -> Path | None:
     """Returns the best library that is compiled already and runs on this machine; None if there is none."""
     features = set(_cpu_features().split())
     fitting = [NATIVE, *(target for target, needed in TARGETS.items() if needed <= features)]
-    folders = [CACHE, *_package_folders()]
+    folders = [CACHE, *([TEMPORARY] if _is_private(TEMPORARY) else []), *_package_folders()]
     return next((path for target in fitting for folder in folders if (path := _library(target, folder)).exists()), None)
 
 
@@ -162,6 +177,28 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
+def _is_private(folder: Path) -> bool:
+    """Returns True for a folder that only this user can write to: a library of another user would run its code."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _temporary_cache() -> Path:
+    """Returns a folder for kernels that later starts find, too, where the temporary folder is kept. Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        TEMPORARY.mkdir(mode=0o700)
+    folder = TEMPORARY if _is_private(TEMPORARY) else Path(tempfile.mkdtemp(prefix="oatmill-kernels-"))
+    logger.warning(
+        "%s, so the CPU kernels are kept in %s; set XDG_CACHE_HOME to a folder that later starts find",
+        "this user has no home" if _NO_HOME in CACHE.parents else f"{CACHE} cannot be written to",
+        folder,
+    )
+    return folder
+
+
 def _compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
@@ -170,8 +207,7 @@ def _compiled(target: str) -> Path:
     library = _library(target)
     if not library.exists():
         if not _is_writable(library.parent):
-            logger.info("%s cannot be written to, so the kernels are compiled for this process alone", CACHE)
-            library = Path(tempfile.mkdtemp(prefix="oatmill-kernels-")) / library.name
+            library = _temporary_cache() / library.name
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # or else each of several processes would compile them
             if not library.exists():
@@ -195,11 +231,14 @@ def _compile(library: Path, target: str) -> None:
     log = "compiling %d of %d files of the CPU kernels for %s; all of them take a few minutes"
     logger.info(log, len(missing), len(SOURCES), machine)
     finished = count(len(SOURCES) - len(missing) + 1)
+    progress(COMPILING)
 
     def compile_one(source: Path) -> None:
         with _whole(objects[source]) as unfinished:
             _run(command(compiler, target, source, unfinished))
-        logger.info("compiled %d of %d files of the CPU kernels", next(finished), len(SOURCES))
+        done = next(finished)
+        progress(COMPILING, done / len(SOURCES))
+        logger.info("compiled %d of %d files of the CPU kernels", done, len(SOURCES))
 
     with ThreadPoolExecutor(usable_cores()) as threads:
         for _ in threads.map(compile_one, missing):  # raises what one of them raised

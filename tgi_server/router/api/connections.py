@@ -34,6 +34,8 @@ _END_OF_HEAD = b"\r\n\r\n"
 _HANGUP: int = getattr(select, "POLLRDHUP", select.POLLHUP)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _INVALID = "Invalid HTTP request received."
+# Seconds that the first request of a connection may take to come when the server stops.
+_LAST_SECONDS = 0.3
 
 # In the state of a request's scope: ends the connection at once, with a refusal where no response has begun.
 REFUSE = "refuse"
@@ -64,7 +66,7 @@ class ClientConnection(HttpToolsProtocol):
     _body_left = 0
     # Of the head of the request that is received or answered.
     _head_size = 0
-    _broken_off = _malformed = False
+    _broken_off = _malformed = _stopping = False
     _deadline: asyncio.TimerHandle | None = None
     _reading_deadline: asyncio.TimerHandle | None = None
 
@@ -125,6 +127,18 @@ class ClientConnection(HttpToolsProtocol):
         if self.on_lost is not None:
             self.on_lost()
 
+    def shutdown(self) -> None:
+        """Ends the connection after the current request, or after its first one, which may be on its way."""
+        self._stopping = True
+        if self.cycle is None:
+            self.loop.call_later(_LAST_SECONDS, self._end_unused)
+        else:
+            super().shutdown()
+
+    def _end_unused(self) -> None:
+        if self.cycle is None and not (self._head_bytes or self._unparsed):
+            self.transport.close()
+
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
         self._parse()
@@ -154,6 +168,8 @@ class ClientConnection(HttpToolsProtocol):
         # The parser has made sure that it is a number, and that there is one at most.
         self._body_left = int(next((value for name, value in self.headers if name == b"content-length"), b"0"))
         super().on_headers_complete()
+        if self._stopping:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0

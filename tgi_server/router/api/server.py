@@ -71,6 +71,13 @@ class HttpServer(uvicorn.Server):
         self.servers = acceptors  # type: ignore[assignment]  # they are closed in the same way
         self.started = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes in the clients that the system has accepted before the port is closed, which would reset them."""
+        for acceptor in self.servers:
+            assert isinstance(acceptor, Acceptor)
+            await acceptor.take_waiting()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_OF_A_SECOND == 0:
             self.open_connections.check_clients()
@@ -159,6 +166,13 @@ class Acceptor:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
+    async def take_waiting(self) -> None:
+        """Takes in all clients that the system has accepted. Returns once their connections are open."""
+        if self._paused is None:
+            self._accept(_BACKLOG)
+        if self._opening:
+            await asyncio.wait(self._opening)
+
     async def wait_closed(self) -> None:
         """Returns at once: connections are waited for by their server."""
 
@@ -166,8 +180,8 @@ class Acceptor:
         self._paused = None
         self._loop.add_reader(self._listener, self._accept)
 
-    def _accept(self) -> None:
-        for _ in range(_TAKEN_AT_ONCE):
+    def _accept(self, most: int = _TAKEN_AT_ONCE) -> None:
+        for _ in range(most):
             try:
                 client, address = self._listener.accept()
             except (BlockingIOError, InterruptedError):

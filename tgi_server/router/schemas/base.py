@@ -150,9 +150,12 @@ class RefusingModel(RequestModel):
     @classmethod
     def _refuse(cls, body: Any) -> Any:
         if isinstance(body, dict):
-            for name in cls.refused.keys() & body.keys():
-                if body[name] is not None and body[name] not in cls.refused[name]:
-                    raise fault("is not supported here; leave it out", name)
+            found = [name for name in cls.refused if body.get(name) not in (None, *cls.refused[name])]
+            if len(found) == 1:
+                raise fault("is not supported here; leave it out", found[0])
+            if found:
+                others = ", ".join(f"`{name}`" for name in found[1:])
+                raise fault(f"is not supported here, nor {others}; leave them out", found[0])
         return body
 
 

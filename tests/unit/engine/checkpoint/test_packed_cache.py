@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.tiny_models import make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import Engine
+from tgi_server.engine.checkpoint.packed_cache import write_packed
 from tgi_server.engine.errors import ModelNotFound
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.parallel import ShardGroup
@@ -212,6 +214,18 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: p
         engine = load_engine(folder, packed_cache=tmp_path / "file" / "packed", quantize="int4")
     assert "packed weights are not stored in" in caplog.text
     assert generate_together(engine, TEXTS)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        write_packed(tmp_path / "packed" / "a.pt", [torch.zeros(100_000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"packed weights are not stored in {tmp_path / 'packed'}: [Errno 27] File too large" in caplog.text
+    assert list((tmp_path / "packed").iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_is_named(cache: Path, tmp_path: Path) -> None:

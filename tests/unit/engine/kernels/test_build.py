@@ -1,6 +1,7 @@
 """Kernels that are compiled for other kinds of CPUs than this one."""
 
 import logging
+import pwd
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from tgi_server.engine.kernels import __main__ as command
 from tgi_server.engine.kernels import build
+from tgi_server.engine.progress import report_to
+from tgi_server.loading import COMPILING
 
 FEATURES = {
     "a first x86-64": "fpu sse sse2",
@@ -140,6 +143,36 @@ def test_the_cache_is_bounded(compiler: Path, sources: Path, monkeypatch: pytest
     (sources / "b.cpp").write_text("// 3, again\n")
     assert build.prepare(["x86-64-v3"])
     assert calls(compiler) == 2  # the other source's object is as new as its last use
+
+
+def test_kernels_of_a_user_with_a_read_only_home_outlive_the_process(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    temporary, stages = tmp_path / "oatmill-0", []
+    monkeypatch.setattr(build, "CACHE", Path("/proc/oatmill"))
+    monkeypatch.setattr(build, "TEMPORARY", temporary)
+    report_to(lambda stage, fraction: stages.append((stage, fraction)))
+    try:
+        assert not build.compile_beside()
+        assert build.prepare([build.NATIVE])
+    finally:
+        report_to(None)
+    library = build.compiled_library()
+    assert library is not None
+    assert library.parent == temporary
+    assert f"/proc/oatmill cannot be written to, so the CPU kernels are kept in {temporary}; set XDG_" in caplog.text
+    assert (stages[0], stages[-1]) == ((COMPILING, 0.0), (COMPILING, 1.0))
+    temporary.chmod(0o777)
+    assert build.compiled_library() != library  # others may have written it
+
+
+def test_a_user_without_a_home_may_name_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert not build._is_writable(build.user_cache())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.user_cache() == tmp_path / "oatmill"
 
 
 def test_a_server_need_not_wait_for_the_compiler(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The server says at once when it cannot listen, ends in two steps, and goes on when a client cannot be taken in."""
 
 import asyncio
+import contextlib
 import errno
 import socket
 
@@ -54,14 +55,14 @@ def test_a_second_signal_breaks_the_drain_off():
 
 # What the server uses of uvicorn beside its documented interface.
 INTERNALS = {
-    uvicorn.Server: "serve startup on_tick capture_signals",
+    uvicorn.Server: "serve startup shutdown on_tick capture_signals",
     HttpToolsProtocol: "connection_made connection_lost data_received on_message_begin on_header on_headers_complete "
-    "on_body on_message_complete on_response_complete pause_writing resume_writing send_400_response "
+    "on_body on_message_complete on_response_complete pause_writing resume_writing send_400_response shutdown "
     "_unset_keepalive_if_required",
     "server": "config server_state servers started should_exit force_exit",
     "connection": "transport cycle flow parser headers url scope loop logger timeout_keep_alive",
     "flow": "read_paused pause_reading",
-    "cycle": "body response_started response_complete more_body",
+    "cycle": "body response_started response_complete more_body keep_alive",
 }
 
 
@@ -170,6 +171,26 @@ async def test_clients_may_take_longer_than_the_system_waits_before_it_asks_for_
     finally:
         server.should_exit = True
         await serving
+
+
+async def test_clients_that_the_system_has_accepted_are_answered_before_the_end():
+    listener = reserve("127.0.0.1", 0, "--port")
+    listen([listener])
+    server = HttpServer(respond, 5.0, 75, Connections(64, 64))
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup([listener])
+    address = listener.getsockname()
+    with contextlib.ExitStack() as stack:
+        *clients, silent = (stack.enter_context(socket.create_connection(address, 5)) for _ in range(25))
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await server.shutdown([listener])
+        for client in clients:
+            assert client.recv(100).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert silent.recv(100) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
 
 
 async def test_a_closed_acceptor_takes_nobody_in():

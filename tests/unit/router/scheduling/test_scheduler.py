@@ -107,7 +107,7 @@ async def test_many_clients_at_once_get_their_tokens(shards: int) -> None:
         await there.until(lambda: there.metric("tgi_batch_current_max_tokens") == 0)
         there.scheduler.batch.check()
         assert there.scheduler.healthy
-        assert there.metric("tgi_prefix_cache_hit_tokens") > 0
+        assert there.metric("tgi_prefix_cache_hit_tokens_total") > 0
         assert "clear_cache" not in there.shards.services[0].calls
 
 
@@ -117,7 +117,7 @@ async def test_a_preempted_request_goes_on_unnoticed() -> None:
         await asyncio.wait_for(asyncio.gather(*(ended.wait() for _, _, ended in submitted)), 10)
         for request, sink, _ in submitted:
             assert (sink.tokens, sink.starts) == (expected_tokens(request), 1)
-        assert there.metric("tgi_batch_preemption_count") >= 1
+        assert there.metric("tgi_batch_preemption_count_total") >= 1
 
 
 async def test_metrics_tell_what_runs_and_what_waits() -> None:

@@ -76,7 +76,7 @@ async def test_every_route_hands_the_adapter_to_the_scheduler(
             assert response.json()["model"] == "chef"
     answered = [vars(record) for record in caplog.records if record.message.endswith("answered")]
     assert [(each["model"], each["adapter"]) for each in answered] == [("maker/model", "chef")] * len(REQUESTS)
-    assert f'tgi_request_adapter_count{{adapter="chef"}} {len(REQUESTS)}.0' in (await client.get("/metrics")).text
+    assert f'tgi_request_adapter_count_total{{adapter="chef"}} {len(REQUESTS)}.0' in (await client.get("/metrics")).text
 
 
 async def test_the_model_itself_has_names_too(router: RouterService, client: httpx.AsyncClient):
@@ -84,7 +84,7 @@ async def test_the_model_itself_has_names_too(router: RouterService, client: htt
         response = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
         assert response.json()["model"] == "maker/model"
         assert router.scheduler.submitted.pop().options.adapter_id is None
-    assert 'tgi_request_adapter_count{adapter=""} 4.0' in (await client.get("/metrics")).text
+    assert 'tgi_request_adapter_count_total{adapter=""} 4.0' in (await client.get("/metrics")).text
 
 
 async def test_an_adapter_that_is_not_there_is_told_with_those_that_are(
@@ -186,6 +186,6 @@ async def test_adapters_stay_as_they_are_unless_the_server_allows_updates(
 async def test_metrics_have_a_bounded_number_of_adapters(router: RouterService, client: httpx.AsyncClient):
     for number in range(300):
         router.service.metrics.requests.computed_by(f"adapter {number}")
-    told = [line for line in (await client.get("/metrics")).text.splitlines() if "adapter_count{" in line]
+    told = [line for line in (await client.get("/metrics")).text.splitlines() if "adapter_count_total{" in line]
     assert len(told) == 257
-    assert 'tgi_request_adapter_count{adapter="_other"} 44.0' in told
+    assert 'tgi_request_adapter_count_total{adapter="_other"} 44.0' in told

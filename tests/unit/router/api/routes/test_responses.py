@@ -207,6 +207,8 @@ async def test_what_is_not_supported_is_refused_by_name(client: httpx.AsyncClien
         response = await client.post("/v1/responses", json={"input": "hello", **field})
         assert response.status_code == 400
         assert f"`{next(iter(field))}` is not supported" in response.json()["error"]["message"]
+    response = await client.post("/v1/responses", json={"input": "hello", "n": 2, "prompt": {"id": "p"}})
+    assert response.json()["error"]["message"] == "`n` is not supported here, nor `prompt`; leave them out"
     for path in ("/v1/conversations", "/v1/conversations/conv_1/items", "/v1/responses/resp_1/cancel"):
         response = await client.post(path, json={})
         assert (response.status_code, response.headers["x-should-retry"]) == (404, "false")
