@@ -1,6 +1,5 @@
 """Errors of requests, each with its HTTP status and TGI error type."""
 
-import re
 from collections.abc import Collection
 from typing import Any, Self
 
@@ -21,7 +20,6 @@ _PROMPTS = {
     **{"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"},
     **{"/v1/decisions": "input", "/v1/systemone": "state"},
 }
-_NAMED_FIELD = re.compile(r"`([\w.-]{1,80})`")
 
 
 class StartupError(Exception):
@@ -43,8 +41,7 @@ class RouterError(Exception):
 class InvalidRequest(RouterError):
     """The request is invalid; it never reached a shard.
 
-    param: the field that is wrong, for OpenAI's clients. By default it is the first one that the message names, as in
-    "`top_p` must be ...".
+    param: the path of the field that is wrong, for OpenAI's clients: `messages[0].content`.
     """
 
     status = 422
@@ -52,8 +49,12 @@ class InvalidRequest(RouterError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        named = _NAMED_FIELD.search(str(self))
-        self.param = param or (named[1] if named else None)
+        self.param = param or None
+
+    @classmethod
+    def at(cls, path: str, fault: str) -> Self:
+        """Returns the error of the field at a path."""
+        return cls(f"`{path}` {fault}", path)
 
 
 class ContextOverflow(InvalidRequest):
@@ -66,7 +67,6 @@ class ContextOverflow(InvalidRequest):
 
     def __init__(self, message: str, openai_message: str, anthropic_message: str) -> None:
         super().__init__(message)
-        self.param = None
         self.openai_message = openai_message
         self.anthropic_message = anthropic_message
 
@@ -287,23 +287,30 @@ def shown_status(error: RouterError, path: str) -> int:
     return 400 if error.status == 422 and path.startswith(_OPENAI) else error.status
 
 
+def shown_message(error: RouterError, path: str) -> str:
+    """Returns what a client is told, and the log says: in the words of TGI, OpenAI or Anthropic."""
+    if not isinstance(error, ContextOverflow) or not path.startswith(_OPENAI):
+        return str(error)
+    return error.anthropic_message if path.startswith(ANTHROPIC) else error.openai_message
+
+
 def error_body(error: RouterError, path: str) -> dict[str, Any]:
     """Returns the JSON object of an error: TGI's, OpenAI's below /v1/ and /v2/, or Anthropic's below /v1/messages."""
     if path.startswith(ANTHROPIC):
-        message = error.anthropic_message if isinstance(error, ContextOverflow) else str(error)
         kind = _ANTHROPIC_TYPES.get(shown_status(error, path), "api_error")
         details = _ANTHROPIC_DETAILS.get(error.param or "") if isinstance(error, InvalidRequest) else None
-        shown = {"type": kind, "message": message} | ({} if details is None else {"details": details})
+        shown = {"type": kind, "message": shown_message(error, path)} | (
+            {} if details is None else {"details": details}
+        )
         return {"type": "error", "error": shown}
     if not path.startswith(_OPENAI):
         prefix = "Input validation error: " if error.error_type == "validation" else ""
         return {"error": f"{prefix}{error}", "error_type": error.error_type}
     param = error.param if isinstance(error, InvalidRequest) else None
-    message = str(error)
     if isinstance(error, ContextOverflow):
-        message, param = error.openai_message, _PROMPTS.get(path)
+        param = _PROMPTS.get(path)
     kind = "invalid_request_error" if shown_status(error, path) in (400, 404) else error.error_type
     return {
-        "error": {"message": message, "type": kind, "param": param, "code": error.code},
+        "error": {"message": shown_message(error, path), "type": kind, "param": param, "code": error.code},
         "error_type": error.error_type,
     }

@@ -56,13 +56,16 @@ _PROMPTS = {
 class Spelling:
     """An option as one interface has it.
 
-    names: of its fields; the first that is set counts, and a message about an unset option has the last name. bounds:
-    None: those of the contract. note: an addition to its description.
+    names: of its fields; a message about an unset option has the first name. bounds: None: those of the contract. note:
+    an addition to its description. needs: a field of the request without which it is refused. refused_with: an option
+    with which it is refused.
     """
 
     names: tuple[str, ...] = ()
     bounds: Bounds | None = None
     note: str = ""
+    needs: str = ""
+    refused_with: str = ""
 
 
 _EVERYWHERE = tuple(Dialect)
@@ -76,9 +79,9 @@ def _only(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None
     return {dialect: spelling if dialect in dialects else None for dialect in _EVERYWHERE}
 
 
-def _except(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None = None, note: str = "") -> Any:
+def _except(*dialects: Dialect, **spelling: Any) -> Any:
     """Returns an option's spelling in these interfaces; the others have it as the contract does."""
-    return dict.fromkeys(dialects, Spelling(names, bounds, note))
+    return dict.fromkeys(dialects, Spelling(**spelling))
 
 
 _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
@@ -108,14 +111,17 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
         ),
     },
     "top_n_tokens": {
-        **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`."),
+        **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`.", needs="logprobs"),
         **_except(Dialect.COMPLETIONS, names=("logprobs",), note="Unset: no log-probabilities."),
         **_except(Dialect.RESPONSES, names=("top_logprobs",), note="Requested by `include`."),
         Dialect.MESSAGES: None,
     },
     "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",)),
     "n": _only(Dialect.CHAT, Dialect.COMPLETIONS),
-    "best_of": _only(Dialect.TGI, Dialect.COMPLETIONS),
+    "best_of": {
+        **_only(Dialect.COMPLETIONS),
+        **_except(Dialect.TGI, refused_with="seed"),  # all sequences would be the same
+    },
     "stop": _except(Dialect.MESSAGES, names=("stop_sequences",)),
     "include_stop": _only(*_OPENAI, names=("include_stop_str_in_output",)),
     "truncate": _except(
@@ -127,7 +133,10 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
     "adapter_id": _only(Dialect.TGI),
     "prompt_cache_key": _only(*_OPENAI),
     "thinking_token_budget": _except(
-        *_EVERYWHERE, names=("thinking_token_budget", "reasoning_budget"), note="-1: no bound."
+        *_EVERYWHERE,
+        names=("thinking_token_budget", "reasoning_budget"),
+        note="-1: no bound.",
+        refused_with="allowed_token_ids",
     ),
 }
 
@@ -148,6 +157,8 @@ class OptionRow:
     bounds: Bounds
     description: str
     example: object
+    needs: str
+    refused_with: str
 
 
 @cache
@@ -171,6 +182,8 @@ def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
         spelling.bounds or entry.bounds,
         f"{entry.description} {spelling.note}".strip(),
         entry.example,
+        spelling.needs,
+        spelling.refused_with,
     )
 
 
@@ -181,9 +194,18 @@ def _options(dialect: Dialect) -> Mapping[str, tuple[str, int]]:
 
 
 @cache
-def _last_names(dialect: Dialect) -> Mapping[str, str]:
-    """Returns the last of the fields that set each option."""
-    return {row.option: row.names[-1] for row in rows(dialect)}
+def field_of(option: str, dialect: Dialect) -> str:
+    """Returns the path of the first of the fields that set an option."""
+    return _path(next(row.names[0] for row in rows(dialect) if row.option == option), dialect)
+
+
+def refusal(option: str, dialect: Dialect, fault: str) -> InvalidRequest:
+    """Returns the error of an option."""
+    return InvalidRequest.at(field_of(option, dialect), fault)
+
+
+def _path(name: str, dialect: Dialect) -> str:
+    return f"parameters.{name}" if dialect is Dialect.TGI else name
 
 
 _TOKEN_LISTS = tuple(row.option for row in rows(Dialect.TGI) if row.type == tuple[int, ...])
@@ -193,6 +215,14 @@ _SEED_BITS = 64
 _ON_TIMEOUT = ("fail", "partial", "complete")
 _LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 _FLOAT32 = Struct("<f")
+# Options that a limit of the server bounds: their lowest values, and the limits.
+_LIMITED = {
+    "n": (1, "max_client_batch_size"),
+    "best_of": (1, "max_best_of"),
+    "top_n_tokens": (0, "max_top_n_tokens"),
+}
+# Values with which an option may stand beside any other.
+_UNUSED = {"best_of": 1, "top_n_tokens": 0}
 # Options that only shape sampling, which each of them switches on in TGI's interface.
 _SHAPING = ("temperature", "top_k", "top_p", "typical_p")
 
@@ -228,8 +258,9 @@ class Given:
         return cls(dialect, values, names)
 
     def name(self, option: str) -> str:
-        """Returns the field that sets an option, or that would."""
-        return self.names.get(option) or _last_names(self.dialect)[option]
+        """Returns the path of the field that sets an option, or that would."""
+        name = self.names.get(option)
+        return field_of(option, self.dialect) if name is None else _path(name, self.dialect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +283,7 @@ class OptionReader:
     def read(self, request: BaseModel, dialect: Dialect) -> GenerationOptions:
         """Returns the options that the body of a request sets. Raises InvalidRequest."""
         given = Given.by(request, dialect)
-        if dialect is Dialect.COMPLETIONS:
-            _check_names(request, dialect)
+        _check_rows(request, given)
         self._check(given)
         chosen = dict(given.values)
         if dialect is not Dialect.TGI:
@@ -302,56 +332,52 @@ class OptionReader:
     def _check(self, given: Given) -> None:
         """Checks the rules that bounds of single options do not cover. Raises InvalidRequest."""
         limits, values, name = self.limits_of(given.dialect), given.values, given.name
-        if (sequences := values.get("n", 1)) > limits.max_client_batch_size:
-            raise _invalid(name("n"), f"is {sequences}; it must be 1 to {limits.max_client_batch_size}")
+        for option, (least, limit) in _LIMITED.items():
+            if values.get(option, least) > (most := getattr(limits, limit)):
+                raise InvalidRequest.at(name(option), f"is {values[option]}; it must be {least} to {most}")
         least, most = values.get("min_tokens", 0), values.get("max_new_tokens")
         if most and least > most:
-            raise _invalid(
+            raise InvalidRequest.at(
                 name("min_tokens"), f"is {least}; it must be at most `{name('max_new_tokens')}`, which is {most}"
             )
         if (action := values.get("on_timeout")) not in (None, *_ON_TIMEOUT):
-            raise _invalid(name("on_timeout"), f"is {action!r}; it must be {', '.join(_ON_TIMEOUT)}")
+            raise InvalidRequest.at(name("on_timeout"), f"is {action!r}; it must be {', '.join(_ON_TIMEOUT)}")
         if "stop" in values:
             self._check_texts(values["stop"], name("stop"), limits.max_stop_sequences)
-        if (top := values.get("top_n_tokens", 0)) > limits.max_top_n_tokens:
-            raise _invalid(name("top_n_tokens"), f"is {top}; it must be 0 to {limits.max_top_n_tokens}")
         truncate = values.get("truncate", 1)
         unbounded = truncate == -1 and given.dialect is not Dialect.TGI
         if not (0 < truncate <= limits.max_input_tokens or unbounded):
             also = "" if given.dialect is Dialect.TGI else ", or -1"
-            raise _invalid(name("truncate"), f"is {truncate}; it must be 1 to {limits.max_input_tokens}{also}")
+            raise InvalidRequest.at(name("truncate"), f"is {truncate}; it must be 1 to {limits.max_input_tokens}{also}")
         self._check_tokens(given)
         if given.dialect is Dialect.TGI:
             self._check_best_of(values)
 
     def _check_texts(self, texts: Sequence[str], name: str, most: int) -> None:
         if len(texts) > most:
-            raise _invalid(name, f"has {len(texts)} stop sequences; it may have at most {most}")
+            raise InvalidRequest.at(name, f"has {len(texts)} stop sequences; it may have at most {most}")
         if "" in texts:
-            raise _invalid(name, "must not have an empty stop sequence")
+            raise InvalidRequest.at(name, "must not have an empty stop sequence")
         if (longest := max(map(len, texts), default=0)) > _LONGEST_STOP:
-            raise _invalid(name, f"has a sequence of {longest} characters; at most {_LONGEST_STOP} are allowed")
+            raise InvalidRequest.at(name, f"has one of {longest} characters; at most {_LONGEST_STOP} are allowed")
 
     def _check_tokens(self, given: Given) -> None:
         last = self.vocab_size - 1
         for option in _TOKEN_LISTS:
             for token in given.values.get(option, ()):
                 if token > last:
-                    raise _invalid(given.name(option), f"has {token}; token ids are 0 to {last}")
+                    raise InvalidRequest.at(given.name(option), f"has {token}; token ids are 0 to {last}")
         for token in given.values.get("logit_bias", ()):
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) <= last):
-                raise _invalid(given.name("logit_bias"), f"has the name {token[:20]!r}; token ids are 0 to {last}")
+                raise InvalidRequest.at(
+                    given.name("logit_bias"), f"has the name {token[:20]!r}; token ids are 0 to {last}"
+                )
 
     def _check_best_of(self, values: Mapping[str, Any]) -> None:
         """Checks whether several sequences may be generated for one text. Raises InvalidRequest."""
-        if (best_of := values.get("best_of", 1)) == 1:
-            return
-        if best_of > self.limits.max_best_of:
-            raise InvalidRequest(f"`best_of` is {best_of}; it must be 1 to {self.limits.max_best_of}")
-        if not (values.get("do_sample") or any(name in values for name in _SHAPING)):
-            raise InvalidRequest("`best_of` needs sampling: set `do_sample`, or a temperature")
-        if "seed" in values:
-            raise InvalidRequest("`best_of` cannot be used with a `seed`: all sequences would be the same")
+        several = values.get("best_of", 1) > 1
+        if several and not (values.get("do_sample") or any(name in values for name in _SHAPING)):
+            raise refusal("best_of", Dialect.TGI, "needs sampling: set `do_sample`, or a temperature")
 
 
 @lru_cache(maxsize=8)
@@ -359,23 +385,27 @@ def _openai_limits(limits: Limits) -> Limits:
     return limits.of_openai()
 
 
-def _check_names(request: BaseModel, dialect: Dialect) -> None:
-    """Raises InvalidRequest when an option has two values, by different names."""
-    for row in rows(dialect):
-        if len(row.names) == 1:
-            continue
-        values = {name: value for name in row.names if (value := getattr(request, name, None)) is not None}
-        if len(set(values.values()) if len(values) > 1 else ()) > 1:
+def _check_rows(request: BaseModel, given: Given) -> None:
+    """Raises InvalidRequest when an option has two values, by different names, or breaks a rule of its row."""
+    for row in rows(given.dialect):
+        values = {name: value for name in row.names if (value := getattr(request, name)) is not None}
+        if len(values) > 1 and len(set(values.values())) > 1:
             (one, first), (other, second) = values.items()
-            raise InvalidRequest(f"`{other}` is {second} and `{one}` is {first}; give one", param=other)
+            raise InvalidRequest.at(_path(other, given.dialect), f"is {second} and `{one}` is {first}; give one")
+        if not values or given.values[row.option] == _UNUSED.get(row.option):
+            continue
+        if row.needs and not getattr(request, row.needs):
+            raise InvalidRequest.at(given.name(row.option), f"needs `{row.needs}`")
+        if row.refused_with and given.values.get(row.refused_with) not in (None, []):
+            raise InvalidRequest.at(given.name(row.option), f"cannot be used with `{given.name(row.refused_with)}`")
 
 
 def check_streaming(options: GenerationOptions) -> None:
     """Refuses options that TGI's interface does not allow in streams. Raises InvalidRequest."""
     if options.best_of > 1:
-        raise InvalidRequest("`best_of` cannot be used when streaming: the best sequence is known at the end only")
+        raise refusal("best_of", Dialect.TGI, "cannot be used when streaming: the best is known at the end only")
     if options.report.prefill_logprobs:
-        raise InvalidRequest("`decoder_input_details` cannot be used when streaming")
+        raise refusal("prefill_logprobs", Dialect.TGI, "cannot be used when streaming")
 
 
 def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOptions]:
@@ -384,7 +414,3 @@ def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOpt
         return [options]
     seeds = ((options.sampling.seed + index) % 2**64 for index in range(sequences))
     return [replace(options, sampling=replace(options.sampling, seed=seed)) for seed in seeds]
-
-
-def _invalid(name: str, fault: str) -> InvalidRequest:
-    return InvalidRequest(f"`{name}` {fault}", param=name)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -88,15 +87,6 @@ class Capacity:
             raise Overloaded(f"the server is busy: {self.in_flight} requests are in flight; try again later")
         self.in_flight = in_flight
         self._held[owner] = own
-
-    @contextmanager
-    def places(self, sequences: int, owner: str = "") -> Iterator[None]:
-        """Holds places within the context. Raises Overloaded."""
-        self.take(sequences, owner)
-        try:
-            yield
-        finally:
-            self.give_back(sequences, owner)
 
     def give_back(self, sequences: int, owner: str = "") -> None:
         """Gives places back."""

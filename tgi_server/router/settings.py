@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, LogLevel, Port, RefusedSetting, ServiceSettings, synonyms
@@ -133,9 +133,17 @@ class RequestSettings(ServiceSettings):
     max_concurrent_requests: Count = Field(
         default=128, description="Maximum number of requests in flight; others get 429."
     )
-    max_best_of: PositiveInt = Field(default=2, description="Largest value of best_of.")
-    max_stop_sequences: int = Field(default=4, ge=0, description="Maximum number of stop sequences of a request.")
-    max_top_n_tokens: int = Field(default=5, ge=0, description="Largest value of top_n_tokens.")
+    max_best_of: PositiveInt | None = Field(
+        default=None, description="Largest value of best_of. Default: 2; in other APIs than TGI's 128."
+    )
+    max_stop_sequences: NonNegativeInt | None = Field(
+        default=None,
+        description="Maximum number of stop sequences of a request. Default: 4; in other APIs than TGI's 16.",
+    )
+    max_top_n_tokens: NonNegativeInt | None = Field(
+        default=None,
+        description="Largest value of top_n_tokens and top_logprobs. Default: 5; in other APIs than TGI's 20.",
+    )
     max_input_tokens: Count | None = Field(
         default=None,
         validation_alias=AliasChoices("max_input_tokens", "max_input_length"),
@@ -178,8 +186,10 @@ class RequestSettings(ServiceSettings):
         description="Target inter-token latency in milliseconds, by which the chunks of prompts are sized. Default: "
         "three times a decode step, more if few requests run and many wait.",
     )
-    max_client_batch_size: PositiveInt = Field(
-        default=4, description="Maximum number of answers to one request: its prompts times n."
+    max_client_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="Maximum number of answers to one request: its prompts times n. Default: 128, and at most "
+        "max-concurrent-requests.",
     )
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenize prompts.")
     allowed_media_domains: CommaSeparated[str] = Field(

@@ -357,11 +357,14 @@ def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Warm
             f"--max-input-tokens is {max_input_tokens}; it must be less than the {max_total_tokens} tokens "
             "that a prompt and its answer may have together (--max-total-tokens)"
         )
-    return Limits(
+    return Limits.chosen(
+        {
+            "max_best_of": settings.max_best_of,
+            "max_client_batch_size": settings.max_client_batch_size,
+            "max_stop_sequences": settings.max_stop_sequences,
+            "max_top_n_tokens": settings.max_top_n_tokens,
+        },
         max_concurrent_requests=settings.max_concurrent_requests,
-        max_best_of=settings.max_best_of,
-        max_stop_sequences=settings.max_stop_sequences,
-        max_top_n_tokens=settings.max_top_n_tokens,
         max_input_tokens=max_input_tokens,
         max_total_tokens=max_total_tokens,
         max_batch_prefill_tokens=settings.max_batch_prefill_tokens,
@@ -369,7 +372,6 @@ def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Warm
         max_waiting_tokens=settings.max_waiting_tokens,
         waiting_served_ratio=settings.waiting_served_ratio,
         max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
-        max_client_batch_size=settings.max_client_batch_size,
     )
 
 

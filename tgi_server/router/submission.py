@@ -5,9 +5,10 @@ and pushes each step's tokens into the sink, from its own task, while the shards
 must be quick: it appends, detokenizes, formats; it never waits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, Image
@@ -87,21 +88,23 @@ class Submitter(Protocol):
         """
 
 
-# Limits of OpenAI's interface: answers to one prompt, and the likeliest tokens reported at each position. It takes
-# 4 stop sequences; evaluation suites send more.
-_OPENAI_CHOICES = 128
-_OPENAI_TOP_LOGPROBS = 20
-_OPENAI_STOPS = 16
+# Limits of OpenAI's interface. It takes 4 stop sequences; evaluation suites send more.
+OPENAI = {"max_best_of": 128, "max_client_batch_size": 128, "max_stop_sequences": 16, "max_top_n_tokens": 20}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of the server, known once the shards have warmed up. All in tokens or requests."""
+    """The limits of the server, known once the shards have warmed up. All in tokens or requests.
+
+    given: names of those that the operator chose. They hold in all interfaces; the defaults of some are TGI's.
+    """
 
     max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_top_n_tokens: int
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+    max_client_batch_size: int = 4
+    given: frozenset[str] = frozenset()
     max_input_tokens: int
     max_total_tokens: int
     max_batch_prefill_tokens: int
@@ -109,13 +112,15 @@ class Limits:
     max_waiting_tokens: int
     waiting_served_ratio: float
     max_batch_size: int
-    max_client_batch_size: int
+
+    @classmethod
+    def chosen(cls, values: Mapping[str, int | None], **others: Any) -> Self:
+        """Returns the limits. values: those that have another default in each interface; None: not chosen."""
+        given = {name: value for name, value in values.items() if value is not None}
+        return cls(**given, given=frozenset(given), **others)
 
     def of_openai(self) -> Self:
-        """Returns the limits of OpenAI's routes, which are OpenAI's where TGI's are lower."""
-        return replace(
-            self,
-            max_stop_sequences=max(self.max_stop_sequences, _OPENAI_STOPS),
-            max_top_n_tokens=max(self.max_top_n_tokens, _OPENAI_TOP_LOGPROBS),
-            max_client_batch_size=min(max(self.max_client_batch_size, _OPENAI_CHOICES), self.max_concurrent_requests),
-        )
+        """Returns the limits of the interfaces that are not TGI's: OpenAI's, where the operator chose none."""
+        usual: dict[str, Any] = {name: value for name, value in OPENAI.items() if name not in self.given}
+        limits = replace(self, **usual)
+        return replace(limits, max_client_batch_size=min(limits.max_client_batch_size, self.max_concurrent_requests))

@@ -58,7 +58,7 @@ async def refused(router: Router, path: str, content: str | bytes) -> str:
         ("/v1/completions", "logit_bias", '{"1e1": 1}', "`logit_bias` has the name"),
         ("/v1/completions", "logit_bias", json.dumps([1] * 2000), "`logit_bias`: Dictionary should have at most 1024"),
         ("/generate", "top_k", "4294967296", "`parameters.top_k` is 4294967296; it must be at most 2147483647"),
-        ("/generate", "top_n_tokens", "4294967295", "`top_n_tokens` is 4294967295; it must be 0 to 5"),
+        ("/generate", "top_n_tokens", "4294967295", "`parameters.top_n_tokens` is 4294967295; it must be 0 to 5"),
         ("/generate", "truncate", "4294967296", "it must be at most 4294967295"),
         (
             "/generate",

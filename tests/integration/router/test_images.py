@@ -223,6 +223,15 @@ async def test_a_stored_response_with_an_image_goes_on(router: Router) -> None:
 
 
 @in_one_loop
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "data:image/png;base64,!!!!", "data:,A A", "a b"])
+async def test_an_image_in_markdown_that_cannot_be_read_is_refused(router: Router, url: str) -> None:
+    for path, field in (("/generate", "inputs"), ("/v1/completions", "prompt"), ("/tokenize", "inputs")):
+        refused = await router.post(path, **{field: f"Look: ![]({url})"})
+        assert refused.status_code in (400, 422), (path, refused.text)
+        assert f"`{field}`: the image cannot be used" in refused.text
+
+
+@in_one_loop
 async def test_what_clients_spell_is_no_image(router: Router) -> None:
     response = await chat(router, text("<|image_pad|> is how <|vision_start|> "), part(100, 60), text(" begins"))
     assert response.status_code == 200, response.text
@@ -266,7 +275,7 @@ async def test_fields_that_cannot_be_honoured_are_refused(router: Router) -> Non
     response = await router.post(
         "/generate", inputs=f"![]({as_data_url(photograph(30, 30))})", parameters={"truncate": 3}
     )
-    assert "`truncate` cannot be used with images" in response.json()["error"]
+    assert "`parameters.truncate` cannot be used with images" in response.json()["error"]
     response = await router.post("/v1/completions", prompt=f"![]({as_data_url(photograph(30, 30))})", echo=True)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
 

@@ -66,8 +66,8 @@ async def test_the_field_and_the_bound_are_the_callers(
         ({"top_p": 1.0}, "`parameters.top_p` is 1.0; it must be less than 1"),
         ({"temperature": 0}, "`parameters.temperature` is 0; it must be greater than 0"),
         ({"truncate": 0}, "`parameters.truncate` is 0; it must be at least 1"),
-        ({"truncate": 4096}, "`truncate` is 4096; it must be 1 to 4095"),
-        ({"min_tokens": 9, "max_new_tokens": 5}, "it must be at most `max_new_tokens`, which is 5"),
+        ({"truncate": 4096}, "`parameters.truncate` is 4096; it must be 1 to 4095"),
+        ({"min_tokens": 9, "max_new_tokens": 5}, "it must be at most `parameters.max_new_tokens`, which is 5"),
     ],
 )
 async def test_those_of_tgi_are_tgis(shared_router: Router, fields: dict[str, Any], message: str) -> None:

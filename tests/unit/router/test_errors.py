@@ -3,7 +3,7 @@
 import pytest
 
 from tgi_server.router import errors
-from tgi_server.router.errors import InvalidTool, NoSuchRoute, RouterError
+from tgi_server.router.errors import ContextOverflow, InvalidTool, NoSuchRoute, RouterError, shown_message
 
 
 def test_a_message_is_one_bounded_line_whatever_a_client_has_put_into_it():
@@ -35,3 +35,15 @@ def test_statuses_and_types_are_those_of_tgi(name: str, status: int, error_type:
 def test_a_wrong_method_keeps_the_status_that_it_was_found_with():
     assert NoSuchRoute("no such path").status == 404
     assert NoSuchRoute("not with this method", 405).status == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/generate", "`inputs` must have less than 6 tokens. Given: 9"),
+        ("/v1/completions", "This model's maximum context length is 5 tokens of input"),
+        ("/v1/messages", "prompt is too long: 9 tokens > 5 maximum"),
+    ],
+)
+def test_a_refusal_has_the_words_of_the_interface(path: str, words: str):
+    assert shown_message(ContextOverflow.of_prompt(9, 5), path).startswith(words)

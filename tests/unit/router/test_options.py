@@ -1,10 +1,12 @@
 """The options of a request, which every interface makes of its own fields and refuses in its own words."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from tgi_server.contract import GenerationOptions
+from tgi_server.router import submission
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, OptionReader, check_streaming, rows
 from tgi_server.router.schemas.chat import ChatRequest
@@ -31,6 +33,7 @@ LIMITS = Limits(
 )
 
 
+OTHER_LIMITS = [each.name for each in fields(Limits) if each.name not in (*submission.OPENAI, "given")]
 VOCAB_SIZE = 100
 BODIES = {
     Dialect.TGI: (GenerateParameters, {}),
@@ -74,7 +77,7 @@ def test_the_bounds_of_each_option(name: str, allowed: list[Any], refused: list[
     for value in refused:
         with pytest.raises(InvalidRequest, match=name) as refusal:
             read(**{name: value})
-        assert (refusal.value.param or "").split(".")[0] == name
+        assert name in (refusal.value.param or "").split(".")
 
 
 @pytest.mark.parametrize("dialect", Dialect)
@@ -109,7 +112,7 @@ def test_best_of_needs_sampling_and_no_seed():
     with pytest.raises(InvalidRequest, match="seed"):
         read(best_of=2, do_sample=True, seed=3)
     for amount in (0, 3):
-        with pytest.raises(InvalidRequest, match=f"`best_of` is {amount}"):
+        with pytest.raises(InvalidRequest, match=f"best_of` is {amount}"):
             read(best_of=amount, do_sample=True)
 
 
@@ -188,6 +191,28 @@ def test_the_number_of_tokens_has_two_names_where_openai_has_two():
     for dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
         assert [read(dialect, **{name: 3}).stopping.max_new_tokens for name in names] == [3, 3]
         assert read(dialect).stopping.max_new_tokens == 0
-    assert read(Dialect.CHAT, max_tokens=5, max_completion_tokens=3).stopping.max_new_tokens == 3
-    with pytest.raises(InvalidRequest, match="`max_tokens` is 5 and `max_completion_tokens` is 3; give one"):
-        read(Dialect.COMPLETIONS, max_tokens=5, max_completion_tokens=3)
+        assert read(dialect, max_tokens=5, max_completion_tokens=5).stopping.max_new_tokens == 5
+        with pytest.raises(InvalidRequest, match="`max_tokens` is 5 and `max_completion_tokens` is 3; give one"):
+            read(dialect, max_tokens=5, max_completion_tokens=3)
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_limits_that_the_operator_gives_bound_all_interfaces(dialect: Dialect):
+    names = {"n": 2, "best_of": 2, "stop": ["a"], "top_n_tokens": 1}
+    sent = {row.names[0]: names[row.option] for row in rows(dialect) if row.option in names}
+    needed = {"do_sample": True} if dialect is Dialect.TGI else {"logprobs": True} if dialect is Dialect.CHAT else {}
+    model, body = BODIES[dialect]
+    lowest = {"max_client_batch_size": 1, "max_best_of": 1, "max_stop_sequences": 0, "max_top_n_tokens": 0}
+    limits = Limits.chosen(lowest, **{name: getattr(LIMITS, name) for name in OTHER_LIMITS})
+    for name, value in sent.items():
+        read(dialect, **needed, **{name: value})
+        with pytest.raises(InvalidRequest) as refusal:
+            OptionReader(limits, VOCAB_SIZE).read(validate(model, body | needed | {name: value}), dialect)
+        assert (refusal.value.param or "").removeprefix("parameters.") == name
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_an_option_that_is_refused_with_another_is_named(dialect: Dialect):
+    with pytest.raises(InvalidRequest, match=r"cannot be used with `(parameters\.)?allowed_token_ids`") as refusal:
+        read(dialect, thinking_token_budget=0, allowed_token_ids=[5])
+    assert (refusal.value.param or "").removeprefix("parameters.") == "thinking_token_budget"

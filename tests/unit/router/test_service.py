@@ -44,15 +44,6 @@ def test_however_many_owners_there_are_the_places_have_an_end():
         capacity.take(1, "b")
 
 
-def test_places_are_given_back_after_an_error():
-    capacity = Capacity(1)
-    with pytest.raises(KeyError), capacity.places(1):
-        raise KeyError
-    with capacity.places(1):
-        assert capacity.in_flight == 1
-    assert capacity.in_flight == 0
-
-
 def test_the_fingerprint_names_the_version():
     assert (
         ModelDescription("m", ["m"], None, "cpu", encoder_decoder=False, version="1.2.3").fingerprint == "1.2.3-native"

@@ -5,12 +5,12 @@ import pytest
 from shared.settings import read_settings
 from tgi_server.router.settings import ApiKey, RouterSettings
 
-# Of the launcher's flags, those that concern the router, with TGI's defaults.
+# Of the launcher's flags, those that concern the router, with TGI's defaults; None: each interface has its own.
 DEFAULTS = {
     "max_concurrent_requests": 128,
-    "max_best_of": 2,
-    "max_stop_sequences": 4,
-    "max_top_n_tokens": 5,
+    "max_best_of": None,
+    "max_stop_sequences": None,
+    "max_top_n_tokens": None,
     "max_input_tokens": None,
     "max_total_tokens": None,
     "waiting_served_ratio": 0.3,
@@ -29,7 +29,7 @@ DEFAULTS = {
     "cors_allow_origin": [],
     "api_key": None,
     "disable_grammar_support": False,
-    "max_client_batch_size": 4,
+    "max_client_batch_size": None,
     "graceful_termination_timeout": 90,
 }
 

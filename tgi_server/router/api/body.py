@@ -1,19 +1,12 @@
 """Request bodies: read no further than the limit, then taken as JSON."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.requests import Request
 
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
-from tgi_server.router.schemas.validation import validate
-from tgi_server.router.text.tokenizer import TokenizerThreads
-
-M = TypeVar("M", bound=BaseModel)
-T = TypeVar("T")
 
 # A client that is still sending does not read an answer, so what is too much is read and thrown away, up to this.
 _PATIENCE = 64 * 2**20
@@ -60,34 +53,6 @@ def read_json(body: bytes) -> Any:
         return from_json(body)
     except ValueError as error:
         raise InvalidRequest(f"the request is not JSON: {error}") from None
-
-
-def parse(model: type[M], body: bytes) -> M:
-    """Returns the body as `model`. Raises InvalidRequest."""
-    return validate(model, read_json(body))
-
-
-def form_of(content: Any, forms: Mapping[str, type[M]]) -> type[M]:
-    """Returns the model of a body that has one of several forms: that of the first field in `forms` that it has.
-
-    Raises InvalidRequest for a body without any of the fields.
-    """
-    for field, model in forms.items():
-        if isinstance(content, dict) and content.get(field) is not None:
-            return model
-    *names, last = (f"`{field}`" for field in forms)
-    raise InvalidRequest(f"the request needs {', '.join(names)} or {last}")
-
-
-def parse_form(forms: Mapping[str, type[M]], body: bytes) -> M:
-    """Returns the body as the model of its form. Raises InvalidRequest."""
-    content = read_json(body)
-    return validate(form_of(content, forms), content)
-
-
-async def read_beside_loop(threads: TokenizerThreads, body: bytes, read: Callable[[bytes], T]) -> T:
-    """Returns what `read` makes of the body; a large one is read in a thread."""
-    return await threads.handle_text(len(body), lambda: read(body), at_once=SMALL)
 
 
 async def _discard(request: Request, size: int) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from itertools import islice
 from time import perf_counter
 from typing import Any, TypeVar
@@ -12,11 +12,11 @@ from uuid import uuid4
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import cache_namespace, key_of, tenant_of
-from tgi_server.router.api.body import form_of, read_beside_loop, read_body, read_json
+from tgi_server.router.api.body import SMALL, read_body, read_json
 from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.encoding import (
     compute_headers,
@@ -35,6 +35,7 @@ from tgi_server.router.errors import (
     InvalidRequest,
     RequestTimedOut,
     RouterError,
+    shown_message,
     shown_status,
 )
 from tgi_server.router.metrics import RequestTimes
@@ -142,39 +143,28 @@ class Exchange:
 
     async def read(self, model: type[M]) -> M:
         """Returns the body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
-        return await self.read_by(lambda body: self.validated(model, read_json(body)))
+        body = await self.body()
+        threads = self.service.text.threads
+        content = await threads.handle_text(len(body), lambda: self._validated(model, body), at_once=SMALL)
+        self.lease.give_back(self.size)  # only what it became is held from here on
+        return content
 
-    async def read_form(self, forms: Mapping[str, type[M]]) -> M:
-        """Returns the body as the model of its form (`form_of`). Raises as `read` does."""
-
-        def read(body: bytes) -> M:
-            content = read_json(body)
-            return self.validated(form_of(content, forms), content)
-
-        return await self.read_by(read)
-
-    def validated(self, model: type[M], content: Any) -> M:
-        """Returns the content of the body as `model`, with a note of what is ignored.
+    def _validated(self, model: type[M], body: bytes) -> M:
+        """Returns the body as `model`, with a note of what is ignored.
 
         Raises InvalidRequest; with --strict-fields also for these.
         """
-        policy = self.service.policy
+        policy, content = self.service.policy, read_json(body)
         checked = validate(model, content)
         for each in islice(ignored(checked, content), _MOST_NAMES):
             if policy.strict_fields:
-                raise InvalidRequest(f"`{each.path}` {each.fault}", param=each.path)
+                raise InvalidRequest.at(each.path, each.fault)
             self._ignored.append(f"{each.path} ({each.note})" if each.note else each.path)
             name = _INDEX.sub("[]", each.path)
             if name not in policy.ignored_fields and len(policy.ignored_fields) < _MOST_LOGGED:
                 policy.ignored_fields.add(name)
                 logger.warning("%s: `%s` is ignored: it %s", self.path, each.path, each.fault)
         return checked
-
-    async def read_by(self, read: Callable[[bytes], T]) -> T:
-        """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""
-        content = await read_beside_loop(self.service.text.threads, await self.body(), read)
-        self.lease.give_back(self.size)  # only what it became is held from here on
-        return content
 
     def generate(
         self,
@@ -254,10 +244,10 @@ class Exchange:
         allowed = None if self._key is None else self._key.max_priority
         lowest = self.service.policy.max_priority if allowed is None else allowed
         if priority < lowest:
-            raise InvalidRequest(
-                f"`priority` is {priority}; the lowest that {'this key' if self._key else 'a request'} may give is "
+            raise InvalidRequest.at(
+                "priority",
+                f"is {priority}; the lowest that {'this key' if self._key else 'a request'} may give is "
                 f"{lowest} (--max-priority)",
-                param="priority",
             )
 
     def _answer_bytes(self) -> int:
@@ -360,6 +350,16 @@ class Exchange:
         total = f"{(perf_counter() - self.arrived) * 1000:.0f}"
         headers = {"x-compute-type": self.service.model.compute_type, "x-total-time": total}
         return json_response(content, headers | {"x-prompt-tokens": str(self.read_tokens)} | self._notes())
+
+    async def respond_with_tokens(self, content: Any, tokens: int) -> Response:
+        """Returns the response to a request that only has tokens counted. tokens: those of the text."""
+        self.read_tokens = tokens
+        return await self.respond_with_values(lambda: content, size=tokens)
+
+    def respond_with_text(self, text: str) -> Response:
+        """Returns the response, in plain text, to a request that only changes the server."""
+        self._computes_values = True
+        return PlainTextResponse(text, headers=self._notes())
 
     def stream_end(
         self,
@@ -489,6 +489,7 @@ class Exchange:
         if isinstance(error, asyncio.CancelledError):  # requests are cancelled when the time to finish them is up
             error = GenerationFailed("the server is shutting down")
         told = error if isinstance(error, RouterError) else ClientGone("the client disconnected")
+        message = shown_message(told, self.path)
         self.service.metrics.requests.failed(told.error_type)
         status = shown_status(told, self.path)
         fault = (status >= 500 or status == 424) and not isinstance(told, RequestTimedOut | CannotBeInTime)
@@ -499,11 +500,11 @@ class Exchange:
             logging.INFO if isinstance(told, ClientGone) else level,
             "%s failed: %s",
             self.path,
-            f"{told}; {self._progress}" if isinstance(told, ClientGone) and self._progress else told,
+            f"{message}; {self._progress}" if isinstance(told, ClientGone) and self._progress else message,
             extra=fields | self._identity(status),
             exc_info=told.__cause__ if type(told) is RouterError else None,
         )
-        self.service.tracer.end(self.span, {**fields, "error.type": told.error_type, **self._requested}, str(told))
+        self.service.tracer.end(self.span, {**fields, "error.type": told.error_type, **self._requested}, message)
 
 
 class AllEnded:

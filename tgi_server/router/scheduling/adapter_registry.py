@@ -76,7 +76,7 @@ class Adapters:
         Raises InvalidRequest for an id that is taken, and for an adapter that does not fit the model; Unhealthy.
         """
         if adapter_id in self._by_id or adapter_id in self._adding:
-            raise InvalidRequest(f"there is an adapter {adapter_id!r} already; unload it first")
+            raise InvalidRequest(f"there is an adapter {adapter_id!r} already; unload it first", param="lora_name")
         adapter = Adapter(adapter_id, folder, f"{adapter_id}#{next(self._numbers)}")
         self._adding.add(adapter_id)
         hold = len(self._held) < self.max_loras

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 from pydantic import Field, RootModel
 
-from tgi_server.router.schemas.base import NOT_EMPTY, RequestModel, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.unions import BY_TYPE
 
@@ -16,7 +16,7 @@ _TOKEN_STRS = Field(default=False, description="Report the tokens as the vocabul
 class TokenizeRequest(RequestModel):
     """TGI's form. Parameters of a generation are ignored."""
 
-    inputs: str = Field(json_schema_extra=NOT_EMPTY)
+    inputs: str = Field(min_length=1)
 
 
 class TokenizePromptRequest(RequestModel):

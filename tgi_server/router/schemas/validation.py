@@ -115,9 +115,7 @@ def _refusal(error: ValidationError) -> InvalidRequest:
         path, fault = _fault(detail)
         first = path if first is None else first
         faults[f"`{path}`{fault}" if path else f"the request{fault}"] = None
-    refusal = InvalidRequest("; ".join(faults))
-    refusal.param = first or None
-    return refusal
+    return InvalidRequest("; ".join(faults), first)
 
 
 def _fault(detail: ErrorDetails) -> tuple[str, str]:

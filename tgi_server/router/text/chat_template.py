@@ -185,7 +185,7 @@ class ChatTemplate:
         if not self._templates:
             raise InvalidTemplate("this model has no chat template; give one with --tokenizer-config-path")
         if not messages:
-            raise InvalidTemplate("`messages` must not be empty")
+            raise InvalidTemplate.at("messages", "must not be empty")
         prefix = options.prefix(messages[-1])
         if prefix is not None:
             text = prefix.rstrip() + _OPEN_END

@@ -80,7 +80,7 @@ class Conversation:
     def __post_init__(self) -> None:
         """Raises InvalidRequest for variables that the server sets."""
         if taken := sorted(RESERVED & self.variables.keys()):
-            raise InvalidRequest(f"`chat_template_kwargs` may not set {taken[0]!r}, which the server sets itself")
+            raise InvalidRequest.at("chat_template_kwargs", f"may not set {taken[0]!r}, which the server sets itself")
 
     @property
     def said(self) -> str:

@@ -95,7 +95,7 @@ class ServedEncoder:
             return ""
         if name not in self._prompts:
             known = ", ".join(map(repr, self._prompts)) or "none"
-            raise InvalidRequest(f"`prompt_name` is {name[:80]!r}; this model has {known}")
+            raise InvalidRequest.at("prompt_name", f"is {name[:80]!r}; this model has {known}")
         return str(self._prompts[name])
 
     async def of_texts(self, texts: Sequence[str], fitting: Fitting, *, prompt: str = "") -> list[pb.EncodeInput]:
@@ -117,10 +117,9 @@ class ServedEncoder:
         inputs = []
         for index, ids in enumerate(texts):
             if max(ids) >= self.info.vocab_size:
-                raise InvalidRequest(
-                    f"`{fitting.name}` has the token {max(ids)} in text {index}; ids are 0 to "
-                    f"{self.info.vocab_size - 1}",
-                    param=fitting.name,
+                raise InvalidRequest.at(
+                    fitting.name,
+                    f"has the token {max(ids)} in text {index}; ids are 0 to {self.info.vocab_size - 1}",
                 )
             if len(ids) > most and not fitting.cut:
                 raise _too_long(fitting, index, len(ids), most)
@@ -191,7 +190,7 @@ class ServedEncoder:
             last.truncate(room, direction="left" if fitting.left else "right")
         whole = self._tokenizer.post_process(first, second, add_special_tokens=True)
         if not whole.ids:
-            raise InvalidRequest(f"`{fitting.name}` has no tokens in text {index}", param=fitting.name)
+            raise InvalidRequest.at(fitting.name, f"has no tokens in text {index}")
         return pb.EncodeInput(ids=whole.ids, second=whole.type_ids.index(1) if 1 in whole.type_ids else 0)
 
     async def values(self, inputs: Sequence[pb.EncodeInput], *, dimensions: int = 0, normalize: bool = False) -> Values:
@@ -264,14 +263,13 @@ def _pieces(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator
 
 
 def _no_room(tokens: int, most: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"`query` has {tokens} tokens; the model reads at most {most} of a query and a text together", param="query"
+    return InvalidRequest.at(
+        "query", f"has {tokens} tokens; the model reads at most {most} of a query and a text together"
     )
 
 
 def _too_long(fitting: Fitting, index: int, tokens: int, most: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"`{fitting.name}` has {tokens} tokens in text {index}; the model reads at most {most}; shorten it, or have it "
-        "truncated",
-        param=fitting.name,
+    return InvalidRequest.at(
+        fitting.name,
+        f"has {tokens} tokens in text {index}; the model reads at most {most}; shorten it, or have it truncated",
     )

@@ -39,12 +39,12 @@ def read_sampling_defaults(model: Path) -> dict[str, float]:
 def _checked(name: str, value: object) -> float:
     """Returns the value in the form of a request's field. Raises InvalidRequest."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
-        raise InvalidRequest(f"`{name}` must be a number, not {value!r}")
+        raise InvalidRequest.at(name, f"must be a number, not {value!r}")
     if name == "top_k":
         if value != int(value):
-            raise InvalidRequest(f"`top_k` must be a whole number, not {value}")
+            raise InvalidRequest.at("top_k", f"must be a whole number, not {value}")
         value = int(value)
     bounds = next(row.bounds for row in rows(Dialect.CHAT) if row.option == name)
     if fault := fault_of(bounds, value):
-        raise InvalidRequest(f"`{name}` is {value}; it must be {fault}")
+        raise InvalidRequest.at(name, f"is {value}; it must be {fault}")
     return value

@@ -17,8 +17,8 @@ _SPAN = '"x-span"'
 WHOLE_SCHEMA = "#"
 
 
-def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
-    """Returns the grammar of `parameters.grammar` or `response_format`; None when any text will do.
+def requested_grammar(requested: schemas.GrammarType | None, place: str = "response_format") -> Grammar | None:
+    """Returns the grammar of the field at `place`; None when any text will do.
 
     Raises InvalidRequest for a JSON schema that is none.
     """
@@ -32,29 +32,30 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
         case schemas.LarkGrammar(value=lark):
             return Grammar(GrammarKind.LARK, lark)
         case schemas.JsonGrammar(value=value):
-            return json_grammar(ANY_OBJECT if value is None else value)
+            return json_grammar(ANY_OBJECT if value is None else value, place=f"{place}.value")
         case schemas.JsonSchemaGrammar(value=value, json_schema=json_schema):
             config = value or json_schema
             if config is None:
-                raise InvalidRequest("a grammar of type `json_schema` needs the schema in `value`, or in `json_schema`")
+                raise InvalidRequest.at(f"{place}.json_schema", "is missing, and so is `value`")
             strict = value is not None if config.strict is None else config.strict
             lenient = () if strict else (WHOLE_SCHEMA,)
-            return json_grammar(config.definition, lenient, strict=config.strict is True)
+            return json_grammar(config.definition, lenient, strict=config.strict is True, place=place)
 
 
-def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = False) -> Grammar:
+def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = False, place: str = "") -> Grammar:
     """Returns the grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them.
 
     lenient: places in it below which constraints that cannot be enforced are left to the model. strict: the schema is
-    read by the letter of JSON Schema; otherwise objects that it does not open are closed.
+    read by the letter of JSON Schema; otherwise objects that it does not open are closed. place: of the schema in the
+    request.
     """
     if isinstance(schema, str):
         try:
             schema = from_json(schema)  # which bounds how deep it may nest
         except ValueError as error:
-            raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
+            raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}", param=place) from error
     if not isinstance(schema, dict | bool):
-        raise InvalidRequest("the JSON schema of a grammar must be an object")
+        raise InvalidRequest("the JSON schema of a grammar must be an object", param=place)
     read = schema if strict else with_closed_objects(schema)
     text = to_json(read, inf_nan_mode="constants").decode()
     return Grammar(GrammarKind.JSON_SCHEMA, text, lenient=lenient, reading=JSON_SCHEMA if strict else CLOSED_OBJECTS)

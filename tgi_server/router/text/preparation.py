@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tgi_server.contract import GenerationOptions, Grammar, GrammarKind, Image
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.media.images import ImageReader
-from tgi_server.router.options import Dialect, with_seeds
+from tgi_server.router.options import Dialect, refusal, with_seeds
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits
 from tgi_server.router.text.grammar import token_grammar, with_text
@@ -102,21 +102,21 @@ class Preparer:
         if options.adapter_id:
             self._check_adapter(options.adapter_id, dialect)
         if not prompt.text and not prompt.token_ids:
-            raise InvalidRequest(f"`{dialect.prompt}` must not be empty")
+            raise InvalidRequest.at(dialect.prompt, "must not be empty")
         truncate = options.truncate
         if truncate and prompt.images:
-            raise InvalidRequest("`truncate` cannot be used with images, which cannot be cut")
+            raise refusal("truncate", dialect, "cannot be used with images, which cannot be cut")
 
         def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
             if options.allowed_token_ids:
                 if grammar:
-                    raise InvalidRequest("`allowed_token_ids` cannot be used with a grammar or tools")
-                if options.thinking_token_budget is not None:
-                    raise InvalidRequest("`thinking_token_budget` cannot be used with `allowed_token_ids`")
+                    raise refusal("allowed_token_ids", dialect, "cannot be used with a grammar or tools")
                 grammar = token_grammar(options.allowed_token_ids, self._end_tokens)
             if options.sampling.min_tokens and grammar:
-                raise InvalidRequest("`min_tokens` cannot be used with a grammar, which determines where the text ends")
+                raise refusal(
+                    "min_tokens", dialect, "cannot be used with a grammar, which determines where the text ends"
+                )
             if grammar:
                 grammar = with_text(grammar, spans_of or prompt.text)
                 if fault := grammar.too_long():
@@ -125,7 +125,7 @@ class Preparer:
 
         grammar, input_ids = await self._threads.handle_text(_characters(prompt.text, size, truncate), work)
         if not input_ids:
-            raise InvalidRequest(f"`{dialect.prompt}` has no tokens")
+            raise InvalidRequest.at(dialect.prompt, "has no tokens")
         max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens, dialect)
         budget = None
         if (most := options.thinking_token_budget) is not None:
@@ -134,7 +134,7 @@ class Preparer:
             )
         unenforced = await self._compile(grammar, client)
         if budget is not None and self._grammar_refusal is not None:
-            raise InvalidRequest(f"`thinking_token_budget` cannot be used: {self._grammar_refusal}")
+            raise refusal("thinking_token_budget", dialect, f"cannot be used: {self._grammar_refusal}")
         if budget is not None and not self._tokenizer_read:
             # The shards need the model's tokenizer for it, and must not read it in a step.
             await self._compile(Grammar(GrammarKind.LARK, r"start: /(.|\n)*/"), client)
@@ -154,7 +154,7 @@ class Preparer:
             self._adapters.find(adapter_id)
         except NoSuchAdapter as error:
             name = "adapter_id" if dialect is Dialect.TGI else "model"
-            raise InvalidRequest(f"`{name}`: {error}") from None
+            raise InvalidRequest(f"`{name}`: {error}", param=name) from None
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int, *, add_special_tokens: bool) -> list[int]:
         """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit, or is cut, is not tokenized as

@@ -93,9 +93,9 @@ def thought_budget(
     Raises InvalidRequest for a model that has no thoughts.
     """
     if tags is None:
-        raise InvalidRequest(
-            "`thinking_token_budget` cannot be used: this model's reasoning is not separated from its answers",
-            param="thinking_token_budget",
+        raise InvalidRequest.at(
+            "thinking_token_budget",
+            "cannot be used: this model's reasoning is not separated from its answers",
         )
     if tokens == UNLIMITED or (grammar is not None and not grammar.frame):
         return None

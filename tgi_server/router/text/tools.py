@@ -90,11 +90,11 @@ def chosen_tools(tools: Sequence[ToolSpec], choice: Choice | None) -> ToolUse:
         return ToolUse(declared=tools)
     declared = tools
     if len({tool.name for tool in tools}) < len(tools):
-        raise InvalidTool("two `tools` have the same name")
+        raise InvalidTool.at("tools", "has two tools of the same name")
     if choice.only is not None:
         tools = _named(tools, choice.only)
     if not tools:
-        raise InvalidTool("`tool_choice` is `required`, but there are no `tools`")
+        raise InvalidTool.at("tool_choice", "is `required`, but there are no `tools`")
     return ToolUse(tools, choice.required, choice.parallel, declared)
 
 
@@ -103,7 +103,7 @@ def _named(tools: Sequence[ToolSpec], names: Sequence[str]) -> Sequence[ToolSpec
     found = [tool for tool in tools if tool.name in wanted]
     if unknown := wanted - {tool.name for tool in found}:
         first = next(name for name in names if name in unknown)
-        raise InvalidTool(f"`tool_choice` names {first[:100]!r}, which is not one of the `tools`")
+        raise InvalidTool.at("tool_choice", f"names {first[:100]!r}, which is not one of the `tools`")
     return found
 
 
@@ -162,7 +162,7 @@ class AnswerForm:
         if not use.tools and (answer is None or thoughts is None):
             return answer
         if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
-            raise InvalidTool("with `tools`, the format of an answer can only be JSON")
+            raise InvalidTool("with `tools`, the format of an answer can only be JSON", param="tools")
         homes = _homes(use.names)
         schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
         document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
@@ -253,7 +253,7 @@ def _parameters(tool: ToolSpec, home: str) -> dict[str, Any]:
         return _NO_ARGUMENTS
     kind = parameters.get("type", "object") if isinstance(parameters, dict) else None
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InvalidTool(f"the parameters of the tool {tool.name!r} must be a JSON schema of an object")
+        raise InvalidTool(f"the parameters of the tool {tool.name!r} must be a JSON schema of an object", param="tools")
     read = parameters if tool.strict else with_closed_objects(parameters)
     return {**_moved(read, home), "type": "object"}
 

@@ -1,20 +1,17 @@
 """A body is read no further than the limit, and what is wrong with it is told in one line."""
 
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from pydantic import Field
 from starlette.requests import Request
 from starlette.types import Message
 
-from tests.fakes.vocabularies import byte_level
-from tgi_server.router.api.body import parse, read_beside_loop, read_body, read_json
+from tgi_server.router.api.body import read_body, read_json
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from tgi_server.router.schemas.base import Items, RequestModel
-from tgi_server.router.text.tokenizer import TokenizerThreads
+from tgi_server.router.schemas.validation import validate
 
 LIMIT = 10
 
@@ -106,13 +103,13 @@ def test_what_is_not_json_is_refused_in_one_line(body: bytes):
 )
 def test_each_fault_of_a_body_is_told_by_the_field_and_the_bound(body: bytes, told: str):
     with pytest.raises(InvalidRequest) as refusal:
-        parse(Order, body)
+        validate(Order, read_json(body))
     assert str(refusal.value).startswith(told)
 
 
 def test_a_long_number_is_cut_and_texts_of_the_client_are_not_repeated():
     with pytest.raises(InvalidRequest) as refusal:
-        parse(Order, b'{"name": ["secret"], "number": ' + b"9" * 1000 + b"}")
+        validate(Order, read_json(b'{"name": ["secret"], "number": ' + b"9" * 1000 + b"}"))
     told = str(refusal.value)
     assert "secret" not in told
     assert len(told) < 200
@@ -123,19 +120,6 @@ def test_of_very_many_faults_the_first_ones_are_told():
         parts: list[Order]
 
     with pytest.raises(InvalidRequest) as refusal:
-        parse(Many, b'{"parts": [' + b",".join([b"{}"] * 50) + b"]}")
+        validate(Many, read_json(b'{"parts": [' + b",".join([b"{}"] * 50) + b"]}"))
     assert str(refusal.value).count("Field required") == 10
     assert str(refusal.value).endswith("; and more")
-
-
-async def test_only_a_large_body_is_read_in_a_thread():
-    threads = TokenizerThreads(byte_level(), 1)
-
-    def reader(_: bytes) -> Any:
-        return threading.current_thread()
-
-    try:
-        assert await read_beside_loop(threads, b"0" * 100, reader) is threading.current_thread()
-        assert await read_beside_loop(threads, b"0" * 100_000, reader) is not threading.current_thread()
-    finally:
-        threads.close()

@@ -59,7 +59,7 @@ def test_an_error_below_v1_is_openais_object_too():
 @pytest.mark.parametrize(
     ("error", "status", "kind", "param"),
     [
-        (InvalidRequest("`top_p` must be greater than 0, not 2"), 400, "invalid_request_error", "top_p"),
+        (InvalidRequest.at("top_p", "must be greater than 0, not 2"), 400, "invalid_request_error", "top_p"),
         (InvalidRequest("`a[3].b`: Field required; `n`: no", param="a[3].b"), 400, "invalid_request_error", "a[3].b"),
         (InvalidRequest("the request is not JSON"), 400, "invalid_request_error", None),
         (InvalidRequest("`a` and `b`", param="b"), 400, "invalid_request_error", "b"),

@@ -78,7 +78,7 @@ def test_a_grammar_whose_schema_is_none_is_refused(value: Any):
 
 
 def test_a_json_schema_must_be_there():
-    with pytest.raises(InvalidRequest, match="needs the schema"):
+    with pytest.raises(InvalidRequest, match="json_schema` is missing"):
         grammar(type="json_schema")
 
 

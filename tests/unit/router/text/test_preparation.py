@@ -103,7 +103,7 @@ async def test_the_shards_read_the_tokenizer_before_the_first_budget_of_thoughts
             assert checked.options.grammar is None
             assert len(compiled) == (budget is not None)
         refusing = Preparer(LIMITS, threads, size, "no grammars here", compile_grammar, ADAPTERS, thoughts=thoughts)
-        with pytest.raises(InvalidRequest, match="`thinking_token_budget` cannot be used: no grammars here"):
+        with pytest.raises(InvalidRequest, match="thinking_token_budget` cannot be used: no grammars here"):
             await refusing.prepare(RenderedPrompt("hello"), options, Dialect.TGI, client="")
     finally:
         threads.close()
@@ -129,7 +129,7 @@ async def test_allowed_tokens_are_a_grammar_and_go_with_no_other():
     assert allowed is not None
     assert allowed.type is GrammarKind.LARK
     assert allowed.value.endswith("start: <[5,7]> start\n")
-    with pytest.raises(InvalidRequest, match="`allowed_token_ids` cannot be used with a grammar"):
+    with pytest.raises(InvalidRequest, match="allowed_token_ids` cannot be used with a grammar"):
         await check("hello", allowed_token_ids=[7], grammar=Grammar(GrammarKind.REGEX, "a"))
 
 

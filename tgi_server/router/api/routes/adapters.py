@@ -7,21 +7,17 @@ from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from tgi_server.gguf.paths import GgufError, adapter_file
-from tgi_server.router.api.body import parse, read_body
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described, described_body
-from tgi_server.router.api.exchange import DirectRoute
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.errors import Forbidden, InvalidRequest
 from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
 
 logger = logging.getLogger(__name__)
-
-# Bytes: a name and a path.
-_LONGEST_BODY = 64 * 1024
 
 _RESPONSES: Responses = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
@@ -38,24 +34,31 @@ def adapter_routes(service: Service) -> APIRouter:
 
     @route("/v1/load_lora_adapter", summary="Load an adapter", openapi_extra=described_body(LoadAdapterBody))
     async def load(request: Request) -> Response:
-        root = _root(service)
-        asked = parse(LoadAdapterBody, await read_body(request, _LONGEST_BODY))
-        if service.model.is_named(asked.lora_name):
-            raise InvalidRequest(f"{asked.lora_name!r} is a name of the model itself; choose another `lora_name`")
-        place = await asyncio.to_thread(_place_below, root, asked.lora_path)
-        adapter = await service.adapters.add(asked.lora_name, str(place))
-        logger.info("the adapter %s is loaded from %s; its rank is %d", adapter.id, place, adapter.rank)
-        return PlainTextResponse(f"Success: LoRA adapter '{adapter.id}' added successfully.")
+        _root(service)
+        return await respond_to(service, request, LoadAdapterBody, _load)
 
     @route("/v1/unload_lora_adapter", summary="Unload an adapter", openapi_extra=described_body(UnloadAdapterBody))
     async def unload(request: Request) -> Response:
         _root(service)
-        asked = parse(UnloadAdapterBody, await read_body(request, _LONGEST_BODY))
-        await service.adapters.remove(asked.lora_name)
-        logger.info("the adapter %s is unloaded", asked.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+        return await respond_to(service, request, UnloadAdapterBody, _unload)
 
     return router
+
+
+async def _load(exchange: Exchange, asked: LoadAdapterBody) -> Response:
+    service, root = exchange.service, _root(exchange.service)
+    if service.model.is_named(asked.lora_name):
+        raise InvalidRequest.at("lora_name", "is a name of the model itself; choose another")
+    place = await asyncio.to_thread(_place_below, root, asked.lora_path)
+    adapter = await service.adapters.add(asked.lora_name, str(place))
+    logger.info("the adapter %s is loaded from %s; its rank is %d", adapter.id, place, adapter.rank)
+    return exchange.respond_with_text(f"Success: LoRA adapter '{adapter.id}' added successfully.")
+
+
+async def _unload(exchange: Exchange, asked: UnloadAdapterBody) -> Response:
+    await exchange.service.adapters.remove(asked.lora_name)
+    logger.info("the adapter %s is unloaded", asked.lora_name)
+    return exchange.respond_with_text(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 def _root(service: Service) -> Path:
@@ -78,9 +81,9 @@ def _place_below(root: Path, path: str) -> Path:
             if place.is_relative_to(top) and (place if file else place / "adapter_config.json").is_file():
                 return place
     except GgufError as error:
-        raise InvalidRequest(f"`lora_path`: {error}") from error
+        raise InvalidRequest(f"`lora_path`: {error}", param="lora_path") from error
     except (OSError, ValueError):
         pass
-    raise InvalidRequest(
-        "`lora_path` is not the folder or the GGUF file of an adapter below the folder that --adapter-root names"
+    raise InvalidRequest.at(
+        "lora_path", "is not the folder or the GGUF file of an adapter below the folder that --adapter-root names"
     )

@@ -7,7 +7,6 @@ from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.exchange import Exchange
 from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.api.routes.prompt_images import check_images, with_images
-from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatRequest, ImageChunk, Message, RefusalChunk, TextChunk
@@ -78,8 +77,6 @@ class ChatPrompt:
 def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = openai_options(service, request, Dialect.CHAT)
-    if options.report.top_n_tokens and not request.logprobs:
-        raise InvalidRequest("`top_logprobs` needs `logprobs`")
     report = replace(options.report, logprobs=bool(request.logprobs))
     options = replace(options, report=report, grammar=requested_form(request))
     use = tools_of(request)

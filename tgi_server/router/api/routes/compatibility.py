@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.documentation import GENERATION_ERRORS, endpoint
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respond_to
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
@@ -50,7 +49,7 @@ def compatibility_routes(service: Service) -> APIRouter:
         **endpoint(GENERATION_ERRORS, SagemakerRequest, "SagemakerResponse", "SagemakerStreamResponse"),
     )
     async def invocations(request: Request) -> Response:
-        return await respond(service, request, _invoke)
+        return await respond_to(service, request, SagemakerRequest, _invoke)
 
     @router.post(
         "/vertex",
@@ -69,23 +68,14 @@ async def _generate(exchange: Exchange, request: CompatGenerateRequest) -> Respo
     return await generate_whole(exchange, request, in_list=True)
 
 
-_FORMS: dict[str, type[BaseModel]] = {
-    "inputs": CompatGenerateRequest,
-    "messages": ChatRequest,
-    "prompt": CompletionRequest,
-}
-
-
-async def _invoke(exchange: Exchange) -> Response:
-    match await exchange.read_form(_FORMS):
+async def _invoke(exchange: Exchange, body: SagemakerRequest) -> Response:
+    match body.root:
         case CompatGenerateRequest() as request:
             return await _generate(exchange, request)
         case ChatRequest() as request:
             return await answer_chat(exchange, request)
         case CompletionRequest() as request:
             return await complete(exchange, request)
-        case other:
-            raise AssertionError(other)
 
 
 async def _predict(exchange: Exchange, request: VertexRequest) -> Response:

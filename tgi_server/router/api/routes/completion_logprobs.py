@@ -57,11 +57,13 @@ class LogprobEntries:
     def _add(self, token: int, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
         """shown: what the text grows by. top: None where nothing can be reported."""
         name = self._name(token)
+        if name == f" {shown}":  # SentencePiece drops the space before the first token of a text
+            name = shown
         likeliest: dict[str, float | None] | None = None
         if top is not None:
             likeliest = {}
             for token_id, value in zip(top.ids, top.logprobs, strict=True):
-                likeliest.setdefault(self._name(token_id), known_logprob(value))
+                likeliest.setdefault(name if token_id == token else self._name(token_id), known_logprob(value))
             likeliest.setdefault(name, known_logprob(logprob))
         entries = self._entries
         entries.tokens.append(name)

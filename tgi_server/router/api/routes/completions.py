@@ -110,9 +110,10 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
     plan = await _plan(exchange, request)
     most = _MOST_STREAMED if request.stream else _MOST_ECHOED
     if plan.echoed > most:
-        raise InvalidRequest(
-            f"`echo` would return {plan.echoed} prompt tokens and alternatives; at most {most} are returned "
-            f"{'in a stream' if request.stream else 'in a response'}; lower `n`, `logprobs` or the prompts' length"
+        raise InvalidRequest.at(
+            "echo",
+            f"would return {plan.echoed} prompt tokens and alternatives; at most {most} are returned "
+            f"{'in a stream' if request.stream else 'in a response'}; lower `n`, `logprobs` or the prompts' length",
         )
     exchange.reserve(len(plan.sequences) - 1)
     return _stream(exchange, plan) if request.stream else await _whole(exchange, plan)
@@ -122,7 +123,7 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     """Raises InvalidRequest."""
     service, prompts, size = exchange.service, request.prompt.root, exchange.size
     if "" in prompts:
-        raise InvalidRequest("`prompt` must not be empty")
+        raise InvalidRequest.at("prompt", "must not be empty")
     options = openai_options(service, request, Dialect.COMPLETIONS)
     choices, attempts = options.n, options.best_of or options.n
     logprobs = options.report.top_n_tokens if options.report.logprobs else None
@@ -136,7 +137,7 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
         report = replace(report, logprobs=True)
     if request.echo and logprobs is not None:
         if service.model.encoder_decoder:
-            raise InvalidRequest("`echo` with `logprobs` is not supported for a model whose encoder reads the prompt")
+            raise InvalidRequest.at("echo", "cannot have `logprobs` if an encoder reads the prompt")
         report = replace(report, prefill_logprobs=True, prefill_top_n=logprobs)
     generates = Given.by(request, Dialect.COMPLETIONS).values.get("max_new_tokens") != 0
     stopping = options.stopping if generates else replace(options.stopping, max_new_tokens=1)
@@ -153,7 +154,7 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
         for each in rendered
     ]
     if request.echo and any(each.images for each in rendered):
-        raise InvalidRequest("`echo` cannot be used with images: their tokens are not text")
+        raise InvalidRequest.at("echo", "cannot be used with images: their tokens are not text")
     checked = [
         await service.preparer.prepare(
             each,
@@ -187,11 +188,11 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
 
 def _check(request: CompletionRequest, choices: int, attempts: int) -> None:
     if request.suffix:
-        raise InvalidRequest("`suffix` is not supported; put it into the prompt in the model's own format")
+        raise InvalidRequest.at("suffix", "is not supported; put it into the prompt in the model's own format")
     if attempts < choices:
-        raise InvalidRequest(f"`best_of` is {attempts}; it must be at least `n`, which is {choices}", param="best_of")
+        raise InvalidRequest.at("best_of", f"is {attempts}; it must be at least `n`, which is {choices}")
     if request.stream and attempts > choices:
-        raise InvalidRequest("`best_of` cannot be used when streaming: the best answer is known at the end only")
+        raise InvalidRequest.at("best_of", "cannot be used when streaming: the best answer is known at the end only")
 
 
 async def _whole(exchange: Exchange, plan: _Plan) -> Response:

@@ -58,7 +58,8 @@ class ContextEdits:
                     if tokens > trigger.value:
                         raise InvalidRequest(
                             f"the edit `{edit.type}` of `context_management` is not supported here, and the prompt of "
-                            f"{tokens} tokens is above its trigger of {trigger.value}; send a shorter conversation"
+                            f"{tokens} tokens is above its trigger of {trigger.value}; send a shorter conversation",
+                            param="context_management",
                         )
                 return conversation
 

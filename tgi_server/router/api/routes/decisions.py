@@ -250,8 +250,8 @@ def _turns(request: DecisionsRequest) -> list[Turn]:
     calls = {each.call_id for each in items if isinstance(each, FunctionCall | ResponsesFreeFormCall)}
     for each in items:
         if isinstance(each, CallOutput) and each.call_id not in calls:
-            raise InvalidRequest(
-                f"`input` has an output of the call {(each.call_id or '')[:100]!r}, which it does not have"
+            raise InvalidRequest.at(
+                "input", f"has an output of the call {(each.call_id or '')[:100]!r}, which it does not have"
             )
     return input_turns(items)
 

@@ -94,15 +94,15 @@ async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, promp
     """Returns the tokens of texts, or those that were given. Raises InvalidRequest."""
     name, texts = fitting.name, given.root
     if not 0 < len(texts) <= MOST_TEXTS:
-        raise InvalidRequest(f"`{name}` has {len(texts)} texts; it may have 1 to {MOST_TEXTS}", param=name)
+        raise InvalidRequest.at(name, f"has {len(texts)} texts; it may have 1 to {MOST_TEXTS}")
     if isinstance(texts[0], str):
         if "" in texts:
-            raise InvalidRequest(f"`{name}` has an empty text; leave it out", param=name)
+            raise InvalidRequest.at(name, "has an empty text; leave it out")
         return await encoder.of_texts([str(text) for text in texts], fitting, prompt=prompt)
     return await encoder.of_tokens([ids for ids in texts if not isinstance(ids, str)], fitting)
 
 
 def _dimensions(encoder: ServedEncoder, requested: int | None) -> int:
     if requested is not None and requested > encoder.info.columns:
-        raise InvalidRequest(f"`dimensions` is {requested}; it must be at most {encoder.info.columns}")
+        raise InvalidRequest.at("dimensions", f"is {requested}; it must be at most {encoder.info.columns}")
     return requested or 0

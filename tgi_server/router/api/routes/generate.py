@@ -69,7 +69,7 @@ async def tgi_options(
 
     def read() -> GenerationOptions:
         options = service.options.read(parameters, Dialect.TGI)
-        grammar = requested_grammar(parameters.grammar)
+        grammar = requested_grammar(parameters.grammar, "parameters.grammar")
         return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
 
     return await service.text.threads.handle_text(size, read)

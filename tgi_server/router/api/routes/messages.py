@@ -2,7 +2,6 @@
 
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from functools import partial
 from hashlib import blake2b
 from uuid import uuid4
 
@@ -13,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.body import parse
 from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, endpoint
-from tgi_server.router.api.encoding import json_response, named_event
+from tgi_server.router.api.encoding import named_event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat import ChatChoices
@@ -24,7 +22,7 @@ from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat
 from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
 from tgi_server.router.api.routes.prompt_images import with_images
-from tgi_server.router.api.routes.tokenize import encoded, reading, token_count
+from tgi_server.router.api.routes.tokenize import encoded, token_count
 from tgi_server.router.errors import NotSupported
 from tgi_server.router.options import Dialect, Given
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
@@ -79,20 +77,7 @@ def message_routes(service: Service) -> APIRouter:
         **endpoint(ANTHROPIC_ERRORS, CountTokensRequest, CountedTokens),
     )
     async def count_tokens(request: Request) -> Response:
-        async with reading(service, request, partial(parse, CountTokensRequest)) as (body, size):
-            edits = ContextEdits(service, body.context_management)
-
-            def prepare() -> tuple[Conversation, RenderedPrompt]:
-                conversation = edits.apply(conversation_of(body))
-                return conversation, render(service, conversation)
-
-            conversation, prompt = await service.text.threads.run(size, prepare)
-            prompt = await with_images(service, request, prompt, conversation.images)
-            tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
-            counted = CountedTokens(input_tokens=tokens)
-            if edits.report is not None:
-                counted.context_management = OriginalTokens(original_input_tokens=tokens + edits.saved_tokens)
-            return json_response(counted)
+        return await respond_to(service, request, CountTokensRequest, _count)
 
     async def batches(_: Request) -> Response:
         raise NotSupported("message batches are not supported here; send each request to /v1/messages")
@@ -100,6 +85,23 @@ def message_routes(service: Service) -> APIRouter:
     for path in ("/v1/messages/batches", "/v1/messages/batches/{rest:path}"):
         router.add_api_route(path, batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return router
+
+
+async def _count(exchange: Exchange, request: CountTokensRequest) -> Response:
+    service = exchange.service
+    edits = ContextEdits(service, request.context_management)
+
+    def prepare() -> tuple[Conversation, RenderedPrompt]:
+        conversation = edits.apply(conversation_of(request))
+        return conversation, render(service, conversation)
+
+    conversation, prompt = await service.text.threads.run(exchange.size, prepare)
+    prompt = await with_images(service, exchange.request, prompt, conversation.images)
+    tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
+    counted = CountedTokens(input_tokens=tokens)
+    if edits.report is not None:
+        counted.context_management = OriginalTokens(original_input_tokens=tokens + edits.saved_tokens)
+    return await exchange.respond_with_tokens(counted, tokens)
 
 
 async def _answer(exchange: Exchange, request: MessagesRequest) -> Response:

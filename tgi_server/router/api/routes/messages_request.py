@@ -37,11 +37,13 @@ def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits
     options = service.options.read(request, Dialect.MESSAGES)
     if Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0:
         if request.stream:
-            raise InvalidRequest("`stream` is not supported with `max_tokens: 0`, whose answer is empty; leave it out")
+            raise InvalidRequest.at("stream", "is not supported with `max_tokens: 0`, whose answer is empty")
         options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))
     config = request.output_config
     form = None if config is None else config.format
-    grammar = None if form is None else json_grammar(form.json_schema, (WHOLE_SCHEMA,))
+    grammar = (
+        None if form is None else json_grammar(form.json_schema, (WHOLE_SCHEMA,), place="output_config.format.schema")
+    )
     options = replace(options, adapter_id=named_adapter(service, request.model), grammar=grammar)
     if options.thinking_token_budget is None and service.text.answer_form.thoughts(grammar) is not None:
         options = replace(options, thinking_token_budget=_budget(request))
@@ -116,5 +118,5 @@ def _choice(request: MessagesParameters) -> Choice | None:
             return Choice(required=True, parallel=parallel)
         case "tool":
             if selected.name is None:
-                raise InvalidRequest("`tool_choice` of the type `tool` needs the `name` of a tool")
+                raise InvalidRequest.at("tool_choice.name", "is missing: the type `tool` needs it")
             return Choice(required=True, only=[selected.name], parallel=parallel)

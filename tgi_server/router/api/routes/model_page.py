@@ -29,12 +29,12 @@ def _limit(text: str | None) -> int:
     if text is None:
         return _LIMIT
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= _MOST):
-        raise InvalidRequest(f"`limit` is {text[:20]!r}; it must be 1 to {_MOST}")
+        raise InvalidRequest.at("limit", f"is {text[:20]!r}; it must be 1 to {_MOST}")
     return int(text)
 
 
 def _index(models: Sequence[AnthropicModel], name: str, parameter: str) -> int:
     found = next((index for index, model in enumerate(models) if model.id == name), None)
     if found is None:
-        raise InvalidRequest(f"`{parameter}` is {name[:100]!r}, which is not a model of this server")
+        raise InvalidRequest.at(parameter, f"is {name[:100]!r}, which is not a model of this server")
     return found

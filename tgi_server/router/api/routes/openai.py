@@ -62,17 +62,18 @@ def requested_form(request: SharedParameters) -> Grammar | None:
     Raises InvalidRequest when several do.
     """
     outputs = request.structured_outputs or StructuredOutputs()
-    schemas = (
-        request.guided_json,
-        request.json_schema,
-        outputs.json_schema,
-        ANY_OBJECT if outputs.json_object else None,
-    )
+    schemas = {
+        "guided_json": request.guided_json,
+        "json_schema": request.json_schema,
+        "structured_outputs.json": outputs.json_schema,
+        "structured_outputs.json_object": ANY_OBJECT if outputs.json_object else None,
+    }
+    choices = {"guided_choice": request.guided_choice, "structured_outputs.choice": outputs.choice}
     found = [
         requested_grammar(request.response_format),
-        *(None if schema is None else json_grammar(schema) for schema in schemas),
+        *(json_grammar(schema, place=place) for place, schema in schemas.items() if schema is not None),
         *map(_regex, (request.guided_regex, request.regex, outputs.regex)),
-        *map(_choice, (request.guided_choice, outputs.choice)),
+        *(_choice(texts, place) for place, texts in choices.items() if texts is not None),
         *map(_lark, (request.guided_grammar, outputs.grammar)),
     ]
     # Clients may say the same in several fields; of equal ones, the strictest counts.
@@ -81,7 +82,8 @@ def requested_form(request: SharedParameters) -> Grammar | None:
     if len(forms) > 1:
         raise InvalidRequest(
             "more than one of `response_format`, `structured_outputs`, `guided_*`, `json_schema` and `regex` says what "
-            "form the answer has"
+            "form the answer has",
+            param="response_format",
         )
     return forms[0] if forms else None
 
@@ -94,11 +96,9 @@ def _lark(grammar: str | None) -> Grammar | None:
     return None if grammar is None else Grammar(GrammarKind.LARK, grammar)
 
 
-def _choice(texts: Sequence[str] | None) -> Grammar | None:
-    if texts is None:
-        return None
+def _choice(texts: Sequence[str], place: str) -> Grammar | None:
     if not texts:
-        raise InvalidRequest("a choice needs at least one text to choose")
+        raise InvalidRequest.at(place, "is empty; it needs at least one text to choose")
     return _regex("|".join(map(_escaped, texts)))
 
 
@@ -110,7 +110,7 @@ def _escaped(text: str) -> str:
 def check_sequences(sequences: int, limit: int, what: str) -> None:
     """Raises InvalidRequest when one request wants more sequences than OpenAI's interface, or the server, has."""
     if not 0 < sequences <= limit:
-        raise InvalidRequest(f"{what} must be 1 to {limit}, not {sequences}")
+        raise InvalidRequest(f"{what} must be 1 to {limit}, not {sequences}", param="prompt")
 
 
 def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
 _DATA_BEGINS = "![](data:image/"
-# An image that is never closed is matched as well, up to where it can no longer be one: the scan goes on from there.
-_MARKDOWN = re.compile(r"!\[\]\(((?:data:|https?://)[^)\s]*)(\)?)", re.IGNORECASE)
+# TGI's form of an image, whatever its URL is. One that is never closed is matched up to the end, which ends the scan.
+_MARKDOWN = re.compile(r"!\[\]\(([^)]*)(\)?)")
 
 
 def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
@@ -86,7 +86,7 @@ def _split(prompt: str, field: str, most: int) -> tuple[list[str], list[ImageSou
             continue
         texts.append(prompt[end : found.start()])
         end = found.end()
-        sources.append(ImageSource(found[1], f"image {len(sources) + 1} of {field}"))
+        sources.append(ImageSource(found[1], field))
         if len(sources) > most:
             raise ContextOverflow.of_prompt(len(sources), most, at_least=True)
     texts.append(prompt[end:])

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond, respond_to
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.encoding import (
     AnyRankRequest,
@@ -37,7 +37,6 @@ from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 _LABEL_BYTES = 40
 # Pairs that Cohere counts as one search.
 _PAIRS_OF_A_SEARCH = 100
-_FORMS: dict[str, type[RankRequest | RerankRequest]] = {"texts": RankRequest, "documents": RerankRequest}
 
 
 def ranking_routes(service: Service) -> APIRouter:
@@ -49,7 +48,7 @@ def ranking_routes(service: Service) -> APIRouter:
         **endpoint(REQUEST_ERRORS, AnyRankRequest, "AnyRanks"),
     )
     async def rank(request: Request) -> Response:
-        return await respond(service, request, _in_either_form)
+        return await respond_to(service, request, AnyRankRequest, _in_either_form)
 
     @router.post(
         "/predict",
@@ -75,14 +74,12 @@ def ranking_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _in_either_form(exchange: Exchange) -> Response:
-    match await exchange.read_form(_FORMS):
+async def _in_either_form(exchange: Exchange, body: AnyRankRequest) -> Response:
+    match body.root:
         case RankRequest() as request:
             return await _rank(exchange, request)
         case RerankRequest() as request:
             return await _rerank(exchange, request, version="1")
-        case other:
-            raise AssertionError(other)
 
 
 async def _rank(exchange: Exchange, request: RankRequest) -> Response:

@@ -186,8 +186,10 @@ def _form(request: ResponsesRequest) -> Grammar | None:
     if form.type == "json_object":
         return json_grammar(ANY_OBJECT)
     if form.json_schema is None:
-        raise InvalidRequest("`text.format` of the type `json_schema` needs a `schema`", param="text.format.schema")
-    return json_grammar(form.json_schema, () if form.strict else (WHOLE_SCHEMA,), strict=bool(form.strict))
+        raise InvalidRequest.at("text.format.schema", "is missing: the type `json_schema` needs it")
+    return json_grammar(
+        form.json_schema, () if form.strict else (WHOLE_SCHEMA,), strict=bool(form.strict), place="text.format.schema"
+    )
 
 
 def _parts(content: Sequence[InputPart | JsonPart], place: str) -> tuple[str | ImageSource, ...]:

@@ -221,7 +221,7 @@ def _stored(kept: StoredResponses, tenant: str, request: ResponsesRequest) -> tu
         try:
             earlier = kept.get(tenant, request.previous_response_id).turns
         except NoSuchResponse as error:
-            raise PreviousResponseNotFound(str(error)) from None
+            raise PreviousResponseNotFound(str(error), param="previous_response_id") from None
     references = (item.root.id for item in request.items if isinstance(item.root, ItemReference))
     return earlier, {item_id: kept.item(tenant, item_id) for item_id in references}
 
@@ -244,17 +244,16 @@ async def _count(kept: StoredResponses, exchange: Exchange, request: InputTokens
     conversation, prompt = await service.text.threads.run(exchange.size, prepare)
     prompt = await with_images(service, exchange.request, prompt, conversation.images)
     tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
-    exchange.read_tokens = tokens
-    return await exchange.respond_with_values(lambda: CountedInput(input_tokens=tokens), size=1)
+    return await exchange.respond_with_tokens(CountedInput(input_tokens=tokens), tokens)
 
 
 def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList:
     """Returns a page of the items of an input, by default the last ones first. Raises InvalidRequest."""
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _LONGEST_PAGE):
-        raise InvalidRequest(f"`limit` is {limit[:20]!r}; it must be 1 to {_LONGEST_PAGE}")
+        raise InvalidRequest.at("limit", f"is {limit[:20]!r}; it must be 1 to {_LONGEST_PAGE}")
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"`order` is {order[:20]!r}; it must be asc or desc")
+        raise InvalidRequest.at("order", f"is {order[:20]!r}; it must be asc or desc")
     names = list(items) if order == "asc" else list(items)[::-1]
     if after is not None and after not in items:
         raise NoSuchItem(after)

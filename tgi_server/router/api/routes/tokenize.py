@@ -3,21 +3,17 @@
 /tokenize responds in the form of the request: TGI's, or vLLM's.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Encoding
 
-from tgi_server.router.api.body import parse, parse_form, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by, endpoint
 from tgi_server.router.api.encoding import json_response, to_json
-from tgi_server.router.api.exchange import DirectRoute, owner_of
+from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
 from tgi_server.router.api.routes.prompt_images import markdown_prompt, with_images
 from tgi_server.router.errors import InvalidRequest
@@ -40,11 +36,6 @@ from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAME
 
 T = TypeVar("T")
 
-_FORMS: dict[str, type[BaseModel]] = {
-    "inputs": TokenizeRequest,
-    "messages": TokenizeChatRequest,
-    "prompt": TokenizePromptRequest,
-}
 # Most tokens of one response, unless a prompt may have more.
 MOST_TOKENS = 65_536
 
@@ -58,14 +49,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         **endpoint(REQUEST_ERRORS, AnyTokenizeRequest, "AnyTokenizeResponse"),
     )
     async def tokenize(request: Request) -> Response:
-        async with reading(service, request, partial(parse_form, _FORMS)) as (asked, size):
-            match asked:
-                case TokenizeRequest():
-                    return json_response(await _tgi_tokens(service, request, asked))
-                case TokenizePromptRequest() | TokenizeChatRequest():
-                    return json_response(await _vllm_tokens(service, request, asked, size))
-                case other:
-                    raise AssertionError(other)
+        return await respond_to(service, request, AnyTokenizeRequest, _tokenize)
 
     @router.post(
         "/chat_tokenize",
@@ -73,9 +57,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         **endpoint(REQUEST_ERRORS, ChatRequest, ChatTokenizeResponse),
     )
     async def chat_tokenize(request: Request) -> Response:
-        async with reading(service, request, partial(parse, ChatRequest)) as (asked, size):
-            prompt = await _conversation(service, request, asked, size)
-            return json_response(await encoded(service, prompt, _templated, add_special_tokens=False))
+        return await respond_to(service, request, ChatRequest, _tokenize_chat)
 
     @router.post(
         "/detokenize",
@@ -83,12 +65,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         **endpoint(REQUEST_ERRORS, DetokenizeRequest, DetokenizeResponse),
     )
     async def detokenize(request: Request) -> Response:
-        async with reading(service, request, partial(parse, DetokenizeRequest)) as (asked, _):
-            ids, most = asked.tokens, _most_tokens(service)
-            if len(ids) > most:
-                raise InvalidRequest(f"`tokens` has {len(ids)} token ids; it may have at most {most}")
-            text = await service.text.threads.handle_text(len(ids), lambda: _text(service, ids))
-            return json_response(DetokenizeResponse(prompt=text))
+        return await respond_to(service, request, DetokenizeRequest, _detokenize)
 
     settings = to_json(_tokenizer_info(service))
 
@@ -104,15 +81,28 @@ def tokenize_routes(service: Service) -> APIRouter:
     return router
 
 
-@asynccontextmanager
-async def reading(service: Service, request: Request, read: Callable[[bytes], T]) -> AsyncIterator[tuple[T, int]]:
-    """Yields what `read` makes of the request's body, and its bytes; meanwhile it has a place among those in flight.
+async def _tokenize(exchange: Exchange, request: AnyTokenizeRequest) -> Response:
+    match request.root:
+        case TokenizeRequest(inputs=inputs):
+            prompt = await markdown_prompt(exchange.service, exchange.request, inputs, "inputs")
+            tokens = await encoded(exchange.service, prompt, _shown, add_special_tokens=True)
+            return await exchange.respond_with_tokens(tokens, len(tokens))
+        case asked:
+            return await _vllm_tokens(exchange, asked)
 
-    Raises InvalidRequest; Overloaded when as many are in flight as may be.
-    """
-    body = await read_body(request, service.policy.payload_limit)
-    with service.capacity.places(1, owner_of(request)):
-        yield await read_beside_loop(service.text.threads, body, read), len(body)
+
+async def _tokenize_chat(exchange: Exchange, request: ChatRequest) -> Response:
+    prompt = await _conversation(exchange, request)
+    tokens = await encoded(exchange.service, prompt, _templated, add_special_tokens=False)
+    return await exchange.respond_with_tokens(tokens, len(tokens.tokenize_response))
+
+
+async def _detokenize(exchange: Exchange, request: DetokenizeRequest) -> Response:
+    service, ids = exchange.service, request.tokens
+    if len(ids) > (most := _most_tokens(service)):
+        raise InvalidRequest.at("tokens", f"has {len(ids)} token ids; it may have at most {most}")
+    text = await service.text.threads.handle_text(len(ids), lambda: _text(service, ids))
+    return await exchange.respond_with_tokens(DetokenizeResponse(prompt=text), len(ids))
 
 
 async def encoded(
@@ -136,24 +126,14 @@ def token_count(_: str, encoding: Encoding) -> int:
     return len(encoding)
 
 
-async def _tgi_tokens(service: Service, request: Request, asked: TokenizeRequest) -> list[SimpleToken]:
-    if not asked.inputs:
-        raise InvalidRequest("`inputs` must not be empty")
-    prompt = await markdown_prompt(service, request, asked.inputs, "inputs")
-    return await encoded(service, prompt, _shown, add_special_tokens=True)
-
-
-async def _vllm_tokens(
-    service: Service, request: Request, asked: TokenizePromptRequest | TokenizeChatRequest, size: int
-) -> TokenizedPrompt:
-    """size: bytes of the request."""
-    tokenizer = service.text.tokenizer
+async def _vllm_tokens(exchange: Exchange, asked: TokenizePromptRequest | TokenizeChatRequest) -> Response:
+    service, tokenizer = exchange.service, exchange.service.text.tokenizer
     if isinstance(asked, TokenizeChatRequest):
-        prompt = await _conversation(service, request, asked, size)
+        prompt = await _conversation(exchange, asked)
     else:
-        prompt = await markdown_prompt(service, request, asked.prompt, "prompt")
+        prompt = await markdown_prompt(service, exchange.request, asked.prompt, "prompt")
 
-    def response(_: str, encoding: Encoding) -> TokenizedPrompt:
+    def tokens(_: str, encoding: Encoding) -> TokenizedPrompt:
         if asked.add_special_tokens:
             encoding = tokenizer.with_special_tokens(encoding)
         return TokenizedPrompt(
@@ -163,18 +143,20 @@ async def _vllm_tokens(
             token_strs=list(map(tokenizer.piece, encoding.ids)) if asked.return_token_strs else None,
         )
 
-    return await encoded(service, prompt, response, add_special_tokens=False)
+    response = await encoded(service, prompt, tokens, add_special_tokens=False)
+    return await exchange.respond_with_tokens(response, response.count)
 
 
-async def _conversation(service: Service, request: Request, asked: ChatRequest, size: int) -> RenderedPrompt:
-    """Returns the prompt of a chat. size: bytes of the request. Raises InvalidRequest."""
+async def _conversation(exchange: Exchange, asked: ChatRequest) -> RenderedPrompt:
+    """Returns the prompt of a chat. Raises InvalidRequest."""
+    service = exchange.service
 
     def rendered() -> tuple[Conversation, RenderedPrompt]:
         conversation = conversation_of(asked, tools_of(asked))
         return conversation, render(service, conversation)
 
-    conversation, prompt = await service.text.threads.run(size, rendered)
-    return await with_images(service, request, prompt, conversation.images)
+    conversation, prompt = await service.text.threads.run(exchange.size, rendered)
+    return await with_images(service, exchange.request, prompt, conversation.images)
 
 
 def _tokenizer_info(service: Service) -> TokenizerInfo:
@@ -196,7 +178,7 @@ def _text(service: Service, ids: Sequence[int]) -> str:
     """Returns the text of tokens. Raises InvalidRequest for a token that there is not."""
     vocabulary = service.text.tokenizer.vocab_size
     if (highest := max(ids, default=0)) >= vocabulary:
-        raise InvalidRequest(f"`tokens` has {highest}; token ids are 0 to {vocabulary - 1}")
+        raise InvalidRequest.at("tokens", f"has {highest}; token ids are 0 to {vocabulary - 1}")
     return service.text.tokenizer.decode(ids)
 
 

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import GenerationOptions, StoppingParameters
-from tgi_server.router.api.body import read_json
 from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
-from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond
+from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
@@ -36,13 +35,13 @@ def warm_routes(service: Service) -> APIRouter:
         **endpoint(OPENAI_ERRORS, WarmRequest, WarmResponse),
     )
     async def warm(request: Request) -> Response:
-        return await respond(service, request, _warm)
+        return await respond_to(service, request, WarmRequest, _warm)
 
     return router
 
 
-async def _warm(exchange: Exchange) -> Response:
-    request = await exchange.read_by(lambda body: _read(exchange, body))
+async def _warm(exchange: Exchange, body: WarmRequest) -> Response:
+    request = body.root
     if isinstance(request, WarmChatRequest):
         chat = await prompt_for_chat(exchange, lambda: plan_chat(exchange.service, request))
         characters, checked = len(chat.text), chat.checked
@@ -60,19 +59,11 @@ async def _warm(exchange: Exchange) -> Response:
     return exchange.respond(response, characters=characters, streams=[stream])
 
 
-def _read(exchange: Exchange, body: bytes) -> WarmChatRequest | WarmCompletionRequest:
-    """Returns a chat, or a prompt. Raises InvalidRequest."""
-    content = read_json(body)
-    if isinstance(content, dict) and "messages" in content:
-        return exchange.validated(WarmChatRequest, content)
-    return exchange.validated(WarmCompletionRequest, content)
-
-
 async def _completion(exchange: Exchange, request: WarmCompletionRequest) -> tuple[int, PreparedRequest]:
     """Returns the characters of the prompt, and the prompt as tokens. Raises InvalidRequest."""
     service, prompts = exchange.service, request.prompt.root
     if len(prompts) != 1 or not isinstance(text := prompts[0], str):
-        raise InvalidRequest("`prompt` must be one text", param="prompt")
+        raise InvalidRequest.at("prompt", "must be one text")
     options = _cheapest(openai_options(service, request, Dialect.COMPLETIONS))
     return len(text), await service.preparer.prepare(
         await markdown_prompt(service, exchange.request, text, "prompt", options.cache_salt),

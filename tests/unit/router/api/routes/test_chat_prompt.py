@@ -64,7 +64,7 @@ async def test_a_prompt_with_tools_has_the_grammar_of_a_call(router: RouterServi
 async def test_a_prompt_for_text_knows_no_tools_and_takes_spans_from_the_messages(router: RouterService):
     schema = {"type": "object", "properties": {"said": {"type": "string", "x-span": True}}}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    asked = request(tools=TOOLS, tool_choice="none", response_format=form, max_completion_tokens=7, max_tokens=5)
+    asked = request(tools=TOOLS, tool_choice="none", response_format=form, max_completion_tokens=7)
     prompt = await prompt_for(router, asked)
     assert "clock" not in prompt.text
     assert prompt.reader is None

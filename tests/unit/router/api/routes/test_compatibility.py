@@ -31,11 +31,17 @@ async def test_sagemaker_requests_are_told_apart_by_their_members(
     assert isinstance(answer, list) if kind is list else answer["object"] == kind
 
 
-@pytest.mark.parametrize("body", [{}, {"input": "hello"}, [], "inputs"])
-async def test_a_sagemaker_request_without_such_a_member_is_refused(client: httpx.AsyncClient, body: Any):
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        *((body, "the request needs `inputs`, `messages` or `prompt`") for body in ({}, {"input": "hello"})),
+        *((body, "the request must be an object") for body in ([], "inputs")),
+    ],
+)
+async def test_a_sagemaker_request_without_such_a_member_is_refused(client: httpx.AsyncClient, body: Any, told: str):
     response = await client.post("/invocations", json=body)
     assert response.status_code == 422
-    assert "the request needs `inputs`, `messages` or `prompt`" in response.json()["error"]
+    assert told in response.json()["error"]
 
 
 async def test_vertex_predicts_for_each_instance(client: httpx.AsyncClient, scheduler: ScriptedScheduler):

@@ -8,7 +8,7 @@ import pytest
 
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.router_service import RouterService, ScriptedScheduler
-from tests.fakes.vocabularies import EOS, byte_level
+from tests.fakes.vocabularies import EOS, byte_level, sentence_piece
 from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 
 
@@ -92,6 +92,18 @@ def test_the_entries_of_a_prompt_lie_in_its_text(text: str, first: int, tokens: 
     assert told.tokens == [*tokens, tokens[0]]
     assert told.text_offset == [*offsets, len(text)]
     assert told.top_logprobs[-1].keys() == set(tokens)
+
+
+@pytest.mark.parametrize("whole_words", [True, False])
+def test_the_first_token_of_a_text_has_no_space_that_the_text_does_not_have(whole_words: bool):
+    tokenizer = sentence_piece()
+    ids = [259, 260] if whole_words else tokenizer.encode("hello world", add_special_tokens=False).ids
+    assert tokenizer.token_name(ids[0]).startswith(" ")
+    entries = LogprobEntries(tokenizer, show_special=False)
+    entries.prompt(pb.PrefillTokens(ids=ids, logprobs=[-1.0] * len(ids)), "hello world")
+    told = entries.take()
+    assert "".join(told.tokens) == "hello world"
+    assert told.text_offset == [len("".join(told.tokens[:index])) for index in range(len(ids))]
 
 
 @pytest.mark.parametrize(

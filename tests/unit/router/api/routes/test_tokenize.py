@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from tests.fakes.router_service import RouterService
 from tgi_server.router.api.routes import tokenize
 
 
@@ -16,6 +17,24 @@ async def test_a_conversation_is_told_as_the_template_writes_it(client: httpx.As
     told = (await client.post("/chat_tokenize", json={"model": "m", "messages": messages})).json()
     assert told["templated_text"] == "user: hello\nassistant:"
     assert "".join(each["text"] for each in told["tokenize_response"]) == told["templated_text"]
+
+
+async def test_requests_are_logged_and_counted(
+    client: httpx.AsyncClient, router: RouterService, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("INFO", "tgi_server"):
+        for path, body in (
+            ("/tokenize", {"inputs": "hello"}),
+            ("/tokenize", {"prompt": "hello"}),
+            ("/chat_tokenize", {"messages": [{"role": "user", "content": "hello"}]}),
+            ("/detokenize", {"tokens": [7]}),
+            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 200
+            assert caplog.messages[-1] == f"{path} answered"
+    assert "tgi_request_success 5.0" in (await client.get("/metrics")).text
+    await client.post("/tokenize", json={"inputs": 5})
+    assert caplog.messages[-1] == "/tokenize failed: `inputs`: Input should be a valid string"
 
 
 async def test_an_empty_prompt_is_refused(client: httpx.AsyncClient):
