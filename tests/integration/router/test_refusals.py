@@ -44,7 +44,7 @@ BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/resp
         ("/v1/chat/completions", {"top_p": 2}, "top_p", "`top_p` is 2; it must be at most 1"),
         ("/v1/chat/completions", {"temperature": -1}, "temperature", "`temperature` is -1; it must be at least 0"),
         ("/v1/completions", {"prompt": [[]]}, "prompt", "`prompt` must have at least one token in each list"),
-        ("/v1/completions", {"prompt": [["a"]]}, "prompt", "`prompt` must be a text, a list of strings"),
+        ("/v1/completions", {"prompt": [["a"]]}, "prompt", "`prompt` must be a text, a list of texts"),
         ("/v1/responses", {"stop": ["a"] * 17}, "stop", "`stop` has 17 stop sequences; it may have at most 16"),
         ("/v1/responses", {"min_tokens": 9, "max_output_tokens": 5}, "min_tokens", "`max_output_tokens`, which is 5"),
     ],

@@ -165,7 +165,7 @@ def _mark(spec: Mapping[str, Any], name: str) -> Mark | None:
         return None
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(each, str) and each for each in texts):
-        raise ValueError(f"`{name}` is neither a text nor a list of strings")
+        raise ValueError(f"`{name}` is neither a text nor a list of texts")
     ordered = sorted(set(texts), key=len, reverse=True)
     open_ended = any(one.startswith(other) for one, other in permutations(ordered, 2))
     return Mark(regex.compile("|".join(map(regex.escape, ordered))), open_ended, tuple(ordered))
