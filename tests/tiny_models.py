@@ -121,6 +121,7 @@ _LONGROPE = _rope(
 
 # By name: the `model_type` of its config.json, and what differs there from the smallest model.
 ARCHITECTURES: dict[str, tuple[str, Settings]] = {
+    "arcee": ("arcee", _GATED),
     "bamba": ("bamba", _GATED | _MAMBA2 | {"attn_layer_indices": [1]}),
     "bart": ("bart", {"decoder_layers": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
     "bloom": ("bloom", {}),
@@ -129,6 +130,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "cohere": ("cohere", _GATED),
     "cohere_qk_norm": ("cohere", _GATED | {"use_qk_norm": True}),
     "cohere2": ("cohere2", _GATED | _MIXED_WINDOWS),
+    "cwm": ("cwm", _GATED | _MIXED_WINDOWS | _ALTERNATING | {"head_dim": 16}),
     "deepseek_v2": ("deepseek_v2", _LATENTS | _LATENT_EXPERTS | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v3": ("deepseek_v3", _LATENTS | _LATENT_EXPERTS),
     "deepseek_v32": ("deepseek_v32", _LATENTS | _LATENT_EXPERTS | _INDEXED),
@@ -201,6 +203,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
     "gpt_neox_serial": ("gpt_neox", {"intermediate_size": 96, "use_parallel_residual": False}),
     "gptj": ("gptj", {"rotary_dim": 8}),
+    "jais2": ("jais2", _GATED | {"head_dim": 16}),
     "jamba": (
         "jamba",
         _GATED
@@ -241,10 +244,12 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     ),
     "minicpm3": ("minicpm3", _LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32}),
     "minimax_m2": ("minimax_m2", _GATED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ministral": ("ministral", _GATED | {"head_dim": 16, "sliding_window": WINDOW}),
     "mistral": ("mistral", _GATED | {"sliding_window": WINDOW}),
     "mixtral": ("mixtral", _GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mpt": ("mpt", {"max_seq_len": 256}),
     "mpt_6_heads": ("mpt", {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"clip_qkv": 2.0}}),
+    "nemotron": ("nemotron", _GATED | {"head_dim": 32}),
     "nemotron_h": (
         "nemotron_h",
         _GATED
@@ -254,11 +259,14 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     ),
     "olmo2": ("olmo2", _GATED),
     "olmo3": ("olmo3", _GATED | _MIXED_WINDOWS),
+    "olmoe": ("olmoe", _GATED | {"num_experts": 4, "num_experts_per_tok": 2}),
     # As many features of keys as of values: `transformers` saves their convolutions as three of equal size.
     "olmo_hybrid": ("olmo_hybrid", _GATED | _DELTA_NET | {"linear_key_head_dim": 48}),
     "opt": ("opt", _OPT | _TIED),
     "opt_350m": ("opt", _OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "persimmon": ("persimmon", {"intermediate_size": 96}),
     "phi": ("phi", {"intermediate_size": 96}),
+    "phi_norms": ("phi", {"intermediate_size": 96, "qk_layernorm": True, "num_key_value_heads": 2}),
     "phi3": ("phi3", _GATED | {"sliding_window": WINDOW}),
     "phi3_longrope": ("phi3", _GATED | _LONGROPE | {"original_max_position_embeddings": 32}),
     "qwen2": ("qwen2", _GATED),
@@ -289,6 +297,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "youtu": ("youtu", _LATENTS),
     "starcoder2": ("starcoder2", _GATED | {"sliding_window": WINDOW}),
     "t5": ("t5", _T5 | _TIED),
+    "vaultgemma": ("vaultgemma", _GEMMA | _MIXED_WINDOWS | {"final_logit_softcapping": 10.0}),
 }
 
 

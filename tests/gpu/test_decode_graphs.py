@@ -14,8 +14,6 @@ from tgi_server.engine import Engine, RunningSequence
 
 pytestmark = NEEDS_GPU
 
-# `transformers` looks at the tokens of a GPT-2 that has a padding token: it is not captured.
-WAITS = {"gpt2"}
 STEPS = {"decoding", "computing prompts"}
 
 
@@ -24,7 +22,7 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED - WAITS))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED))
 def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog) -> None:
     folder = make(architecture, tmp_path)
     without = generate_together(load_engine(folder, cuda_graphs=()), prompts())
@@ -36,12 +34,12 @@ def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog)
     assert captured == without
 
 
-@pytest.mark.parametrize("architecture", sorted(WAITS))
-def test_a_model_that_waits_runs_without(architecture, tmp_path, caplog) -> None:
-    folder = make(architecture, tmp_path)
-    engine = load_engine(folder)
+def test_a_model_that_waits_runs_without(tmp_path) -> None:
+    """`transformers` looks at the tokens of a GPT-2 that has a padding token."""
+    folder = make("gpt2", tmp_path)
+    engine = load_engine(folder, custom_kernels=False)
     tokens = generate_together(engine, prompts())
-    assert _uncaptured(engine) == {"decoding"}
+    assert "decoding" in _uncaptured(engine)
     assert tokens == generate_together(load_engine(folder, cuda_graphs=()), prompts())
 
 

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tgi_server.engine.kernels.triton import (
 )
 from tgi_server.engine.kernels.triton.grouped_gemm import GroupTile
 from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, tokens_of_a_tile
+from tgi_server.engine.models.spec import Activation
 
 # Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
 # Programming Guide).
@@ -200,7 +201,7 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
+def test_norms_and_activations_fit(capability: int, tmp_path: Path) -> None:
     types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"eps": "fp32", "size": "i32"}
     for size in (768, 4096, 8192):
         for centred in (False, True):
@@ -209,10 +210,9 @@ def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
             for weight in ("*bf16",) if centred else ("*bf16", "*fp32"):
                 own = types | {"weight": weight}
                 check(compiled(norm_and_gate._norm, own, constants, capability, warps), capability, tmp_path)
-    for gelu in (False, True):
-        check(
-            compiled(norm_and_gate._gate, types, {"at_once": 1024, "gelu": gelu}, capability, 4), capability, tmp_path
-        )
+    for activation in get_args(Activation):
+        constants = {"at_once": 1024, "activation": activation, "gated": activation != "relu"}
+        check(compiled(norm_and_gate._activate, types, constants, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -225,7 +225,7 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
     for together in (16, 32):
         sizes = {"together": together, "ranks_at_once": lora._RANKS_AT_ONCE, "precision": precision}
         narrow = sizes | {"inputs_at_once": lora._INPUTS_AT_ONCE}
-        widen = sizes | {"outputs_at_once": lora._OUTPUTS_AT_ONCE, "relu": True, "added": True}
+        widen = sizes | {"outputs_at_once": lora._OUTPUTS_AT_ONCE, "added": True}
         check(compiled(lora._shrink, types, narrow, capability, 4), capability, tmp_path)
         check(compiled(lora._expand, types, widen, capability, 4), capability, tmp_path)
 
@@ -246,7 +246,7 @@ def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype,
     bits, sizes = w4a16_gemm.bits_of(kind), ("inputs", "outputs", "places", "count")
     for block, absent in ((128 if bits == 4 else 64, ["zeros", "order", "bias", "residual"]), (64, []), (32, [])):
         constants: dict[str, Any] = dict.fromkeys([*absent, *(() if kind == "codebook" else ["codebook"])])
-        constants |= {"kind": kind, "bits": bits, "block": block, "words": w4a16_gemm.WORDS, "relu": not absent}
+        constants |= {"kind": kind, "bits": bits, "block": block, "words": w4a16_gemm.WORDS}
         types["codes"] = {8: "*u8", 16: "*i16", 32: "*i32"}[bits * block // w4a16_gemm.WORDS]
         expanded = constants | {"own_outputs": w4a16_gemm._EXPANDED_OUTPUTS}
         check(compiled(w4a16_gemm._expand, types, expanded, capability, 4, sizes=sizes), capability, tmp_path)
@@ -256,7 +256,7 @@ def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype,
             program = compiled(w4a16_gemm._multiply_codes, own, constants, capability, shape.warps, shape.stages, sizes)
             check(program, capability, tmp_path)
     types |= {"sums": "*fp32", "splits": "i32"}
-    constants = {"relu": True, "at_once": w4a16_gemm._SUMMED_AT_ONCE}
+    constants = {"at_once": w4a16_gemm._SUMMED_AT_ONCE}
     check(compiled(w4a16_gemm._add_splits, types, constants, capability, 4), capability, tmp_path)
 
 

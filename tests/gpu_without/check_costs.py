@@ -60,7 +60,7 @@ def test_few_rows_by_quantized_weights_wait_for_memory(kind: str, block: int, ca
     constants: dict[str, Any] = dict.fromkeys(("zeros", "order", "bias", "residual", "codebook"))
     constants |= {"kind": kind, "bits": w4a16_gemm.bits_of(kind), "block": block, "words": w4a16_gemm.WORDS}
     constants |= {"own_rows": tile.rows, "own_outputs": tile.outputs}
-    constants |= {"whole": True, "relu": False, "split": True}
+    constants |= {"whole": True, "split": True}
     shape = tile.warps, tile.stages, ("inputs", "outputs")
     code = Code.of(compiled(w4a16_gemm._multiply_codes, types, constants, capability, *shape), tmp_path)
     loop = main_loop(code)

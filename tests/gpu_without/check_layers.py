@@ -11,6 +11,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
 from tests.unit.engine.backends.test_cpu import IN_ONE_CALL
+from tests.unit.engine.kernels.cpu.ops.test_norm_rope_gate import ACTIVATIONS
 from tests.unit.engine.probed import probed
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.backends import PassInput, probe
@@ -63,13 +64,14 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("gelu", [False, True])
-def test_the_gate(gelu: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 2 * 1100).to(dtype) * 3
     gate, up = x.float().chunk(2, dim=1)
-    opened = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
-    actual = norm_and_gate.gate_mul(x, gelu=gelu).float()
-    torch.testing.assert_close(actual, opened * up, rtol=2 * ERROR[dtype], atol=2 * ERROR[dtype])
+    close = {"rtol": 2 * ERROR[dtype], "atol": 2 * ERROR[dtype]}
+    wanted = ACTIVATIONS[activation]
+    torch.testing.assert_close(norm_and_gate.activate(x, activation, gated=True).float(), wanted(gate) * up, **close)
+    torch.testing.assert_close(norm_and_gate.activate(x, activation, gated=False).float(), wanted(x.float()), **close)
 
 
 def fused(architecture: str) -> tuple[CudaModel, LogitsProbe]:

@@ -11,8 +11,6 @@ from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.engine import MOST_DEMANDING
 from tgi_server.engine.runners import prompt_graphs
 
-# `transformers` looks at the tokens of a GPT-2 that has a padding token.
-WAITS = {"gpt2"}
 PAGED = sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED)
 STOPPING = StoppingParameters(60, ignore_eos=True)
 REPORT = ReportParameters(logprobs=True, top_n_tokens=3)

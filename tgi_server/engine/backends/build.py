@@ -8,13 +8,15 @@ from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
-from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
+from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, Unfit, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding, QuantizedLinear
+from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear
@@ -36,10 +38,6 @@ SMALL_LAYER_BYTES = 1 << 20
 _READ_FROM_OUTSIDE = {"dt_proj"}
 
 
-class Unfit(Exception):
-    """Raised if a model differs from its spec, or has linear layers without a kernel."""
-
-
 def build_decoder(
     model: PreTrainedModel,
     spec: DecoderSpec,
@@ -56,13 +54,14 @@ def build_decoder(
 
     Raises Unfit before anything has changed.
     """
-    modules = _layers_of(model)
+    modules = layers_of(model, spec)
     mixers = _check(model, modules, spec, variants, linear)
     decoder: Any = model.get_decoder()
+    norms = [Norm.of(decoder.get_submodule(name)) if name else None for name in (spec.embedding_norm, spec.final_norm)]
     layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
     for index, layer in enumerate(spec.layers if keep else counted(PACKING, spec.layers, len(spec.layers))):
-        made.append(_layer(modules[index], index, spec, layer, variants.get(index), mixers[index], linear))
+        made.append(_layer(modules[index], index, layer, variants.get(index), mixers[index], linear))
         if not keep:
             for name in (*layer.up, layer.down) if layer.shared else ():
                 _put(modules[index], name, nn.Identity(), deferred)
@@ -79,9 +78,10 @@ def build_decoder(
         spec,
         _embedding(model.get_input_embeddings(), head, new_head, linear),
         None if positions is None else positions.weight[getattr(positions, "offset", 0) :],
-        [RotaryTable(decoder.rotary_emb, each) for each in spec.ropes],
+        norms[0],
+        [RotaryTable(getattr(decoder, "rotary_emb", None), each) for each in spec.ropes],
         made,
-        Norm.of(decoder.get_submodule(spec.final_norm), spec.norms) if spec.final_norm else None,
+        norms[1],
         new_head,
         paths[id(modules)],
         paths[id(head)],
@@ -113,9 +113,9 @@ def unpack(model: nn.Module) -> None:
     _compute_experts_together(model, wanted=False)
 
 
-def _layers_of(model: Any) -> nn.ModuleList:
+def layers_of(model: Any, spec: DecoderSpec) -> nn.ModuleList:
     """Returns the decoder layers of a model of `transformers`; none for code of another structure."""
-    layers = getattr(model.get_decoder(), "layers", None) if hasattr(model, "get_decoder") else None
+    layers = getattr(model.get_decoder(), spec.layer_list, None) if hasattr(model, "get_decoder") else None
     return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()
 
 
@@ -138,10 +138,10 @@ def _check(
             if layer.mixer and mixer is None:
                 raise Unfit(f"there is no kernel for layer {index}, {layer.mixer}")
             names_of = _linear_names(layer, mixer)
-            parts = [[inner(module.get_submodule(name)) for name in names] for names in names_of.values()]
+            parts = [[inner(_linear(module, name)) for name in names] for names in names_of.values()]
             mixture = module.get_submodule(layer.mixture[0]) if layer.mixture else None
             for name in _norm_names(layer).values():
-                module.get_submodule(name)
+                Norm.of(module.get_submodule(name))
         except AttributeError as error:
             raise Unfit(f"layer {index}: {error}") from error
         mixed = mixture is None or hasattr(mixture, "experts")
@@ -158,7 +158,6 @@ def _check(
 def _layer(
     module: nn.Module,
     index: int,
-    model: DecoderSpec,
     spec: LayerSpec,
     variant: AttentionVariant | None,
     mixer: MixerKernel | None,
@@ -168,10 +167,10 @@ def _layer(
     linears: dict[str, Any] = dict.fromkeys(("up", "down", "shared_gate"))
     parts = {}
     for part, names in _linear_names(spec, mixer).items():
-        own = [module.get_submodule(name) for name in names]
+        own = [_linear(module, name) for name in names]
         parts[part] = [(name, _outputs(each)) for name, each in zip(names, own, strict=True)]
         linears[part] = _joined(own, linear)
-    norms = {name: Norm.of(module.get_submodule(path), model.norms) for name, path in _norm_names(spec).items()}
+    norms = {name: Norm.of(module.get_submodule(path)) for name, path in _norm_names(spec).items()}
     mixture = module.get_submodule(spec.mixture[0]) if spec.mixture else None
     return DecoderLayer(
         spec,
@@ -191,10 +190,21 @@ def _layer(
 
 
 def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> AttentionHeads:
-    size = int(attention.head_dim)
+    size = int(attention.head_dim if hasattr(attention, "head_dim") else attention.head_size)
     heads = inner(linears["output"]).in_features // size
     queries = 2 * heads if spec.gated else heads
     return AttentionHeads(heads, (linears["qkv"].out_features // size - queries) // 2, size)
+
+
+def _linear(layer: nn.Module, name: str) -> Any:
+    """Returns a linear layer of a layer of `transformers`, which may have kinds of its own, as one of torch's."""
+    module = layer.get_submodule(name)
+    own = inner(module)
+    if isinstance(own, Conv1D):
+        own = plain_linear(own.weight.t(), own.bias)
+    elif isinstance(own, nn.Linear) and type(own) is not nn.Linear:
+        own = plain_linear(own.weight, own.bias)
+    return type(module)(own, module.group, module.share) if isinstance(module, RowParallel) else own
 
 
 def _outputs(module: Any) -> int:
@@ -351,7 +361,7 @@ def _put(parent: nn.Module, name: str, new: nn.Module, deferred: DeferredFree) -
     old = parent.get_submodule(name)
     parent.set_submodule(name, new)
     for each in old.modules():
-        if isinstance(each, nn.Linear | QuantizedLinear):
+        if isinstance(each, nn.Linear | Conv1D | QuantizedLinear):
             deferred.add([*each.parameters(recurse=False), *each.buffers(recurse=False)])
 
 
@@ -364,6 +374,6 @@ def has_small_layers(model: nn.Module) -> bool:
     """
     of_experts = {id(each) for module in model.modules() if isinstance(module, Experts) for each in module.modules()}
     others = [module for module in model.modules() if id(module) not in of_experts]
-    sizes = [module.weight.nbytes for module in others if isinstance(module, nn.Linear)]
+    sizes = [module.weight.nbytes for module in others if isinstance(module, nn.Linear | Conv1D)]
     sizes += [module.nbytes for module in others if isinstance(module, QuantizedLinear)]
     return bool(sizes) and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES

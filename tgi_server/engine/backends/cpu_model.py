@@ -21,6 +21,7 @@ from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.models.spec import LayerSpec
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.layers import VocabParallelEmbedding, VocabParallelHead
@@ -177,6 +178,7 @@ def _kernel(decoder: Decoder) -> Any:
         _linear_kernel(embedding.layer) if isinstance(embedding, QuantizedEmbedding) else None,
         float(torch.tensor(spec.embedding_scale, dtype=weight.dtype)),
         decoder.positions,
+        _norm_kernel(decoder.embedding_norm),
         _norm_kernel(decoder.norm),
         _linear_kernel(head),
         spec.logits_divisor,
@@ -190,17 +192,23 @@ def _layers_kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.Decoder`."""
     spec, heads = decoder.spec, next(layer.heads for layer in decoder.layers if layer.heads)
     kernel = torch.classes.oatmill.Decoder(
-        heads.heads, heads.kv_heads, heads.size, spec.activation, spec.parallel, spec.residual_scale, spec.interleaved
-    )
+        heads.heads, heads.kv_heads, heads.size, spec.activation, spec.gated_mlp,
+        spec.parallel, spec.residual_scale, spec.interleaved,
+    )  # fmt: skip
     for layer in decoder.layers:
         norms = [_norm_kernel(layer.norms.get(name)) for name in NORMS]
         linears = _linear_kernel(layer.qkv), _linear_kernel(layer.output)
-        rope = -1 if layer.spec.rope is None else layer.spec.rope
-        variant = layer.variant or AttentionVariant(scaling=0.0)
-        scores = variant.scaling, variant.window, variant.softcap, variant.sinks
+        attention = None if layer.variant is None or layer.mixer else _attention_kernel(layer.spec, layer.variant)
         mixer = layer.mixer.kernel if layer.mixer else None
-        kernel.add_layer(norms, *linears, *_feed_forward_kernels(layer), rope, *scores, layer.spec.gated, mixer)
+        kernel.add_layer(norms, *linears, *_feed_forward_kernels(layer), attention, mixer)
     return kernel
+
+
+def _attention_kernel(spec: LayerSpec, variant: AttentionVariant) -> Any:
+    return torch.classes.oatmill.Attention(
+        variant.scaling, variant.window, variant.softcap, variant.sinks, variant.alibi_slopes, variant.rounded_alibi,
+        -1 if spec.rope is None else spec.rope, spec.gated, spec.grouped, spec.clip,
+    )  # fmt: skip
 
 
 def _feed_forward_kernels(layer: DecoderLayer) -> tuple[list[Any], Any]:

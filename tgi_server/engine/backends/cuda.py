@@ -16,7 +16,7 @@ from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import Unfit, build_decoder, pack_quantized
+from tgi_server.engine.backends.build import Unfit, build_decoder, layers_of, pack_quantized
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceBackend
@@ -105,7 +105,7 @@ class CudaBackend(ReferenceBackend):
         source, linear = self.source, self._linear
         of_first = replace(spec, layers=spec.layers[:1])
         try:
-            with _first_layer(source):
+            with _first_layer(source, spec):
                 first = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
                 decoder = build_decoder(source, of_first, probe.variants, linear, pack_quantized, keep=True)
                 trial = CudaModel(source, decoder, model.attention)
@@ -129,14 +129,13 @@ class CudaBackend(ReferenceBackend):
 
 
 @contextmanager
-def _first_layer(model: Any) -> Iterator[None]:
+def _first_layer(model: Any, spec: DecoderSpec) -> Iterator[None]:
     """Makes a model of `transformers` compute only its first layer."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
-    layers = getattr(decoder, "layers", None)
-    if layers is None:
+    layers = layers_of(model, spec)
+    if not layers:
         raise Unfit("it has no list of layers")
-    decoder.layers = layers[:1]
+    setattr(model.get_decoder(), spec.layer_list, layers[:1])
     try:
         yield
     finally:
-        decoder.layers = layers
+        setattr(model.get_decoder(), spec.layer_list, layers)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
 
 from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
@@ -66,7 +65,7 @@ class CudaModel(PagedModel):
             hidden = hidden.index_copy(0, inputs.images.rows, inputs.images.embeddings)
         if self.decoder.positions is not None:
             hidden = hidden + self.decoder.positions[inputs.positions]
-        return hidden
+        return _normed(self.decoder.embedding_norm, hidden)
 
     def _layer(
         self,
@@ -79,6 +78,8 @@ class CudaModel(PagedModel):
         """Returns the layer's output; it and residual are [tokens, hidden_size]."""
         normed = _normed(layer.norms.get("attention_norm"), residual)
         attended = self._attend(layer, normed, rotations, metadata, rows)
+        if self._spec.parallel and "feed_forward_norm" in layer.norms:
+            normed = _normed(layer.norms["feed_forward_norm"], residual)
         residual = self._added(residual, layer.output, attended, layer.norms.get("attended_norm"), rows)
         if not self._spec.parallel:
             normed = _normed(layer.norms.get("feed_forward_norm"), residual)
@@ -111,8 +112,15 @@ class CudaModel(PagedModel):
         assert layer.heads is not None  # models with states have no spec here
         assert layer.variant is not None
         heads, kv_heads, size = layer.heads.heads, layer.heads.kv_heads, layer.heads.size
-        joined = layer.qkv.adapted(x, rows).view(len(x), heads + 2 * kv_heads, size)
-        query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)
+        joined = layer.qkv.adapted(x, rows)
+        if clip := layer.spec.clip:
+            joined = joined.clamp(-clip, clip)
+        if layer.spec.grouped:
+            groups = joined.view(len(x), kv_heads, heads // kv_heads + 2, size)
+            query, key, value = groups[:, :, :-2].reshape(len(x), heads, size), groups[:, :, -2], groups[:, :, -1]
+        else:
+            joined = joined.view(len(x), heads + 2 * kv_heads, size)
+            query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)
         query = _normed(layer.norms.get("query_norm"), query)
         key = _normed(layer.norms.get("key_norm"), key)
         if layer.spec.rope is None:
@@ -141,9 +149,7 @@ class CudaModel(PagedModel):
 
     def _widened(self, up: PackedLinear, x: Tensor, rows: AdapterRows | None) -> Tensor:
         """Returns the input of the down projection. x: [tokens, hidden_size]."""
-        if self._spec.activation == "relu":
-            return up.adapted(x, rows, relu=True)
-        return norm_and_gate.gate_mul(up.adapted(x, rows), gelu=self._spec.activation == "gelu")
+        return norm_and_gate.activate(up.adapted(x, rows), self._spec.activation, gated=self._spec.gated_mlp)
 
     def _logits(self, hidden: Tensor, rows: AdapterRows | None) -> Tensor:
         logits = self.decoder.head.adapted(hidden, rows)
@@ -167,4 +173,4 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
         return norm_and_gate.rms_norm(x, norm.weight, norm.eps)
     if norm.bias is not None:
         return norm_and_gate.layer_norm(x, norm.weight, norm.bias, norm.eps)
-    return (layer_norm(x.float(), x.shape[-1:], None, None, norm.eps) * norm.weight.float()).to(x.dtype)
+    return norm(x)

@@ -4,20 +4,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding
 from tgi_server.engine.linear import PackedLinear
-from tgi_server.engine.models.spec import DecoderSpec, LayerSpec, NormKind
+from tgi_server.engine.models.spec import DecoderSpec, LayerSpec
 from tgi_server.engine.parallel.layers import (
     RowParallel,
     ShardedQueryNorm,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+
+# How much of its norm a norm's output may differ from what its formula says.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Unfit(Exception):
+    """Raised if a model differs from its spec, or has linear layers without a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +45,41 @@ class Norm:
     sharded: ShardedQueryNorm | None = None
 
     @classmethod
-    def of(cls, norm: Any, kind: NormKind) -> Self:
-        """Takes the weights of a norm of `transformers` or torch, or of one whose squares are summed over shards."""
+    @torch.no_grad()
+    def of(cls, norm: Any) -> Self:
+        """Takes the weights of a norm of `transformers` or torch, or of one whose squares are summed over shards.
+
+        Its formula is tried out on a few numbers: norms differ in what they add to weights, and where they round.
+        Raises Unfit for one that has another.
+        """
         sharded = norm if isinstance(norm, ShardedQueryNorm) else None
         norm = norm if sharded is None else norm.inner
         eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
         weight, bias = norm.weight, getattr(norm, "bias", None)
-        if kind == "rms_once":
-            weight = weight.float()
-        elif kind == "rms_plus_one":
-            weight = 1.0 + weight.float()
-        return cls(weight, bias, eps, kind == "layer", sharded)
+        if weight is None:
+            raise Unfit("a norm has no weights")
+        kinds = [cls(weight, bias, eps, True), cls(1.0 + weight, bias, eps, True)]
+        if bias is None:
+            wide = weight.float()
+            once = [cls(each, None, eps, False, sharded) for each in (wide, 1.0 + wide)]
+            kinds = once if sharded else [cls(weight, None, eps, False), *once, *kinds]
+        x = torch.randn(3, *weight.shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+        expected = norm(x)
+        errors = [_error(kind(x), expected) for kind in kinds]
+        if min(errors) > _TOLERANCE[weight.dtype]:
+            raise Unfit(f"the formula of {type(norm).__name__} is not known")
+        return kinds[errors.index(min(errors))]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the normalised x, [..., size], in plain torch; of a sharded one as if this shard had all."""
+        weight, values = self.weight.float(), x.float()
+        if self.centred:
+            values = layer_norm(values, x.shape[-1:], None, None, self.eps) * weight
+            return (values if self.bias is None else values + self.bias.float()).to(x.dtype)
+        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight.dtype == x.dtype:
+            values = values.to(x.dtype).float()
+        return (values * weight).to(x.dtype)
 
     @property
     def size(self) -> int:
@@ -101,13 +134,15 @@ class DecoderLayer:
 class Decoder:
     """A whole model. Names of modules in `transformers`: layers_path, of the list of layers; head_path.
 
-    positions: learned ones, [positions, hidden_size]; None: there are none. ropes: as in the spec. norm: after the
-    layers; None: there is none. layer_type: the class that the last layer had in `transformers`.
+    positions: learned ones, [positions, hidden_size]; None: there are none. embedding_norm: of the sum of embeddings
+    and positions; None: there is none. ropes: as in the spec. norm: after the layers; None: there is none. layer_type:
+    the class that the last layer had in `transformers`.
     """
 
     spec: DecoderSpec
     embedding: nn.Embedding | QuantizedEmbedding | VocabParallelEmbedding
     positions: Tensor | None
+    embedding_norm: Norm | None
     ropes: Sequence[RotaryTable]
     layers: Sequence[DecoderLayer]
     norm: Norm | None
@@ -129,6 +164,10 @@ class Decoder:
                 yield linear, [(f"{self.layers_path}.{layer.index}.{name}", outputs) for name, outputs in parts]
         head = inner(self.head)
         yield head, [(self.head_path, head.out_features)]
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9))
 
 
 def inner(module: Any) -> Any:

@@ -97,11 +97,10 @@ class LoraBackend(ABC):
         """Compiles what `apply` needs for this number of inputs, if it compiles anything."""
 
     @abstractmethod
-    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None) -> Tensor:
         """Returns the outputs, [..., outputs], of the layer for x, [..., inputs], each row changed by its adapter.
 
-        y: the base layer's outputs, which are overwritten. relu: the activation comes after the change.
-        residual: [..., outputs], added last.
+        y: the base layer's outputs, which are overwritten. residual: [..., outputs], added last.
         """
 
 
@@ -117,13 +116,11 @@ class TorchLora(LoraBackend):
     def drop(self, number: int) -> None:
         self._deltas.pop(number, None)
 
-    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None) -> Tensor:
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         numbers = rows.of(len(inputs))
         for number in self._deltas.keys() if rows.present is None else rows.present & self._deltas.keys():
             _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._deltas[number])
-        if relu:
-            torch.relu_(y)
         return y if residual is None else residual + y
 
 
@@ -152,10 +149,8 @@ class CpuLora(LoraBackend):
     def drop(self, number: int) -> None:
         self.kernel.drop(number)
 
-    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None) -> Tensor:
         changed: Tensor = self.kernel.apply(x, y, rows.of(x.numel() // x.shape[-1]))
-        if relu:
-            torch.relu_(changed)
         return changed if residual is None else residual + changed
 
 
@@ -189,8 +184,6 @@ class AdaptedLinear:
         """Returns True if an adapter of these rows changes this layer."""
         return rows.present is None or not self._changed_by.isdisjoint(rows.present)
 
-    def apply(
-        self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool = False, residual: Tensor | None = None
-    ) -> Tensor:
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None = None) -> Tensor:
         """Returns the changed outputs, as LoraBackend.apply does. y: the layer's own outputs."""
-        return self._backend.apply(x, y.contiguous(), rows, relu=relu, residual=residual)
+        return self._backend.apply(x, y.contiguous(), rows, residual=residual)

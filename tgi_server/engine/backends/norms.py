@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tgi_server.engine.backends.decoder import Norm, Unfit
+
 # Rows on which a module and a kernel are compared, and by how much of their norm they may differ.
 _ROWS = 3
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -37,28 +39,24 @@ def _kernel_of(module: nn.Module, weight: Tensor) -> _Forward | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float) or weight.dtype not in _TOLERANCE:
         return None
-    generator = torch.Generator().manual_seed(0)
-    x, gate = torch.randn(2, 1, _ROWS, weight.numel(), generator=generator)
-    inputs = [x.to(weight.dtype), gate.to(weight.dtype)] if "Gated" in type(module).__name__ else [x.to(weight.dtype)]
     try:
+        if "Gated" not in type(module).__name__:
+            norm = Norm.of(module)
+            return None if norm.centred else partial(_normalised, norm.weight, eps)
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(2, 1, _ROWS, weight.numel(), generator=generator).to(weight.dtype).unbind()
         expected = module(*inputs)
-    except TypeError:  # of other arguments
+    except (TypeError, Unfit):  # of other arguments, or of a formula of its own
         return None
-    own = list(_gated(module, weight, eps) if len(inputs) == 2 else _plain(weight, eps))
+    own = list(_gated(module, weight, eps))
     errors = [_error(each(*inputs), expected) for each in own]
     least = min(errors)
     return own[errors.index(least)] if least <= _TOLERANCE[weight.dtype] else None
 
 
-def _plain(weight: Tensor, eps: float) -> Iterator[_Forward]:
-    """Returns the formulas of a norm: its weight multiplies what is rounded, or it is rounded once."""
-    norm = torch.ops.oatmill.rms_norm
-    for scale in (weight, 1 + weight.float(), weight.float()):
-        yield partial(_normalised, norm, scale, eps)
-
-
-def _normalised(norm: Any, weight: Tensor, eps: float, hidden_states: Tensor) -> Tensor:
-    return norm(hidden_states, weight, eps)
+def _normalised(weight: Tensor, eps: float, hidden_states: Tensor) -> Tensor:
+    normed: Tensor = torch.ops.oatmill.rms_norm(hidden_states, weight, eps)
+    return normed
 
 
 def _gated(module: Any, weight: Tensor, eps: float) -> Iterator[_Forward]:

@@ -15,8 +15,10 @@ class RotaryTable:
     """The cosines and sines of a model's rotary embedding, computed once for each position."""
 
     def __init__(self, rope: Any, spec: RopeSpec) -> None:
-        """rope: an embedding such as LlamaRotaryEmbedding of `transformers`. spec: which of its tables this is."""
-        self._rope = rope
+        """rope: an embedding such as LlamaRotaryEmbedding of `transformers`; None: spec has the number of elements.
+        spec: which of its tables this is.
+        """
+        self._rope = rope if spec.rotated is None else PlainRope(spec.rotated)
         self._spec = spec
         self._options = {} if spec.layer_type is None else {"layer_type": spec.layer_type}
         self._name = "inv_freq" if spec.layer_type is None else f"{spec.layer_type}_inv_freq"
@@ -65,6 +67,20 @@ class RotaryTable:
 
     def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
         return [each[0].contiguous() for each in self.at(like, positions)]
+
+
+class PlainRope(nn.Module):
+    """Rotary positions of the first elements of heads (Su et al. 2021), as models such as GPT-J compute them."""
+
+    def __init__(self, rotated: int) -> None:
+        super().__init__()
+        self.inv_freq = 1.0 / 10000 ** (torch.arange(0, rotated, 2, dtype=torch.int64) / rotated)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines, [..., rotated / 2], of positions, [...] int64."""
+        self.inv_freq = self.inv_freq.to(x.device)
+        angles = position_ids[..., None].float() * self.inv_freq
+        return angles.cos(), angles.sin()
 
 
 def repeated(tables: tuple[Tensor, Tensor], kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

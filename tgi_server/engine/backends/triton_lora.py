@@ -45,14 +45,14 @@ class TritonLora(LoraBackend):
         for count in (1, FEW_ROWS + 1):
             numbers = torch.zeros(count, dtype=torch.int32, device=self._ranks.device)
             x, y = (numbers.new_zeros(count, size, dtype=dtype) for size in (inputs, self._outputs))
-            for relu, residual in ((False, None), (True, None), (False, y)):
-                self.apply(x, y, AdapterRows(numbers, None), relu=relu, residual=residual)
+            for residual in (None, y):
+                self.apply(x, y, AdapterRows(numbers, None), residual=residual)
 
-    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None) -> Tensor:
         count = x.numel() // x.shape[-1]
         return add_products(
             x, y, rows.of(count), rows.order(count), self._tables, self._ranks, self._most_ranks,
-            relu=relu, residual=residual,
+            residual=residual,
         )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def fault_of(dtype: torch.dtype, device: torch.device) -> str | None:
     try:
         plain.put(2, change)
         products.put(2, change)
-        wanted, actual = (each.apply(x, y.clone(), rows, relu=False, residual=y).float() for each in (plain, products))
+        wanted, actual = (each.apply(x, y.clone(), rows, residual=y).float() for each in (plain, products))
     except Exception as error:  # of a compiler, of a driver, of a library that is too old
         return f"the kernels of adapters fail ({type(error).__name__}: {error})"
     difference = float((wanted - actual).norm() / wanted.norm())

@@ -40,15 +40,15 @@ class PackedLinear(nn.Module):
         biases = [weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
         return cls(weight, torch.cat(tuple(biases)), kernels)
 
-    def adapted(self, x: Tensor, rows: Any, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
-        """Returns y with the LoRA deltas of some rows, then the activation, and the residual added last.
+    def adapted(self, x: Tensor, rows: Any, *, residual: Tensor | None = None) -> Tensor:
+        """Returns y with the LoRA deltas of some rows, and the residual added last.
 
         rows: AdapterRows of the pass; None: no row has an adapter. residual: it may be overwritten.
         """
         if rows is not None and self.lora is not None and self.lora.changes(rows):
-            changed: Tensor = self.lora.apply(x, self(x), rows, relu=relu, residual=residual)
+            changed: Tensor = self.lora.apply(x, self(x), rows, residual=residual)
             return changed
-        return self(x, "relu" if relu else "none") if residual is None else self.add_to(residual, x)
+        return self(x) if residual is None else self.add_to(residual, x)
 
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""
@@ -68,8 +68,8 @@ class PackedLinear(nn.Module):
         """Returns weight and bias as they were, or as they were rounded."""
 
     @abstractmethod
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        """Returns y, [..., out_features], for x, [..., in_features]. activation: "none" or "relu"."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns y, [..., out_features], for x, [..., in_features]."""
 
     @abstractmethod
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Linear layers by torch's own products, which on a GPU are those of cuBLAS."""
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -18,9 +17,8 @@ class BlasLinear(PackedLinear):
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         return self._weight, self._bias
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        y = linear(x, self._weight, self._bias)
-        return torch.relu_(y) if activation == "relu" else y
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Adds to `residual` in place, as the product does by itself: it must not be needed as it was."""

@@ -70,10 +70,9 @@ class HummingLinear(PackedQuantized):
             dense = dense - self._bias.to(dense.dtype)
         return dense.T.contiguous(), self._bias
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self._layer(x.reshape(-1, self.in_features).contiguous())
-        y = y.view(*x.shape[:-1], self.out_features)
-        return torch.relu_(y) if activation == "relu" else y
+        return y.view(*x.shape[:-1], self.out_features)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return self.forward(x).add_(residual)

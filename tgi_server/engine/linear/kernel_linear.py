@@ -75,12 +75,12 @@ class KernelLinear(PackedLinear):
     def kernel(self) -> Any:
         return self._layer
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        y: Tensor = self._layer.forward(x, activation == "relu", None)
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._layer.forward(x, None)
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        y: Tensor = self._layer.forward(x, False, residual)
+        y: Tensor = self._layer.forward(x, residual)
         return y
 
 

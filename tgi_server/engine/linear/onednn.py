@@ -24,8 +24,8 @@ class OneDnnLinear(PackedLinear):
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         return self._packed.to_dense().to(self.weight.dtype), self._bias
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        y = torch.ops.mkldnn._linear_pointwise(x.to(self._dtype), self._packed, self._bias, activation, [], "")
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x.to(self._dtype), self._packed, self._bias, "none", [], "")
         return y.to(x.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:

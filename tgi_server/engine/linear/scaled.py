@@ -28,7 +28,7 @@ class ScaledLinear(PackedQuantized):
         of_inputs = self._scales.T.repeat_interleave(self.in_features // len(self._scales), 1)
         return (self._codes.float() * of_inputs).to(self.weight.dtype), self._bias
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         codes, scales = rounded(rows, self._together, _LEAST_ROWS)
         # Sums stay in the tensor cores, of whose bits they have fewer than float32; inputs have fewer still. Those of
@@ -40,8 +40,7 @@ class ScaledLinear(PackedQuantized):
         )
         if in_blocks and self._bias is not None:
             y += self._bias
-        y = y[: len(rows)].view(*x.shape[:-1], self.out_features)
-        return torch.relu_(y) if activation == "relu" else y
+        return y[: len(rows)].view(*x.shape[:-1], self.out_features)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + self.forward(x)

@@ -43,18 +43,16 @@ class TritonLinear(PackedQuantized):
         identity = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)
         return self._multiply(identity, None).T.contiguous(), self._bias
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        return self._multiply(x, self._bias, relu=activation == "relu")
+    def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return self._multiply(x, self._bias, residual.contiguous())
 
-    def _multiply(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, relu: bool = False
-    ) -> Tensor:
+    def _multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         return multiply(
             x, self._codes, self._scales, self._zeros, self._codebook, self._groups, self._order, bias, residual,
-            kind=self._kind, block=self.block, relu=relu,
+            kind=self._kind, block=self.block,
         )  # fmt: skip
 
 

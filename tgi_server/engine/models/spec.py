@@ -10,13 +10,21 @@ from typing import Any, Literal, Self
 
 from tgi_server.engine.parallel.plan import ShardingPlan
 
-Activation = Literal["relu", "silu", "gelu"]
-# By the mean square; the same, with the product with the weights rounded once; and with 1 added to the weights, as
-# Gemma has it; or a layer norm.
-NormKind = Literal["rms", "rms_once", "rms_plus_one", "layer"]
+# "relu2" is the square of ReLU, "gelu_tanh" an approximation of GELU.
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
 
-# Names of activations in config.json; "gelu" is the approximation by tanh.
-_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+# Names of activations in config.json.
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 # Names that configurations have for the number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
@@ -32,7 +40,9 @@ class LayerSpec:
     mixer: a module with states, such as a gated delta net, in the place of attention; then what says how a layer
     attends says nothing. None: the layer attends.
     attention: the module that says the size of heads. qkv: the projections that are computed as one; they may be one in
-    the checkpoint, too. query_norm, key_norm: of each head, or of all together, as their weights say.
+    the checkpoint, too. grouped: their outputs are, for each KV head, its query heads, its key and its value. clip: no
+    output of theirs is further from 0; 0: nothing is clipped.
+    query_norm, key_norm: of each head, or of all together, as their weights say.
     attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
     up: the gate's projection first, where there is a gate.
     mixture: a module with `experts` in the place of `up` and `down`, and the name of the router in it.
@@ -47,6 +57,8 @@ class LayerSpec:
     mixer: str | None = None
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    grouped: bool = False
+    clip: float = 0.0
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -70,30 +82,36 @@ class RopeSpec:
     """Rotary tables of some layers.
 
     layer_type: that of the layers, where the embedding of `transformers` has tables of several types. table: what that
-    returns for a head: its numbers twice ("halves"), once ("half"), or each beside itself ("pairs").
+    returns for a head: its numbers twice ("halves"), once ("half"), or each beside itself ("pairs"). rotated: the
+    elements of a head that are turned, as in RoFormer (arXiv:2104.09864), where `transformers` has no such embedding.
     """
 
     layer_type: str | None = None
     table: Literal["halves", "half", "pairs"] = "halves"
+    rotated: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A model with a causal decoder: token embedding, layers, norm, head.
 
-    activation: of the feed-forward part; one that is not "relu" is a gate's. norms: the kind of all norms.
-    final_norm, positions: modules of the decoder, behind the layers and of learned positions.
+    activation: of the feed-forward part, or of its gate, if it is gated.
+    layer_list, final_norm, positions, embedding_norm: modules of the decoder: the list of layers, the norm after them,
+    learned positions, and the norm of embeddings.
     interleaved: rotary embeddings turn neighbouring elements of a head, not those half of it apart.
-    parallel: the feed-forward part has the input of attention. residual_scale: what layers add is multiplied by it.
+    parallel: the feed-forward part has the input of attention; or, where there is a `feed_forward_norm`, the layer's
+    input, normalised by that. residual_scale: what layers add is multiplied by it.
     embedding_scale: the same of embeddings, as the model's dtype has it. logits_divisor, logits_softcap: what logits
     are divided by; and capped by, 0 for not at all.
     """
 
     layers: tuple[LayerSpec, ...]
     activation: Activation = "silu"
-    norms: NormKind = "rms"
+    gated_mlp: bool = True
+    layer_list: str = "layers"
     final_norm: str | None = "norm"
     positions: str | None = None
+    embedding_norm: str | None = None
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     interleaved: bool = False
     parallel: bool = False

@@ -23,8 +23,12 @@ IN_ONE_CALL = ["cohere", "cohere_qk_norm", "gemma", "gemma2", "gemma3_text", "gl
 IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
 IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
 IN_ONE_CALL += ["jamba", "qwen3_5_moe_text", "qwen3_next"]
+IN_ONE_CALL += ["bloom", "falcon_40b", "gpt2", "gptj", "mpt_6_heads", "nemotron"]
 # Their parts are those of others, so that they are slow tests.
 OF_THE_SAME_PARTS = {"cohere2", "ernie4_5", "exaone4", "helium", "olmo3", "qwen2_moe", "stablelm", "stablelm_parallel"}
+OF_THE_SAME_PARTS |= {"arcee", "bloom_6_heads", "falcon_7b", "falcon_11b", "falcon_rw", "galactica", "gpt_neox", "mpt"}
+OF_THE_SAME_PARTS |= {"gpt_bigcode_multi_head", "gpt_neox_serial", "phi", "phi_norms", "santacoder", "starcoder2"}
+OF_THE_SAME_PARTS |= {"cwm", "jais2", "ministral", "olmoe", "persimmon", "vaultgemma"}
 IN_ONE_CALL += sorted(OF_THE_SAME_PARTS)
 # Of the others only what gives all logits runs by default.
 GREEDY_TOO = {"gemma2", "llama", "qwen3_5_text"}
@@ -76,10 +80,11 @@ def both_ways(all_logits: object, greedy: object) -> list[object]:
 class Widened(TorchDispatchMode):
     """Notes of how many tokens the feed-forward part of the last layer is computed, in each pass of two layers."""
 
-    def __init__(self, width: int) -> None:
-        """width: of what the up projection computes."""
+    def __init__(self, width: int, tensors: int) -> None:
+        """width: of what the up projection computes. tensors: of this width in a layer."""
         super().__init__()
         self._width = width
+        self._tensors = tensors
         self._rows: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -89,20 +94,20 @@ class Widened(TorchDispatchMode):
 
     @property
     def rows(self) -> list[int]:
-        return self._rows[1::2]
+        return self._rows[self._tensors :: 2 * self._tensors]
 
 
 @pytest.mark.parametrize("keep_hidden_states", [False, True])
-@pytest.mark.parametrize(("name", "width"), [("llama", 192), ("opt", 96)])
+@pytest.mark.parametrize(("name", "width", "tensors"), [("llama", 192, 1), ("opt", 96, 2)])
 def test_the_last_layer_computes_what_is_wanted(
-    name: str, width: int, keep_hidden_states: bool, tmp_path: Path
+    name: str, width: int, tensors: int, keep_hidden_states: bool, tmp_path: Path
 ) -> None:
     runner = load(make(name, tmp_path), keep_hidden_states=keep_hidden_states)
     with torch.inference_mode():
-        with Widened(width) as all_of_them:
+        with Widened(width, tensors) as all_of_them:
             expected = run(runner, all_logits=True)
         assert all_of_them.rows == [28, 12, 69, 13]
-        with Widened(width) as widened:
+        with Widened(width, tensors) as widened:
             computed = run(runner, all_logits=False)
     assert widened.rows == [0, 1, 4, 2]
     for logits, others in zip(computed, expected, strict=True):

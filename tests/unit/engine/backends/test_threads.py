@@ -41,7 +41,7 @@ def test_kernels_have_all_threads_until_the_pass_ends_or_fails() -> None:
     assert threads() == (2, 0)
 
 
-@pytest.mark.parametrize(("name", "of_prompts"), [("falcon_h1", (1, 2)), ("gpt_neox", (2, 0))])
+@pytest.mark.parametrize(("name", "of_prompts"), [("falcon_h1", (1, 2)), ("gemma4_text", (2, 0))])
 def test_decoding_in_layers_of_transformers_leaves_torch_one_thread(
     name: str, of_prompts: tuple[int, int], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

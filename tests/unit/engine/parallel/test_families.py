@@ -19,6 +19,7 @@ from tgi_server.engine.speculation.costs import StepCosts
 
 # By names of models in the hub's lists; each is one of its architectures.
 FAMILIES = (
+    *("arcee", "gptj", "ministral", "mpt_6_heads", "nemotron", "olmoe", "persimmon", "santacoder"),
     *("bloom", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "exaone4", "falcon_40b"),
     *("falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe"),
     *("glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid", "helium"),

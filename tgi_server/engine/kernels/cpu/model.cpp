@@ -90,12 +90,33 @@ struct Norm : torch::CustomClassHolder {
 using NormPtr = c10::intrusive_ptr<Norm>;
 using MaybeNorm = std::optional<NormPtr>;
 
-// Norms are none where a layer has none of the kind. qkv: query, key and value side by side. query_norm, key_norm: of each
-// head, or of all heads together. up: with the gate before it where the feed-forward part is gated; up and down are none
+// How a layer attends. scaling .. rounded_alibi: as in paged_attention. rotation: the number of its rotary tables; -1: it has
+// none. gated: beside each head's query stands what, by its sigmoid, is a gate of the head's output. grouped: query, key and
+// value do not stand side by side; for each KV head there are its query heads, its key and its value. clip: no element of
+// them is further from 0; 0: nothing is clipped.
+struct Attention : torch::CustomClassHolder {
+  double scaling;
+  int64_t window;
+  double softcap;
+  MaybeTensor sinks, alibi_slopes;
+  bool rounded_alibi;
+  int64_t rotation;
+  bool gated, grouped;
+  double clip;
+
+  Attention(double scaling, int64_t window, double softcap, MaybeTensor sinks, MaybeTensor alibi_slopes, bool rounded_alibi,
+            int64_t rotation, bool gated, bool grouped, double clip)
+      : scaling(scaling), window(window), softcap(softcap), sinks(std::move(sinks)), alibi_slopes(std::move(alibi_slopes)),
+        rounded_alibi(rounded_alibi), rotation(rotation), gated(gated), grouped(grouped), clip(clip) {}
+};
+
+using AttentionPtr = c10::intrusive_ptr<Attention>;
+
+// Norms are none where a layer has none of the kind. qkv: query, key and value. query_norm, key_norm: of each head, or of
+// all heads together. up: with the gate before it where the feed-forward part is gated; up and down are none
 // where it is a mixture without a shared expert; shared_gate: its sigmoid multiplies the shared expert's output, or none.
 // attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
-// rotation: the number of its rotary tables; -1: it has none. gated: beside each head's query stands what, by its sigmoid,
-// is a gate of the head's output. mixer: in the place of attention, between its projections, qkv and output; or none.
+// mixer: in the place of attention, between its projections, qkv and output; or none.
 struct Layer {
   MaybeNorm attention_norm;
   LinearPtr qkv;
@@ -106,12 +127,7 @@ struct Layer {
   MixturePtr mixture;
   LinearPtr shared_gate;
   MaybeNorm fed_norm;
-  int64_t rotation;
-  double scaling;
-  int64_t window;
-  double softcap;
-  MaybeTensor sinks;
-  bool gated;
+  AttentionPtr attention;
   MixerPtr mixer;
 };
 
@@ -207,32 +223,31 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
   return caches;
 }
 
-// The layers of a model. activation: that of the feed-forward part, "relu", or "silu" or "gelu" (by tanh) of its gate.
-// parallel: the feed-forward part has the input of attention. residual_scale: what is added to the residual is multiplied
-// by it. interleaved: rotary embeddings turn neighbouring elements of a head, and not those half of it apart.
+// The layers of a model. activation: that of the feed-forward part, or of its gate where it is gated. parallel: the
+// feed-forward part has the input of attention, or the layer's own input, normalised by feed_forward_norm. residual_scale:
+// what is added to the residual is multiplied by it. interleaved: rotary embeddings turn neighbouring elements of a head, and
+// not those half of it apart.
 class Decoder : public torch::CustomClassHolder {
  public:
-  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation, bool parallel,
+  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation, bool gated, bool parallel,
           double residual_scale, bool interleaved)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(activation != "relu"),
-        gelu_(activation == "gelu"), parallel_(parallel), residual_scale_(residual_scale), interleaved_(interleaved) {
-    TORCH_CHECK(!gated_ || gelu_ || activation == "silu", "layers with ", activation, " are not known");
-  }
+      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), activation_(activation_named(activation)), gated_(gated),
+        parallel_(parallel), residual_scale_(residual_scale), interleaved_(interleaved) {}
 
   // norms: before attention, of queries, of keys, of what attention adds, before the feed-forward part, of what that adds;
-  // each may be none. feed_forward: up and down, and in a mixture a gate or nothing; or none. mixer: none for a layer with
-  // attention.
+  // each may be none. feed_forward: up and down, and in a mixture a gate or nothing; or none. A layer has either attention
+  // or a mixer.
   void add_layer(std::vector<MaybeNorm> norms, LinearPtr qkv, LinearPtr output, std::vector<LinearPtr> feed_forward,
-                 std::optional<MixturePtr> mixture, int64_t rotation, double scaling, int64_t window, double softcap,
-                 MaybeTensor sinks, bool gated, std::optional<MixerPtr> mixer) {
-    TORCH_CHECK(norms.size() == 6 && (feed_forward.size() == 2 || (mixture && feed_forward.size() != 1)));
+                 std::optional<MixturePtr> mixture, std::optional<AttentionPtr> attention, std::optional<MixerPtr> mixer) {
+    TORCH_CHECK(attention.has_value() != mixer.has_value() && norms.size() == 6);
+    TORCH_CHECK(feed_forward.size() == 2 || (mixture && feed_forward.size() != 1));
     Layer layer{norms[0], std::move(qkv), norms[1], norms[2], std::move(output), norms[3], norms[4]};
     if (mixture) layer.mixture = *mixture;
     if (!feed_forward.empty()) layer.up = feed_forward[0], layer.down = feed_forward[1];
     if (feed_forward.size() == 3) layer.shared_gate = feed_forward[2];
     TORCH_CHECK(!mixture || (!norms[5] && residual_scale_ == 1), "a mixture adds what it computes as it is");
-    layer.fed_norm = norms[5], layer.rotation = rotation, layer.scaling = scaling, layer.window = window;
-    layer.softcap = softcap, layer.sinks = std::move(sinks), layer.gated = gated;
+    layer.fed_norm = norms[5];
+    if (attention) layer.attention = *attention;
     if (mixer) layer.mixer = *mixer;
     layers_.push_back(std::move(layer));
   }
@@ -268,7 +283,8 @@ class Decoder : public torch::CustomClassHolder {
       }
       const MaybeTensor adapters = chosen ? chosen_rows(pass.adapters, *chosen) : pass.adapters;
       if (chosen) residual = residual.index_select(0, *chosen);
-      if (chosen && parallel_) normed = normed.index_select(0, *chosen);
+      if (parallel_ && layer.feed_forward_norm) normed = normalised(layer.feed_forward_norm, residual);
+      else if (parallel_ && chosen) normed = normed.index_select(0, *chosen);
       residual = added(*layer.output, attended, adapters, residual, layer.attended_norm);
       if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
       residual = feed_forward(layer, normed, adapters, residual);
@@ -297,8 +313,7 @@ class Decoder : public torch::CustomClassHolder {
                           const at::Tensor& residual) const {
     at::Tensor inner;
     if (layer.up) {
-      inner = layer.up->adapted(x, adapters, !gated_);
-      if (gated_) inner = gate_mul(inner, gelu_);
+      inner = activate(layer.up->adapted(x, adapters), activation_, gated_);
     }
     if (!layer.mixture) return added(*layer.down, inner, adapters, residual, layer.fed_norm);
     at::Tensor sum = (*layer.mixture)(x, own_residual(residual));
@@ -317,7 +332,7 @@ class Decoder : public torch::CustomClassHolder {
   // The residual and a layer's output, normalised first where there is a norm.
   at::Tensor added(const Linear& linear, const at::Tensor& x, const MaybeTensor& adapters, const at::Tensor& residual,
                    const MaybeNorm& norm) const {
-    if (!norm && residual_scale_ == 1) return summed(linear.adapted(x, adapters, false, own_residual(residual)));
+    if (!norm && residual_scale_ == 1) return summed(linear.adapted(x, adapters, own_residual(residual)));
     at::Tensor sum = normalised(norm, summed(linear.adapted(x, adapters)));
     if (residual_scale_ != 1) multiply(sum, residual_scale_);
     add(sum, residual);
@@ -334,30 +349,40 @@ class Decoder : public torch::CustomClassHolder {
     return part;
   }
 
-  // qkv: [tokens, of all heads], query, key and value side by side.
-  at::Tensor attend(const Layer& layer, const at::Tensor& qkv, const Pass& pass, Cache cache,
-                    const MaybeTensor& wanted) const {
-    const int64_t tokens = qkv.size(0), queries = layer.gated ? 2 * heads_ : heads_;
-    const at::Tensor joined = qkv.view({tokens, queries + 2 * kv_heads_, head_dim_});
-    at::Tensor query = joined.narrow(1, 0, queries), gate;
-    if (layer.gated) {
+  // qkv: [tokens, of all heads].
+  at::Tensor attend(const Layer& layer, at::Tensor qkv, const Pass& pass, Cache cache, const MaybeTensor& wanted) const {
+    const Attention& own = *layer.attention;
+    const int64_t tokens = qkv.size(0), queries = own.gated ? 2 * heads_ : heads_;
+    if (own.clip != 0)
+      change_each(qkv, [clip = static_cast<float>(own.clip)](float x, auto) { return std::clamp(x, -clip, clip); });
+    at::Tensor query, gate, key, value;
+    if (own.grouped) {
+      const int64_t group = heads_ / kv_heads_;
+      const at::Tensor groups = qkv.view({tokens, kv_heads_, group + 2, head_dim_});
+      query = groups.narrow(2, 0, group).reshape({tokens, heads_, head_dim_});
+      key = groups.select(2, group), value = groups.select(2, group + 1);
+    } else {
+      const at::Tensor joined = qkv.view({tokens, queries + 2 * kv_heads_, head_dim_});
+      query = joined.narrow(1, 0, queries), key = joined.narrow(1, queries, kv_heads_);
+      value = joined.narrow(1, queries + kv_heads_, kv_heads_);
+    }
+    if (own.gated) {
       const at::Tensor pairs = query.unflatten(1, {heads_, 2});
       query = pairs.select(2, 0), gate = pairs.select(2, 1);
     }
-    query = of_heads(layer.query_norm, query);
-    const at::Tensor key = of_heads(layer.key_norm, joined.narrow(1, queries, kv_heads_));
-    const at::Tensor value = joined.narrow(1, queries + kv_heads_, kv_heads_);
-    if (layer.rotation >= 0)
-      rotate_and_write(query, key, value, pass.cos.at(layer.rotation), pass.sin.at(layer.rotation), cache.keys,
+    query = of_heads(layer.query_norm, query), key = of_heads(layer.key_norm, key);
+    if (own.rotation >= 0)
+      rotate_and_write(query, key, value, pass.cos.at(own.rotation), pass.sin.at(own.rotation), cache.keys,
                        cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
     else
       write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
     if (wanted) query = query.index_select(0, *wanted);
     const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
     at::Tensor attended = paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
-                                          attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false,
-                                          layer.sinks, cache.key_scale, cache.value_scale, 0, attending.ends);
-    if (layer.gated) multiply_by_sigmoid(attended, wanted ? gate.index_select(0, *wanted) : gate);
+                                          attending.query_starts, own.scaling, own.window, own.softcap, own.alibi_slopes,
+                                          own.rounded_alibi, own.sinks, cache.key_scale, cache.value_scale, 0,
+                                          attending.ends);
+    if (own.gated) multiply_by_sigmoid(attended, wanted ? gate.index_select(0, *wanted) : gate);
     return attended.view({query.size(0), heads_ * head_dim_});
   }
 
@@ -371,7 +396,8 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   int64_t heads_, kv_heads_, head_dim_;
-  bool gated_, gelu_, parallel_;
+  Activation activation_;
+  bool gated_, parallel_;
   double residual_scale_;
   bool interleaved_;
   RanksPtr ranks_;  // or none
@@ -385,17 +411,17 @@ using DecoderPtr = c10::intrusive_ptr<Decoder>;
 class CausalLM : public torch::CustomClassHolder {
  public:
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
-  // models that learn it, [positions, hidden_size]. logits_divisor, logits_softcap: what is done with the head's outputs; 1
-  // and 0: nothing. prefilter: as Linear::top_logits takes it, for at most so many rows; empty: all logits are computed.
+  // models that learn it, [positions, hidden_size]. embedding_norm: of the sum of both; or none. logits_divisor,
+  // logits_softcap: what is done with the head's outputs; 1 and 0: nothing. prefilter: as Linear::top_logits takes it, for at most so many rows; empty: all logits are computed.
   // Where the head has the embedding's weights, the sixth tensor is these.
   // quantized_embedding: has the embeddings as its weights; then `embedding` is empty, and says the dtype.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, std::optional<LinearPtr> quantized_embedding, double embedding_scale,
-           MaybeTensor position_embedding,
-           MaybeNorm norm, LinearPtr head, double logits_divisor, double logits_softcap, std::vector<at::Tensor> prefilter,
-           int64_t prefilter_rows)
+           MaybeTensor position_embedding, MaybeNorm embedding_norm, MaybeNorm norm, LinearPtr head, double logits_divisor,
+           double logits_softcap, std::vector<at::Tensor> prefilter, int64_t prefilter_rows)
       : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
         quantized_embedding_(quantized_embedding ? *quantized_embedding : LinearPtr()), embedding_scale_(embedding_scale),
-        position_embedding_(std::move(position_embedding)), norm_(std::move(norm)), head_(std::move(head)),
+        position_embedding_(std::move(position_embedding)), embedding_norm_(std::move(embedding_norm)),
+        norm_(std::move(norm)), head_(std::move(head)),
         logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), prefilter_(std::move(prefilter)),
         prefilter_rows_(prefilter_rows) {}
 
@@ -518,6 +544,7 @@ class CausalLM : public torch::CustomClassHolder {
       hidden.index_copy_(0, places.rows, places.embeddings);
     }
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
+    if (embedding_norm_) hidden = (**embedding_norm_)(hidden);
     for (std::vector<at::Tensor>* kinds : {&pass.cos, &pass.sin})
       for (at::Tensor& table : *kinds) table = rows_of(table, positions);
     const int64_t layers = static_cast<int64_t>(decoder_->layers()), added = static_cast<int64_t>(places.added.size());
@@ -571,7 +598,7 @@ class CausalLM : public torch::CustomClassHolder {
   LinearPtr quantized_embedding_;  // or none
   double embedding_scale_;
   MaybeTensor position_embedding_;
-  MaybeNorm norm_;
+  MaybeNorm embedding_norm_, norm_;
   LinearPtr head_;
   double logits_divisor_, logits_softcap_;
   std::vector<at::Tensor> prefilter_;
@@ -605,7 +632,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("put", &Adapters::put)
       .def("drop", &Adapters::drop)
       .def("apply", [](const AdaptersPtr& self, const at::Tensor& x, at::Tensor y, const at::Tensor& numbers) {
-        return self->apply(x, std::move(y), LoraRows(*self, numbers), false, {});
+        return self->apply(x, std::move(y), LoraRows(*self, numbers), {});
       });
   library.class_<Linear>("Linear")
       .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
@@ -642,12 +669,14 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
                          const at::Tensor& runs, const at::Tensor& saves) {
         return (*self)(projected, states, read_runs(runs, saves, states.at(0).size(0), projected.size(0)), {});
       });
+  library.class_<Attention>("Attention")
+      .def(torch::init<double, int64_t, double, MaybeTensor, MaybeTensor, bool, int64_t, bool, bool, double>());
   library.class_<Decoder>("Decoder")
-      .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, double, bool>())
+      .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, bool, double, bool>())
       .def("add_layer", &Decoder::add_layer);
   library.class_<CausalLM>("CausalLM")
-      .def(torch::init<DecoderPtr, at::Tensor, std::optional<LinearPtr>, double, MaybeTensor, MaybeNorm, LinearPtr, double, double,
-                       std::vector<at::Tensor>, int64_t>())
+      .def(torch::init<DecoderPtr, at::Tensor, std::optional<LinearPtr>, double, MaybeTensor, MaybeNorm, MaybeNorm,
+                       LinearPtr, double, double, std::vector<at::Tensor>, int64_t>())
       .def("attach_cache", &CausalLM::attach_cache)
       .def("attach_rows", &CausalLM::attach_rows)
       .def("attach_states", &CausalLM::attach_states)

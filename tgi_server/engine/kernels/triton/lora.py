@@ -27,7 +27,6 @@ def add_products(
     ranks: Tensor,
     most_ranks: int,
     *,
-    relu: bool,
     residual: Tensor | None,
 ) -> Tensor:
     """Changes y, [..., outputs], by the adapter of each row: dora_scale * y + x A^T B + bias_delta. Returns it.
@@ -50,7 +49,7 @@ def add_products(
     _expand[blocks, triton.cdiv(outputs, _OUTPUTS_AT_ONCE)](
         y, y if residual is None else residual.contiguous(), order, numbers,
         tables[1], tables[2], tables[3], ranks, sums, count, outputs, most_ranks,
-        together=together, outputs_at_once=_OUTPUTS_AT_ONCE, ranks_at_once=_RANKS_AT_ONCE, relu=relu,
+        together=together, outputs_at_once=_OUTPUTS_AT_ONCE, ranks_at_once=_RANKS_AT_ONCE,
         added=residual is not None, precision=precision,
     )  # fmt: skip
     return y
@@ -101,10 +100,10 @@ def _shrink(
 @triton.jit(do_not_specialize=["count"])
 def _expand(
     y, residual, order, numbers, b_of, dora_scale_of, bias_delta_of, ranks_of, sums, count, outputs, most,
-    together: tl.constexpr, outputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr, relu: tl.constexpr,
+    together: tl.constexpr, outputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr,
     added: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """y = dora_scale * y + sums b + bias_delta of some rows and some outputs, then the activation and the residual."""
+    """y = dora_scale * y + sums b + bias_delta of some rows and some outputs, then the residual."""
     row, there, number = _rows_of_block(order, numbers, count, together)
     column = tl.program_id(1) * outputs_at_once + tl.arange(0, outputs_at_once)
     real = column < outputs
@@ -136,8 +135,6 @@ def _expand(
     place = row[:, None] * outputs + column[None, :]
     inside = there[:, None] & real[None, :]
     value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32) * factor + total
-    if relu:
-        value = tl.maximum(value, 0.0)
     if added:
         value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)

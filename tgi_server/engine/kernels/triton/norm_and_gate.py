@@ -1,4 +1,4 @@
-"""The work between a decoder layer's products on a GPU, one Triton kernel for each: norms, and the gate."""
+"""The work between a decoder layer's products on a GPU, one Triton kernel for each: norms, and activations."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # (arguments of kernels are what Triton makes of them)
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_GATED_AT_ONCE = 1024
+_ACTIVATED_AT_ONCE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,12 +34,18 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, centred: 
     return output
 
 
-def gate_mul(x: Tensor, *, gelu: bool = False) -> Tensor:
-    """Returns SiLU(gate) * up, [rows, size], of x, [rows, 2 * size], whose first half is the gate. gelu: GELU(gate)."""
+def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
+    """Returns activation(x), [rows, size]; or, gated, activation(gate) * up of x, [rows, 2 * size], the gate first.
+
+    activation: one of Activation in models/spec.py.
+    """
     x = x.contiguous()
-    rows, size = x.shape[0], x.shape[1] // 2
+    rows, width = x.shape
+    size = width // 2 if gated else width
     output = x.new_empty(rows, size)
-    _gate[rows, triton.cdiv(size, _GATED_AT_ONCE)](x, output, size, at_once=_GATED_AT_ONCE, gelu=gelu, num_warps=4)
+    _activate[rows, triton.cdiv(size, _ACTIVATED_AT_ONCE)](
+        x, output, size, at_once=_ACTIVATED_AT_ONCE, activation=activation, gated=gated, num_warps=4
+    )
     return output
 
 
@@ -63,15 +69,23 @@ def _norm(x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr,
 
 
 @triton.jit
-def _gate(x, output, size, at_once: tl.constexpr, gelu: tl.constexpr):
+def _activate(x, output, size, at_once: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * at_once + tl.arange(0, at_once)
     real = column < size
-    gate = tl.load(x + row * 2 * size + column, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * size + size + column, mask=real, other=0.0).to(tl.float32)
-    exponent = -gate
-    if gelu:  # as approximated by tanh; the number is the root of 2 / pi
-        exponent = -2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    # `transformers` rounds what comes of the gate before it multiplies
-    opened = (gate / (1.0 + tl.exp(exponent))).to(output.dtype.element_ty).to(tl.float32)
-    tl.store(output + row * size + column, (opened * up).to(output.dtype.element_ty), mask=real)
+    own = x + row * (2 * size if gated else size)
+    value = tl.load(own + column, mask=real, other=0.0).to(tl.float32)
+    if activation == "relu":
+        value = tl.maximum(value, 0.0)
+    elif activation == "relu2":
+        value = tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
+    elif activation == "gelu":
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))  # the root of 1 / 2
+    elif activation == "gelu_tanh":  # the number is the root of 2 / pi
+        value = value / (1.0 + tl.exp(-2.0 * 0.7978845608028654 * (value + 0.044715 * value * value * value)))
+    else:
+        value = value / (1.0 + tl.exp(-value))
+    if gated:  # `transformers` rounds what comes of the gate before it multiplies
+        up = tl.load(own + size + column, mask=real, other=0.0).to(tl.float32)
+        value = value.to(output.dtype.element_ty).to(tl.float32) * up
+    tl.store(output + row * size + column, value.to(output.dtype.element_ty), mask=real)

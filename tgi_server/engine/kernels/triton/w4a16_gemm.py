@@ -65,7 +65,6 @@ def multiply(
     *,
     kind: str,
     block: int,
-    relu: bool,
 ) -> Tensor:
     """Returns [..., outputs] of x, [..., inputs], in its dtype; sums are in float32.
 
@@ -76,7 +75,7 @@ def multiply(
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) >= DENSE_ROWS:
         weight = dequantize(codes, scales, zeros, codebook, groups, kind=kind, block=block, dtype=x.dtype)
-        y = _multiply_dense(rows, weight, order, bias, residual, relu=relu)
+        y = _multiply_dense(rows, weight, order, bias, residual)
         return y.view(*x.shape[:-1], len(weight))
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (count, inputs), (blocks, outputs, _) = rows.shape, codes.shape
@@ -91,12 +90,12 @@ def multiply(
         rows, codes, scales, zeros, codebook, groups, order, bias, residual, sums,
         count, outputs, inputs, blocks, share, rows.stride(0),
         kind=kind, bits=bits_of(kind), block=block, words=WORDS, whole=order is None and inputs == blocks * block,
-        relu=relu, split=splits > 1,
+        split=splits > 1,
         own_rows=shape.rows, own_outputs=shape.outputs, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _add_splits[count, triton.cdiv(outputs, _SUMMED_AT_ONCE)](
-            sums, bias, residual, y, outputs, splits, relu=relu, at_once=_SUMMED_AT_ONCE, num_warps=4
+            sums, bias, residual, y, outputs, splits, at_once=_SUMMED_AT_ONCE, num_warps=4
         )
     return y
 
@@ -134,17 +133,15 @@ def bits_of(kind: str) -> int:
 
 
 def _multiply_dense(
-    rows: Tensor, weight: Tensor, order: Tensor | None, bias: Tensor | None, residual: Tensor | None, *, relu: bool
+    rows: Tensor, weight: Tensor, order: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """weight: [outputs, places], in the order that `order` says."""
     if order is not None or rows.shape[1] != weight.shape[1]:
         rows = pad(rows, (0, max(weight.shape[1] - rows.shape[1], 1)))
         rows = rows[:, : weight.shape[1]] if order is None else rows.index_select(1, order)
-    if bias is None and not relu and residual is not None:
+    if bias is None and residual is not None:
         return torch.addmm(residual.reshape(len(rows), -1), rows, weight.t())
     y = linear(rows, weight, None if bias is None else bias.to(rows.dtype))
-    if relu:
-        y = y.relu_()
     return y if residual is None else y.add_(residual.reshape(y.shape))
 
 
@@ -154,7 +151,7 @@ def _multiply_codes(
     x, codes, scales, zeros, codebook, groups, order, bias, residual, y,
     rows, outputs, inputs, blocks, share, x_stride,
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr,
-    own_rows: tl.constexpr, own_outputs: tl.constexpr, whole: tl.constexpr, relu: tl.constexpr, split: tl.constexpr,
+    own_rows: tl.constexpr, own_outputs: tl.constexpr, whole: tl.constexpr, split: tl.constexpr,
 ):  # fmt: skip
     """y = x W^T + bias of some rows and some outputs.
 
@@ -176,7 +173,7 @@ def _multiply_codes(
     if split:
         tl.store(y + tl.program_id(2).to(tl.int64) * rows * outputs + target, sums, mask=real)
     else:
-        _finish(sums, bias, residual, y, output[None, :], target, real, relu)
+        _finish(sums, bias, residual, y, output[None, :], target, real)
 
 
 @triton.jit
@@ -219,22 +216,20 @@ def block_sums(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _add_splits(sums, bias, residual, y, outputs, splits, relu: tl.constexpr, at_once: tl.constexpr):
+def _add_splits(sums, bias, residual, y, outputs, splits, at_once: tl.constexpr):
     """Writes what the parts of a row's inputs add up to. sums: [splits, rows, outputs]."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     output = tl.program_id(1) * at_once + tl.arange(0, at_once)
     total = tl.zeros([at_once], tl.float32)
     for index in range(0, splits):
         total += tl.load(sums + (index * rows + row) * outputs + output, mask=output < outputs, other=0.0)
-    _finish(total, bias, residual, y, output, row * outputs + output, output < outputs, relu)
+    _finish(total, bias, residual, y, output, row * outputs + output, output < outputs)
 
 
 @triton.jit
-def _finish(sums, bias, residual, y, output, target, real, relu: tl.constexpr):
+def _finish(sums, bias, residual, y, output, target, real):
     if bias is not None:
         sums += tl.load(bias + output, mask=real, other=0.0)
-    if relu:
-        sums = tl.maximum(sums, 0.0)
     if residual is not None:
         sums += tl.load(residual + target, mask=real, other=0.0).to(tl.float32)
     tl.store(y + target, sums.to(y.dtype.element_ty), mask=real)

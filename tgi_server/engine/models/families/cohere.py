@@ -17,7 +17,6 @@ def cohere(config: Any) -> DecoderSpec:
         config,
         layer,
         activation=activation(config.hidden_act),
-        norms="layer",
         ropes=(RopeSpec(table="pairs"),),
         interleaved=True,
         parallel=True,

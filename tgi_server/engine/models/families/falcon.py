@@ -3,10 +3,32 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.families.bloom import bloom_plan
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.families.bloom import BLOOM, bloom_plan
+from tgi_server.engine.models.spec import DecoderSpec, Family, NoSpec, RopeSpec, activation
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_queries_keys_values, queries_keys_values, query_heads
+
+
+def falcon(config: Any) -> DecoderSpec:
+    """Most have one norm for attention and the feed-forward part, the larger ones one for each."""
+    grouped = config.new_decoder_architecture
+    layer = replace(BLOOM, grouped=grouped or not config.multi_query, rope=None if config.alibi else 0)
+    if grouped and config.num_ln_in_parallel_attn != 1:
+        layer = replace(layer, attention_norm="ln_attn", feed_forward_norm="ln_mlp")
+    elif config.parallel_attn:
+        layer = replace(layer, feed_forward_norm=None)
+    if grouped and not config.parallel_attn:
+        raise NoSpec("its feed-forward part has the input of attention, whose output has a norm")
+    return DecoderSpec.uniform(
+        config,
+        layer,
+        activation=activation(config.activation),
+        gated_mlp=False,
+        layer_list="h",
+        final_norm="ln_f",
+        ropes=() if config.alibi else (RopeSpec(),),
+        parallel=config.parallel_attn,
+    )
 
 
 def _plan(config: Any) -> ShardingPlan:
@@ -22,4 +44,4 @@ def _plan(config: Any) -> ShardingPlan:
     return replace(plan, heads=heads, splits=splits, own_attention=not config.alibi)
 
 
-FAMILIES = {"falcon": Family(plan=_plan, attention="falcon")}
+FAMILIES = {"falcon": Family(falcon, _plan, attention="falcon")}

@@ -47,7 +47,7 @@ def _qwen(config: Any, layers: list[LayerSpec]) -> DecoderSpec:
         raise NoSpec(f"experts with {gate} as their gate are not known")
     kinds = zip(layers, config.layer_types, strict=True)
     mixers = (replace(each, mixer="linear_attn" if kind == "linear_attention" else None) for each, kind in kinds)
-    return DecoderSpec(tuple(mixers), activation=gate, norms="rms_plus_one")
+    return DecoderSpec(tuple(mixers), activation=gate)
 
 
 _OLMO = LayerSpec(
@@ -69,7 +69,7 @@ def olmo(config: Any) -> DecoderSpec:
         LayerSpec(mixer="linear_attn") if kind == "linear_attention" else attending for kind in config.layer_types
     )
     ropes = (RopeSpec(),) if rotary else ()
-    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), norms="rms_once", ropes=ropes)
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), ropes=ropes)
 
 
 def _delta_net(config: Any, output: str) -> Splits:

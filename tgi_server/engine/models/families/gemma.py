@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3: norms whose weights say how far from 1 they are, scaled embeddings, GELU for the gate.
+"""Gemma 1, 2 and 3, and VaultGemma: scaled embeddings, GELU for the gate.
 
 Gemma 3n and 4, whose last layers share the keys of earlier ones, and which have further inputs of each layer, are
 computed by `transformers`.
@@ -22,7 +22,6 @@ _LAYER = LayerSpec(
 def _facts(config: Any, activation_name: str) -> dict[str, Any]:
     return {
         "activation": activation(activation_name),
-        "norms": "rms_plus_one",
         "embedding_scale": config.hidden_size**0.5,
         "logits_softcap": float(getattr(config, "final_logit_softcapping", None) or 0),
     }
@@ -43,6 +42,11 @@ def gemma3(config: Any) -> DecoderSpec:
     layers = (replace(layer, rope=types.index(each)) for each in config.layer_types)
     ropes = tuple(RopeSpec(layer_type) for layer_type in types)
     return DecoderSpec(tuple(layers), ropes=ropes, **_facts(config, config.hidden_activation))
+
+
+def vaultgemma(config: Any) -> DecoderSpec:
+    layer = LayerSpec(feed_forward_norm="pre_feedforward_layernorm")
+    return DecoderSpec.uniform(config, layer, **_facts(config, config.hidden_activation))
 
 
 # What Gemma 3n and 4 compute of a token for all layers, and what each layer makes of it.
@@ -81,4 +85,5 @@ FAMILIES = {
     "gemma3_text": Family(gemma3, llama_plan),
     "gemma3n_text": Family(plan=_gemma3n_plan),
     "gemma4_text": Family(plan=_gemma4_plan),
+    "vaultgemma": Family(vaultgemma, llama_plan),
 }

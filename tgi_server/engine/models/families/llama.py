@@ -1,6 +1,7 @@
 """Models that are Llama but for a few facts: RMS norms, rotary positions, gated feed-forward parts.
 
-Beside Llama: ERNIE 4.5, EXAONE 4, Helium, Mistral, Qwen 2 and 3 (also -VL), Seed-OSS, SmolLM3, StableLM.
+Beside Llama: Arcee, CWM, ERNIE 4.5, EXAONE 4, Helium, Jais 2, Ministral, Mistral, Nemotron, Qwen 2 and 3 (also -VL),
+Seed-OSS, SmolLM3, StableLM.
 """
 
 from dataclasses import replace
@@ -14,7 +15,13 @@ def llama(config: Any) -> DecoderSpec:
     return DecoderSpec.uniform(config, activation=activation(config.hidden_act))
 
 
-def ernie(config: Any) -> DecoderSpec:
+def arcee(config: Any) -> DecoderSpec:
+    """Arcee, Jais 2 and Nemotron, whose feed-forward parts have no gate."""
+    layer = LayerSpec(up=("mlp.up_proj",))
+    return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act), gated_mlp=False)
+
+
+def interleaved(config: Any) -> DecoderSpec:
     return replace(llama(config), interleaved=True)
 
 
@@ -32,10 +39,6 @@ def exaone4(config: Any) -> DecoderSpec:
     return replace(llama(config), layers=tuple(replace(layer, rope=0 if each else None) for each in rotary))
 
 
-def helium(config: Any) -> DecoderSpec:
-    return replace(llama(config), norms="rms_once", interleaved=True)
-
-
 def qwen3(config: Any) -> DecoderSpec:
     layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
     return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act))
@@ -51,16 +54,22 @@ def stablelm(config: Any) -> DecoderSpec:
     if config.qk_layernorm:
         raise NoSpec("each head has a layer norm of its own")
     layer = LayerSpec(feed_forward_norm=None) if config.use_parallel_residual else LayerSpec()
-    facts = {"norms": "layer", "parallel": config.use_parallel_residual}
-    return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act), **facts)
+    return DecoderSpec.uniform(
+        config, layer, activation=activation(config.hidden_act), parallel=config.use_parallel_residual
+    )
 
 
 FAMILIES = {
-    "ernie4_5": Family(ernie, llama_plan),
+    "arcee": Family(arcee, llama_plan),
+    "cwm": Family(llama, llama_plan),
+    "ernie4_5": Family(interleaved, llama_plan),
     "exaone4": Family(exaone4, llama_plan),
-    "helium": Family(helium, llama_plan),
+    "helium": Family(interleaved, llama_plan),
+    "jais2": Family(arcee, llama_plan),
     "llama": Family(llama, llama_plan),
+    "ministral": Family(llama, llama_plan),
     "mistral": Family(llama, llama_plan),
+    "nemotron": Family(arcee, llama_plan),
     "qwen2": Family(llama, llama_plan),
     "qwen2_vl_text": Family(llama, llama_plan),
     "qwen2_5_vl_text": Family(llama, llama_plan),

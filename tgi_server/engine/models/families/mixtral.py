@@ -1,4 +1,4 @@
-"""Mixtral, Qwen MoE, MiMo V2 and MiniMax M2: Llama's attention, and a mixture of experts as the feed-forward part."""
+"""Mixtral, OLMoE, Qwen MoE, MiMo V2 and MiniMax M2: Llama's attention, and mixtures of experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,6 +42,14 @@ def qwen2_moe(config: Any) -> DecoderSpec:
     return replace(spec, layers=tuple(mixed if each.mixture else plain for each in spec.layers))
 
 
+def olmoe(config: Any) -> DecoderSpec:
+    _check_gate(config)
+    if config.clip_qkv is not None:
+        raise NoSpec("queries, keys and values are clipped after their norms")
+    layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", mixture=_MIXTURE)
+    return DecoderSpec.uniform(config, layer)
+
+
 def _check_gate(config: Any) -> None:
     if activation(config.hidden_act) != "silu":
         raise NoSpec(f"experts with {config.hidden_act} as their gate are not known")
@@ -79,6 +87,7 @@ FAMILIES = {
     "mimo_v2_flash": Family(plan=_mimo),
     "minimax_m2": Family(plan=_minimax),
     "mixtral": Family(mixtral, _plan),
+    "olmoe": Family(olmoe, _minimax),
     "qwen2_moe": Family(qwen2_moe, _qwen2_moe),
     "qwen3_moe": Family(qwen3_moe, _plan),
     "qwen3_vl_moe_text": Family(qwen3_moe, _plan),

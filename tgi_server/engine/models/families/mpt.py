@@ -1,11 +1,28 @@
-"""MPT: alibi, so `transformers`' own modules with attention of ours."""
+"""MPT: alibi, layer norms without a bias; in some models queries, keys and values are clipped."""
 
 from typing import Any
 
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec
 from tgi_server.engine.models.splits import HEAD, feed_forward, heads_of
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel, vocab_parallel_embedding
 from tgi_server.engine.parallel.shares import queries_keys_values, query_heads
+
+
+def mpt(config: Any) -> DecoderSpec:
+    layer = LayerSpec(
+        attention="attn",
+        qkv=("attn.Wqkv",),
+        clip=config.attn_config.clip_qkv or 0.0,
+        output="attn.out_proj",
+        up=("ffn.up_proj",),
+        down="ffn.down_proj",
+        attention_norm="norm_1",
+        feed_forward_norm="norm_2",
+        rope=None,
+    )
+    return DecoderSpec.uniform(
+        config, layer, activation="gelu", gated_mlp=False, layer_list="blocks", final_norm="norm_f", ropes=()
+    )
 
 
 def _plan(config: Any) -> ShardingPlan:
@@ -19,4 +36,4 @@ def _plan(config: Any) -> ShardingPlan:
     return ShardingPlan(heads_of(config), ("attn",), splits, own_attention=False)
 
 
-FAMILIES = {"mpt": Family(plan=_plan, relative=True, attention="mpt")}
+FAMILIES = {"mpt": Family(mpt, _plan, relative=True, attention="mpt")}

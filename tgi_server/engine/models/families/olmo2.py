@@ -18,7 +18,7 @@ _LAYER = LayerSpec(
 
 
 def olmo2(config: Any) -> DecoderSpec:
-    return DecoderSpec.uniform(config, _LAYER, activation=activation(config.hidden_act), norms="rms_once")
+    return DecoderSpec.uniform(config, _LAYER, activation=activation(config.hidden_act))
 
 
 def olmo3(config: Any) -> DecoderSpec:

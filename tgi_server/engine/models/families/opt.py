@@ -1,4 +1,4 @@
-"""OPT: layer norms, learned positions, ReLU without a gate."""
+"""OPT: layer norms, learned positions, a feed-forward part without a gate."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from tgi_server.engine.parallel.plan import ShardingPlan, vocab_parallel_embeddi
 def opt(config: Any) -> DecoderSpec:
     if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
         raise NoSpec("its norms come after attention, or its embeddings are projected")
-    if activation(config.activation_function) != "relu" or not config.layer_norm_elementwise_affine:
-        raise NoSpec(f"a feed-forward part with {config.activation_function} and no gate is not known")
+    if not config.layer_norm_elementwise_affine:
+        raise NoSpec("its norms have no weights")
     layer = LayerSpec(
         output="self_attn.out_proj",
         up=("fc1",),
@@ -23,7 +23,13 @@ def opt(config: Any) -> DecoderSpec:
     )
     final_norm = None if config._remove_final_layer_norm else "final_layer_norm"
     return DecoderSpec.uniform(
-        config, layer, activation="relu", norms="layer", final_norm=final_norm, positions="embed_positions", ropes=()
+        config,
+        layer,
+        activation=activation(config.activation_function),
+        gated_mlp=False,
+        final_norm=final_norm,
+        positions="embed_positions",
+        ropes=(),
     )
 
 

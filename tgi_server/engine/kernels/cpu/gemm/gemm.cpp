@@ -35,7 +35,7 @@ void run_dense(const Linear& layer, const at::Tensor& x, const Finish& finish, c
     const Input input = Kernel::prepare(x.const_data_ptr<T>(), rows, layer.inputs, depth);
     const GemmArgs product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows,
                           depth, layer.outputs};
-    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, finish.relu,
+    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
                               finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
                               output.mutable_data_ptr<T>(), finish.adapted};
     if constexpr (std::is_same_v<typename Kernel::Weights, Int8Weights>) {
@@ -233,11 +233,10 @@ Linear::Linear(std::vector<LinearPtr> parts) : inputs(parts.at(0)->inputs), outp
   }
 }
 
-at::Tensor Linear::run(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual,
-                       const bool* adapted) const {
+at::Tensor Linear::run(const at::Tensor& x, const std::optional<at::Tensor>& residual, const bool* adapted) const {
   if (!parts_.empty()) {
     std::vector<at::Tensor> made;
-    for (const LinearPtr& part : parts_) made.push_back(part->run(x, relu, {}, adapted));
+    for (const LinearPtr& part : parts_) made.push_back(part->run(x, {}, adapted));
     at::Tensor joined = at::cat(made, -1);
     return residual ? joined.add_(*residual) : joined;
   }
@@ -248,20 +247,20 @@ at::Tensor Linear::run(const at::Tensor& x, bool relu, const std::optional<at::T
   at::Tensor output = at::empty(shape, x.options());
   TORCH_CHECK(!residual || (added.numel() == output.numel() && added.scalar_type() == x.scalar_type()));
   const int64_t rows = x.numel() / inputs;
-  if (rows > 0) kernel_for(rows).run(*this, dense, {relu, residual ? &added : nullptr, adapted}, nullptr, output);
+  if (rows > 0) kernel_for(rows).run(*this, dense, {residual ? &added : nullptr, adapted}, nullptr, output);
   return output;
 }
 
-at::Tensor Linear::operator()(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual) const {
-  return run(x, relu, residual, nullptr);
+at::Tensor Linear::operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const {
+  return run(x, residual, nullptr);
 }
 
-at::Tensor Linear::adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu,
+at::Tensor Linear::adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers,
                            const std::optional<at::Tensor>& residual) const {
-  if (!numbers || !adapters) return run(x, relu, residual, nullptr);
+  if (!numbers || !adapters) return run(x, residual, nullptr);
   const LoraRows rows(*adapters, *numbers);
-  if (!rows.any()) return run(x, relu, residual, nullptr);
-  return adapters->apply(x, run(x, relu, residual, rows.adapted()), rows, relu, residual);
+  if (!rows.any()) return run(x, residual, nullptr);
+  return adapters->apply(x, run(x, residual, rows.adapted()), rows, residual);
 }
 
 void Linear::write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const {

@@ -113,12 +113,11 @@ struct GemmArgs {
   int64_t rows, depth, outputs;
 };
 
-// Epilogue: bias, ReLU, residual. adapted: of each row true if a LoRA delta comes before ReLU and residual, which are left to
-// what adds it; null: of none.
+// Epilogue: bias, residual. adapted: of each row true if a LoRA delta comes before the residual, which is left to what adds
+// it; null: of none.
 template <typename T>
 struct Epilogue {
   const float* bias;  // [outputs, padded to a tile], or null
-  bool relu;
   const T* residual;  // [rows, outputs], or null
   T* output;          // [rows, outputs]
   const bool* adapted;
@@ -172,13 +171,11 @@ void prefetch_row(const GemmArgs& product, const Epilogue<T>& epilogue, int64_t 
 template <typename T, typename Number>
 void apply_epilogue(const GemmArgs& product, const Epilogue<T>& epilogue, const char* acc, int64_t row, int64_t first,
                 const Number& number) {
-  const bool finishes = !epilogue.adapted || !epilogue.adapted[row];
-  const bool relu = epilogue.relu && finishes, adds = epilogue.residual && finishes;
+  const bool adds = epilogue.residual && (!epilogue.adapted || !epilogue.adapted[row]);
   for (int64_t n = first; n < std::min(first + COLUMNS, product.outputs); n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, product.outputs - n), place = row * product.outputs + n;
     F32 value = number(acc + (n - first) * WORD, row, n);
     if (epilogue.bias) value += load_f32(epilogue.bias + n);
-    if (relu) value = vmax(value, F32{});
     if (count == WIDTH) {
       if (adds) value += load_f32(epilogue.residual + place);
       store(epilogue.output + place, value);

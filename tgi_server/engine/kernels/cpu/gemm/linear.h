@@ -20,7 +20,6 @@ struct Linear;
 
 // What comes after the products, as in Epilogue; residual and adapted: or null.
 struct Finish {
-  bool relu = false;
   const at::Tensor* residual = nullptr;
   const bool* adapted = nullptr;
 };
@@ -76,12 +75,11 @@ struct Linear : torch::CustomClassHolder {
 
   // x: [..., inputs] float32, bfloat16 or float16; residual: [..., outputs], added last. Returns [..., outputs]. Both
   // have the dtype of x.
-  at::Tensor operator()(const at::Tensor& x, bool relu = false,
-                        const std::optional<at::Tensor>& residual = {}) const;
+  at::Tensor operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual = {}) const;
 
   // The same, with each row changed by its adapter; those of other rows are to the last bit what the call above gives.
   // numbers: as Adapters::apply takes them; none: no row has one.
-  at::Tensor adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu = false,
+  at::Tensor adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers,
                      const std::optional<at::Tensor>& residual = {}) const;
 
   void adapt(AdaptersPtr these) { adapters = std::move(these); }
@@ -105,7 +103,7 @@ struct Linear : torch::CustomClassHolder {
 
  private:
   const LinearKernel& kernel_for(int64_t rows) const;
-  at::Tensor run(const at::Tensor& x, bool relu, const std::optional<at::Tensor>& residual, const bool* adapted) const;
+  at::Tensor run(const at::Tensor& x, const std::optional<at::Tensor>& residual, const bool* adapted) const;
 
   std::vector<const LinearKernel*> variants_;
   std::vector<int64_t> from_rows_;

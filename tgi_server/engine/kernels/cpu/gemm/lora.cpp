@@ -73,7 +73,6 @@ template <typename T>
 struct LoraEpilogue {
   T* y;
   const T* residual;  // or null
-  bool relu;
   int64_t outputs;
 
   // Up to LANES outputs of a row.
@@ -83,7 +82,6 @@ struct LoraEpilogue {
     if (delta.dora_scale) value *= read(delta.dora_scale->const_data_ptr<float>() + first, count);
     value += added;
     if (delta.bias_delta) value += read(delta.bias_delta->const_data_ptr<float>() + first, count);
-    if (relu) value = vmax(value, F32x16{});
     if (residual) value += read(residual + place, count);
     if (count == LANES) return store(y + place, value);
     T edge[LANES];
@@ -206,7 +204,7 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
     const LoraDelta& delta = group.delta;
     append_items(shrinking, group, nullptr, delta.ranks, RANKS_OF_ITEM, delta.inputs);
     for (const LoraPart& part : delta.parts)
-      if (part.ranks || delta.dora_scale || delta.bias_delta || epilogue.relu || epilogue.residual)
+      if (part.ranks || delta.dora_scale || delta.bias_delta || epilogue.residual)
         append_items(expanding, group, &part, ceil_div(part.outputs, LANES), BLOCKS_OF_ITEM, LANES * (1 + part.ranks));
   }
   const auto sums_of = [&](const Item& item) { return sums.data() + item.group->first_sum + item.row * item.group->delta.ranks; };
@@ -303,7 +301,7 @@ LoraRows::LoraRows(const Adapters& adapters, const at::Tensor& numbers) : adapte
   }
 }
 
-at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows, bool relu,
+at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows,
                            const std::optional<at::Tensor>& residual) const {
   const at::Tensor dense = x.contiguous(), added = residual ? residual->contiguous() : at::Tensor();
   const int64_t inputs = x.size(-1);
@@ -318,7 +316,7 @@ at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const LoraRows& ro
     sums += static_cast<int64_t>(group.rows.size()) * group.delta->ranks;
   }
   by_dtype(x, [&]<typename T>(T*) {
-    const LoraEpilogue<T> epilogue{y.mutable_data_ptr<T>(), residual ? added.const_data_ptr<T>() : nullptr, relu, outputs_};
+    const LoraEpilogue<T> epilogue{y.mutable_data_ptr<T>(), residual ? added.const_data_ptr<T>() : nullptr, outputs_};
     run<T>(groups, sums, dense.const_data_ptr<T>(), epilogue);
   });
   return y;

@@ -71,9 +71,8 @@ class Adapters : public torch::CustomClassHolder {
   }
 
   // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are returned with the deltas of some rows.
-  // After its delta come a row's activation and residual; those of the other rows are in y.
-  at::Tensor apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows, bool relu,
-                   const std::optional<at::Tensor>& residual) const;
+  // After its delta comes a row's residual; that of the other rows is in y.
+  at::Tensor apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows, const std::optional<at::Tensor>& residual) const;
 
  private:
   int64_t outputs_;

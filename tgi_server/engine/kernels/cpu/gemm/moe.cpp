@@ -97,7 +97,7 @@ void Experts::add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bia
 }
 
 at::Tensor Experts::gated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const {
-  if (alpha_ == 0) return gate_mul(up);
+  if (alpha_ == 0) return activate(up, Activation::silu, true);
   const std::vector<float> zeros(bias ? 0 : up.size(1));
   return clamped_gate(up, bias ? bias->const_data_ptr<float>() : zeros.data(), alpha_, limit_);
 }

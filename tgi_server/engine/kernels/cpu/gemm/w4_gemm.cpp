@@ -251,7 +251,7 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
         sums.data(),
         input.scales.data(),
         words * TILE_WORD};
-    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, finish.relu,
+    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
                               finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
                               output.mutable_data_ptr<T>(), finish.adapted};
     run_gemm<Kernel>(product, epilogue, tiles,

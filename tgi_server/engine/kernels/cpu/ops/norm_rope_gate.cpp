@@ -8,9 +8,11 @@
 #include <c10/util/BFloat16.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "simd/dtypes.h"
 #include "attention/kv_layout.h"
@@ -174,40 +176,66 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const s
   return output;
 }
 
-// What GELU and SiLU divide their argument by is 1 more than the exponential of this; GELU as approximated by tanh.
-template <typename Number>
-Number gate_exponent(Number gate, bool gelu) {
-  constexpr float ROOT = 0.7978845608028654f, CUBE = 0.044715f;  // the root of 2 / pi
-  return gelu ? -2.0f * ROOT * (gate + CUBE * gate * gate * gate) : -gate;
+// The error function, to 2e-7 (Abramowitz and Stegun 1964, 7.1.26).
+inline F32 error_function(F32 x) {
+  const F32 size = x < 0.0f ? -x : x, t = F32{} + 1.0f / (0.3275911f * size + 1.0f);
+  F32 series = fma(t, F32{} + 1.061405429f, F32{} - 1.453152027f);
+  series = fma(series, t, F32{} + 1.421413741f);
+  series = fma(series, t, F32{} - 0.284496736f);
+  series = fma(series, t, F32{} + 0.254829592f);
+  const F32 value = 1.0f - series * t * exponential(-size * size);
+  return x < 0.0f ? -value : value;
 }
 
-// gate_up: [..., 2 * size], gate first. Returns silu(gate) * up, or gelu(gate) * up, [..., size].
-at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu) {
-  const at::Tensor x = gate_up.contiguous();
-  const int64_t size = x.size(-1) / 2, tokens = x.numel() / (2 * size);
+// Calls work with a function of F32.
+template <typename Work>
+void by_activation(Activation activation, const Work& work) {
+  constexpr float ROOT = 0.7978845608028654f, CUBE = 0.044715f, HALF_ROOT = 0.70710678118654752f;  // the root of 2 / pi
+  switch (activation) {
+    case Activation::relu: return work([](F32 x) { return vmax(x, F32{}); });
+    case Activation::relu2: return work([](F32 x) { return vmax(x, F32{}) * vmax(x, F32{}); });
+    case Activation::gelu: return work([](F32 x) { return x * 0.5f * (error_function(x * HALF_ROOT) + 1.0f); });
+    case Activation::gelu_tanh:
+      return work([](F32 x) { return x / (exponential(-2.0f * ROOT * (x + CUBE * x * x * x)) + 1.0f); });
+    case Activation::silu: return work([](F32 x) { return x / (exponential(-x) + 1.0f); });
+  }
+}
+
+Activation activation_named(const std::string& name) {
+  const std::string names[] = {"relu", "relu2", "gelu", "gelu_tanh", "silu"};
+  const auto found = std::find(std::begin(names), std::end(names), name);
+  TORCH_CHECK(found != std::end(names), "the activation ", name, " is not known");
+  return static_cast<Activation>(found - std::begin(names));
+}
+
+// x: [..., size]; or, where it is gated, [..., 2 * size], the gate first. Returns activation(x), or activation(gate) * up,
+// [..., size].
+at::Tensor activate(const at::Tensor& input, Activation activation, bool gated) {
+  const at::Tensor x = input.contiguous();
+  const int64_t width = x.size(-1), size = gated ? width / 2 : width, tokens = x.numel() / width;
   auto shape = x.sizes().vec();
   shape.back() = size;
   at::Tensor output = at::empty(shape, x.options());
   by_dtype(x, [&]<typename T>(T*) {
-    const T* from = x.const_data_ptr<T>();
-    T* to = output.mutable_data_ptr<T>();
-    for_range(tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        const T* gate = from + t * 2 * size;
-        const T* up = gate + size;
-        T* row = to + t * size;
-        int64_t i = 0;
-        for (; i + WIDTH <= size; i += WIDTH) {
-          const F32 g = load_f32(gate + i);
-          const F32 activated = Many::rounded(row, g / (exponential(gate_exponent(g, gelu)) + 1.0f));
-          store(row + i, activated * load_f32(up + i));
+    by_activation(activation, [&](const auto& activated) {
+      const auto compute = [&](const T* from, T* to, int64_t up) {
+        const F32 value = activated(load_f32(from));
+        store(to, gated ? Many::rounded(to, value) * load_f32(from + up) : value);
+      };
+      for_range(tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+          const T* from = x.const_data_ptr<T>() + t * width;
+          T* to = output.mutable_data_ptr<T>() + t * size;
+          int64_t i = 0;
+          for (; i + WIDTH <= size; i += WIDTH) compute(from + i, to + i, size);
+          if (i == size) continue;
+          T ins[2 * WIDTH] = {}, outs[WIDTH];
+          std::copy(from + i, from + size, ins);
+          if (gated) std::copy(from + size + i, from + width, ins + WIDTH);
+          compute(ins, outs, WIDTH);
+          std::copy_n(outs, size - i, to + i);
         }
-        for (; i < size; ++i) {
-          const float g = static_cast<float>(gate[i]);
-          const T activated = static_cast<T>(g / (1.0f + std::exp(gate_exponent(g, gelu))));
-          row[i] = static_cast<T>(static_cast<float>(activated) * static_cast<float>(up[i]));
-        }
-      }
+      });
     });
   });
   return output;
@@ -274,7 +302,7 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
   library.def("layer_norm(Tensor input, Tensor weight, Tensor? bias, float eps) -> Tensor");
-  library.def("gate_mul(Tensor gate_up, bool gelu=False) -> Tensor");
+  library.def("activate(Tensor x, str activation, bool gated) -> Tensor");
   library.def(
       "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
       "Tensor(c!) values, Tensor slots, float key_scale=1.0, float value_scale=1.0, bool interleaved=False) -> ()");
@@ -283,6 +311,8 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("rms_norm", &oatmill::rms_norm);
   library.impl("layer_norm", &oatmill::layer_norm);
-  library.impl("gate_mul", &oatmill::gate_mul);
+  library.impl("activate", [](const at::Tensor& x, const std::string& activation, bool gated) {
+    return oatmill::activate(x, oatmill::activation_named(activation), gated);
+  });
   library.impl("rotate_and_write", &oatmill::rotate_and_write);
 }

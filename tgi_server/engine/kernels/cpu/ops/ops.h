@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 
 namespace oatmill {
@@ -14,7 +15,11 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
 
 at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, double eps);
 
-at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu = false);
+enum class Activation { relu, relu2, gelu, gelu_tanh, silu };
+
+Activation activation_named(const std::string& name);
+
+at::Tensor activate(const at::Tensor& x, Activation activation, bool gated);
 
 void multiply_by_sigmoid(at::Tensor& x, const at::Tensor& gate);
 

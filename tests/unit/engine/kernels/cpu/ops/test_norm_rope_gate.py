@@ -1,12 +1,23 @@
-"""Norms, gated SiLU and argmax in C++ against those of torch."""
+"""Norms, activations and argmax in C++ against those of torch."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import gelu, layer_norm, silu
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from tgi_server.engine.kernels import load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "silu": silu,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +32,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 40, 43, 960])
-def test_norms_and_gates_are_those_of_transformers(dtype, size) -> None:
+def test_norms_are_those_of_transformers(dtype, size) -> None:
     x, weight, bias = torch.randn(7, size, dtype=dtype), *torch.randn(2, size, dtype=dtype)
     wanted = layer_norm(x + 3, (size,), weight, bias, 1e-6)
     torch.testing.assert_close(torch.ops.oatmill.layer_norm(x + 3, weight, bias, 1e-6), wanted, **tolerance(dtype))
@@ -30,11 +41,19 @@ def test_norms_and_gates_are_those_of_transformers(dtype, size) -> None:
     torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, weight, 1e-6), wanted, **tolerance(dtype))
     once = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight.float())).to(dtype)
     torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, 1 + weight.float(), 1e-6), once, **tolerance(dtype))
-    gate, up = 10 * torch.randn(2, 7, size, dtype=dtype)
-    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, up], -1))
-    torch.testing.assert_close(gated, silu(gate) * up, **tolerance(dtype))
-    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, up], -1), True)
-    torch.testing.assert_close(gated, gelu(gate, approximate="tanh") * up, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 40, 43, 960])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_torch(name, dtype, size) -> None:
+    gate, up = 4 * torch.randn(2, 7, size, dtype=dtype)
+    wanted = ACTIVATIONS[name](gate)
+    torch.testing.assert_close(torch.ops.oatmill.activate(gate, name, False), wanted, **tolerance(dtype))
+    gated = torch.ops.oatmill.activate(torch.cat([gate, up], -1), name, True)
+    torch.testing.assert_close(gated, wanted * up, **tolerance(dtype))
+    row = torch.ops.oatmill.activate(gate[3, size // 2 :], name, False)
+    assert torch.equal(row, torch.ops.oatmill.activate(gate, name, False)[3, size // 2 :]), "the same bits anywhere"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,12 +66,11 @@ def test_heads_are_normalised_where_they_stand_beside_others(dtype, size) -> Non
         assert torch.equal(found.flatten(0, 1), torch.ops.oatmill.rms_norm(heads.flatten(0, 1), weight, 1e-6))
 
 
-def test_gates_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
-    gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30] + [0.0] * 9)
-    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))
-    torch.testing.assert_close(gated[0], silu(gate), rtol=1e-5, atol=1e-5)
-    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0), True)
-    torch.testing.assert_close(gated[0], gelu(gate, approximate="tanh"), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+def test_activations_far_from_zero_neither_overflow_nor_turn_to_nan(name) -> None:
+    x = torch.tensor([-1e30, -200.0, -88.5, -13.0, -5.0, 0.0, 13.0, 88.5, 200.0, 1e30] + [0.0] * 6)
+    actual = torch.ops.oatmill.activate(x, name, False)
+    torch.testing.assert_close(actual, ACTIVATIONS[name](x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
