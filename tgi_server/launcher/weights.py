@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from shared.processes import die_with_parent
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 _ENCODERS = {"embedding_model_id": "an embedding model", "rerank_model_id": "a rerank model"}
 # Parts of the types of models that read texts and write none.
 _READERS = ("bert", "electra", "mpnet")
+
+# Variables that name the folder of what is fetched and converted; without them it is in the user's home.
+_CACHES = frozenset({"HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"})
 
 
 async def find_model(settings: LauncherSettings) -> Path:
@@ -130,13 +134,21 @@ def _ready_folder(model_id: str) -> Path | None:
     return folder if (folder / "config.json").is_file() and weights else None
 
 
+def _check_cache(environment: Mapping[str, str]) -> None:
+    """Raises CannotStartError for a user without a home if no variable names a folder for downloads."""
+    if not _CACHES & environment.keys() and os.path.expanduser("~") == "~":
+        raise CannotStartError("this user has no home, which downloads need; set HF_HOME to a folder for them")
+
+
 async def _download(command: Command) -> Path:
     """Runs `text-generation-server download-weights`, which shows its progress on the terminal."""
+    environment = {**os.environ, **command.environment}
+    _check_cache(environment)
     process = await asyncio.create_subprocess_exec(
         *command.arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=sys.stderr,
-        env={**os.environ, **command.environment},
+        env=environment,
         preexec_fn=die_with_parent(),
     )
     try:

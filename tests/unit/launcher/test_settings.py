@@ -81,7 +81,7 @@ def test_limits_that_do_not_fit_together_are_found_before_anything_is_fetched(
 def test_a_port_that_nobody_would_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read("--port=0")
-    assert "--port (or PORT): the launcher has to know the port" in capsys.readouterr().err
+    assert "--port (or PORT): the launcher must know the port" in capsys.readouterr().err
 
 
 def test_the_demo_model_is_the_default() -> None:

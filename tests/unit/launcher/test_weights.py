@@ -1,6 +1,7 @@
 """The model's folder, where it lies on this machine; downloads are tested in tests/integration/shard."""
 
 import json
+import pwd
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,14 @@ async def test_a_folder_of_medusa_heads_stands_for_the_model_that_they_were_made
     (tmp_path / "config.json").write_text(json.dumps(heads))
     (tmp_path / "medusa_lm_head.safetensors").touch()
     assert await find_model(settings(tmp_path)) == demo_model.PATH
+
+
+async def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(CannotStartError, match="this user has no home, which downloads need; set HF_HOME"):
+        await find_model(settings("maker/model"))
 
 
 async def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:

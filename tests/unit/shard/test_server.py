@@ -40,7 +40,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_one_line(
         load(settings(), tmp_path)
     assert end.value.code == 1
     assert capsys.readouterr().err == (
-        f"shard 0: {tmp_path} has no config.json; is it a model folder in transformers format?\n"
+        f"shard-0: {tmp_path} has no config.json; is it a model folder in transformers format?\n"
     )
 
 
@@ -54,7 +54,7 @@ def test_a_shard_that_loses_another_while_loading_says_so(
     with pytest.raises(SystemExit) as end:
         load(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
     assert end.value.code == FATAL_STATUS
-    assert capsys.readouterr().err == "shard 1: another shard was lost while loading: shard 0 has ended\n"
+    assert capsys.readouterr().err == "shard-1: another shard was lost while loading: shard 0 has ended\n"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_gpus_that_are_requested_and_cannot_be_used_end_the_process(
 ):
     monkeypatch.setenv(variable, "1")
     line = error_of(tmp_path, capsys)
-    assert line.startswith(f"shard 0: {variable} is 1, but {TOO_OLD}; to run on the CPU, {remedy} {variable}")
+    assert line.startswith(f"shard-0: {variable} is 1, but {TOO_OLD}; to run on the CPU, {remedy} {variable}")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert f"{variable} is 1, but this torch is built without CUDA; " in error_of(tmp_path, capsys)
 
@@ -102,7 +102,7 @@ def test_a_gpu_that_is_given_and_cannot_be_used_ends_the_process(
 ):
     (tmp_path / "nvidia0").touch()
     assert error_of(tmp_path, capsys) == (
-        f"shard 0: this machine has a GPU, but {TOO_OLD}; to run on the CPU, set CUDA_VISIBLE_DEVICES to an empty "
+        f"shard-0: this machine has a GPU, but {TOO_OLD}; to run on the CPU, set CUDA_VISIBLE_DEVICES to an empty "
         "value\n"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -120,11 +120,14 @@ class Child:
 class ProcessLog:
     """Passes a child's lines on to standard error, and keeps the last one that tells of an error.
 
-    Log lines name their process already and pass as they are; anything else gets the name put before it.
+    Log lines name their process already and pass as they are; anything else gets the name put before it. Lines in which
+    the process says why it ends, as `shared.settings.fail` writes them, are only kept: its exit message has them.
     """
 
     def __init__(self, name: str) -> None:
         self.last_error = ""
+        self.has_failed = False
+        self._failure = (f"{name}: ", f"text-generation-{name}: ")
         self._name = name
 
     async def follow(self, pipe: int) -> None:
@@ -147,10 +150,15 @@ class ProcessLog:
         if not line:
             return
         level, message = _parse(line)
+        if level is None and line.startswith(self._failure):
+            reason = message.partition(": ")[2].strip()
+            self.last_error = f"{self.last_error}; {reason}" if self.has_failed else reason
+            self.has_failed = True
+            return
         if level is None or level in ERROR_LEVELS:
-            self.last_error = message.removeprefix(f"{self._name}: ").strip()
+            self.last_error = message.strip()
         if level is None:
-            logger.info("%s: %s", self._name, line.removeprefix(f"{self._name}: "))
+            logger.info("%s: %s", self._name, line)
         else:
             with contextlib.suppress(OSError):  # the disk of the log may be full for a while
                 print(line, file=sys.stderr, flush=True)

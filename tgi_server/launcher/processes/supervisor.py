@@ -197,6 +197,9 @@ class Supervisor:
         if self._peers is not None and failure is None:
             self._peers.send_stop()
         await asyncio.gather(*(shard.stop(min(grace, SHARD_SECONDS)) for shard in shards))
+        for child in self._children:
+            if child.log.has_failed and (message := child.exit_message()) != failure:
+                logger.warning("%s", message)
         if self._peers is not None:
             await self._peers.close()
 

@@ -38,7 +38,7 @@ async def test_json_lines_pass_as_they_are(capsys: pytest.CaptureFixture[str]) -
 
 async def test_other_lines_get_a_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    log = await follow("shard-0", b"Killed\n\n{not json}\nshard-0: out of luck \xff")
+    log = await follow("shard-0", b"Killed\n\n{not json}\nout of luck \xff")
     assert caplog.messages == ["shard-0: Killed", "shard-0: {not json}", "shard-0: out of luck \ufffd"]
     assert log.last_error == "out of luck \ufffd"
 
@@ -70,6 +70,14 @@ async def test_a_log_that_cannot_be_written_for_a_while_is_read_on(
     log = await follow("shard-0", f"{ERROR}\n{LINE}\n".encode())
     assert disk.getvalue().endswith(f"{LINE}\n")
     assert log.last_error == "no memory"
+
+
+async def test_why_a_process_ends_is_left_to_its_exit_message(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log = await follow("shard-0", b"Killed\nshard-0: no config.json\nshard-0: no weights\n")
+    assert (caplog.messages, log.last_error) == (["shard-0: Killed"], "no config.json; no weights")
+    log = await follow("router", b"text-generation-router: no port\n")
+    assert (len(caplog.messages), log.last_error) == (1, "no port")
 
 
 async def test_a_line_may_be_long(caplog: pytest.LogCaptureFixture) -> None:
