@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import islice, takewhile
 
 PAUSE_SECONDS = 0.002
 NOTED_SECONDS = 0.001
@@ -65,4 +67,7 @@ def _note(delays: list[tuple[float, float]], due: float) -> None:
 
 
 def _longest(delays: list[tuple[float, float]], begun: float, ended: float) -> float:
-    return max((until - due for due, until in delays if due < ended and until > begun), default=0.0)
+    """Returns the longest of the delays that overlap a time. They are in order, and none overlaps another."""
+    first = bisect_right(delays, begun, key=lambda delay: delay[1])
+    overlapping = takewhile(lambda delay: delay[0] < ended, islice(delays, first, None))
+    return max((until - due for due, until in overlapping), default=0.0)

@@ -132,15 +132,11 @@ async def fill_kv_cache(stack: Stack) -> None:
 
 
 async def each_minute(stack: Stack, curve: list[dict[str, Vitals]]) -> None:
-    """Adds the resources of all processes to `curve` every minute, until it is cancelled."""
+    """Adds the resources of all processes to `curve` every minute, and prints their memory, until it is cancelled."""
     while True:
         curve.append(await asyncio.to_thread(stack.vitals))
+        print(len(curve) - 1, "min, MiB:", {name: each.resident for name, each in curve[-1].items()}, flush=True)
         await asyncio.sleep(60)
-
-
-def resident(curve: list[dict[str, Vitals]], name: str) -> list[int]:
-    """Returns the memory of a process in MiB, as long as there was one."""
-    return [vitals[name].resident for vitals in curve if name in vitals]
 
 
 async def test_nobody_is_harmed_and_nothing_is_kept(
@@ -171,7 +167,6 @@ async def test_nobody_is_harmed_and_nothing_is_kept(
         for kind, outcomes in report.outcomes.items():
             front.outcomes[kind].update(outcomes)
         print(f"\n{seconds:.0f} s\n\n{tally.table()}\n\n{front.table()}\n\n{table(before, after)}\n")
-        print("MiB by minute: " + "; ".join(f"{name} {resident(curve, name)}" for name in before))
         print(f"faults of the way: {dict(running.proxy.faults)}; held: {held}; places: {places}")
         print(f"calls: {report.calls}, later than 50 ms: {report.late}, worst: {report.worst * 1000:.0f} ms, ")
         print(f"latest: {report.latest}")
