@@ -18,7 +18,7 @@ from tgi_server.launcher.commands import shared_values
 from tgi_server.launcher.machine import check_gpus
 from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, find_adapters, recognised
+from tgi_server.launcher.weights import check_tokenizer, find_adapters, recognized
 from tgi_server.router.settings import PipelineSettings
 from tgi_server.shard.settings import ShardSettings
 
@@ -120,7 +120,7 @@ def _load(settings: LauncherSettings) -> "tuple[Services, PipelineSettings]":
     check_gpus()
     own = {"gguf_file": settings.gguf_file, "tokenizer_name": settings.tokenizer_name}
     folder = fetch(settings.model_id, settings.revision, **own)
-    settings = recognised(settings, folder)
+    settings = recognized(settings, folder)
     if settings.speculative_model:
         fetch(settings.speculative_model)
     values = shared_values(settings) | {"model_id": settings.model_id, "tokenizer_name": str(folder)}

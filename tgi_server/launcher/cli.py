@@ -29,7 +29,7 @@ from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognised
+from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognized
 
 PROGRAM = "text-generation-launcher"
 # Variables that TGI's server reads and this one has no use for.
@@ -171,7 +171,7 @@ async def _models(settings: LauncherSettings) -> tuple[LauncherSettings, Path]:
     """
     folder = await find_model(settings)
     check_tokenizer(folder)
-    settings = recognised(settings, folder)
+    settings = recognized(settings, folder)
     await fetch_further_models(settings)
     return settings, folder
 

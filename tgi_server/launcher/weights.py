@@ -40,7 +40,7 @@ async def find_model(settings: LauncherSettings) -> Path:
     return folder
 
 
-def recognised(settings: LauncherSettings, folder: Path) -> LauncherSettings:
+def recognized(settings: LauncherSettings, folder: Path) -> LauncherSettings:
     """Returns settings that serve the model as what its files say that it is: one that generates, embeds or ranks.
 
     Raises CannotStartError if another model is to embed, or to rank, in its place, or if its config.json is damaged.

@@ -211,7 +211,7 @@ def test_embeddings_are_those_of_the_server(server: httpx.Client, embedder: Path
             llm.generate("Hello")
 
 
-def test_a_gguf_file_of_an_embedding_model_is_recognised(tmp_path: Path):
+def test_a_gguf_file_of_an_embedding_model_is_recognized(tmp_path: Path):
     file, folder = write_embedder("bert", tmp_path, "Q8_0")
     texts = ["the lazy egg", "Eggs!"]
     with LLM(file) as llm:

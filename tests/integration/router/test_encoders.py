@@ -249,7 +249,7 @@ def test_bad_requests_of_tei_get_422_that_names_the_field(
 @pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["folder", "file"])
-def test_an_embedding_model_is_recognised(server: ServerFactory, tmp_path: Path, form: str) -> None:
+def test_an_embedding_model_is_recognized(server: ServerFactory, tmp_path: Path, form: str) -> None:
     file, folder = write_embedder("bert", tmp_path, pooling="cls")
     url = server(f"--model-id={file if form == 'file' else folder}").wait_until_ready().url
     expected = unit(Reference("embed", folder)("the lazy egg"))

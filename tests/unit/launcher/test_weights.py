@@ -12,7 +12,7 @@ from tests.hub import COMMIT, Repository, running_hub
 from tgi_server import demo_model
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognised
+from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognized
 
 
 def settings(model_id: object) -> LauncherSettings:
@@ -63,20 +63,20 @@ async def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:
         ("qwen3", "Qwen3ForCausalLM", False, None),
     ],
 )
-def test_models_that_embed_or_rank_are_recognised(
+def test_models_that_embed_or_rank_are_recognized(
     kind: str, architecture: str | None, modules: bool, setting: str | None, tmp_path: Path
 ) -> None:
     config = {"model_type": kind} | ({"architectures": [architecture]} if architecture else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     if modules:
         (tmp_path / "modules.json").write_text("[]")
-    found = recognised(settings(tmp_path), tmp_path)
+    found = recognized(settings(tmp_path), tmp_path)
     assert found.generates == (setting is None)
     if setting is not None:
         assert getattr(found, setting) == str(tmp_path)
         other = settings(tmp_path).model_copy(update={setting: "another"})
         with pytest.raises(CannotStartError, match="names another one, another"):
-            recognised(other, tmp_path)
+            recognized(other, tmp_path)
 
 
 async def test_a_folder_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
