@@ -27,3 +27,8 @@ def die_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return bind
+
+
+def port_name(host: str, port: int) -> str:
+    """Returns the name of the abstract Unix socket that a server holds while it has a port and does not listen yet."""
+    return f"\0text-generation-router {host} {port}"

@@ -5,9 +5,11 @@ import importlib.util
 import ipaddress
 import os
 import socket
+import sys
 
 from shared.control_groups import usable_cores
 from shared.gpus import has_gpu, listed_gpus, missing_gpus, visible_gpus
+from shared.processes import port_name
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
 
@@ -105,10 +107,12 @@ def _bind(hostname: str, port: int, flag: str, address_flag: str) -> None:
         raise CannotStartError(
             f"{address_flag}: the host name {hostname} is not known; give an address of this machine"
         ) from error
-    with socket.socket(family, kind, protocol) as probe:
+    with socket.socket(family, kind, protocol) as probe, socket.socket(socket.AF_UNIX) as name:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
+            if sys.platform == "linux" and port:  # a router that loads has the port, and does not listen yet
+                name.bind(port_name(str(address[0]), port))
         except OSError as error:
             raise CannotStartError(_explain(error, hostname, port, flag, address_flag)) from error
 

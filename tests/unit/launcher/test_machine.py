@@ -11,6 +11,7 @@ from tgi_server.launcher import machine
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, free_port, shard_count
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.api.server import reserve
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +130,13 @@ def test_an_address_of_another_machine_is_refused(address: str, reason: str) -> 
     with pytest.raises(CannotStartError, match=reason):
         check_address(address, "--node-address")
     check_address("127.0.0.1", "--node-address")
+
+
+def test_a_port_of_a_server_that_loads_is_in_use() -> None:
+    port = free_port()
+    with (
+        reserve("127.0.0.1", port, "--port"),
+        pytest.raises(CannotStartError, match=rf"^port {port} is in use; choose another with --port$"),
+    ):
+        check_port("127.0.0.1", port, "--port")
+    check_port("127.0.0.1", port, "--port")

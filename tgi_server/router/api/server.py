@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared.processes import port_name
 from tgi_server.router.api.connections import REFUSE, ClientConnection, Connections, network_of, refusal
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import Overloaded, StartupError
@@ -269,7 +270,7 @@ class ReservedSocket(socket.socket):
     def bind(self, address: Any) -> None:
         host, port = address[:2]
         if sys.platform == "linux" and port:
-            self._name.bind(f"\0text-generation-router {host} {port}")
+            self._name.bind(port_name(host, port))
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         super().bind(address)
 
