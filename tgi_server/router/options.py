@@ -58,7 +58,7 @@ class Spelling:
 
     names: of its fields; a message about an unset option has the first name. bounds: None: those of the contract. note:
     an addition to its description. needs: a field of the request without which it is refused. refused_with: an option
-    with which it is refused.
+    with which it is refused. streams: it may be used in streams.
     """
 
     names: tuple[str, ...] = ()
@@ -66,6 +66,7 @@ class Spelling:
     note: str = ""
     needs: str = ""
     refused_with: str = ""
+    streams: bool = True
 
 
 _EVERYWHERE = tuple(Dialect)
@@ -73,10 +74,9 @@ _OPENAI = (Dialect.CHAT, Dialect.COMPLETIONS, Dialect.RESPONSES)
 _NOT_TGI = (*_OPENAI, Dialect.MESSAGES)
 
 
-def _only(*dialects: Dialect, names: tuple[str, ...] = (), bounds: Bounds | None = None, note: str = "") -> Any:
+def _only(*dialects: Dialect, **spelling: Any) -> Any:
     """Returns an option's spelling in these interfaces; the others do not have it."""
-    spelling = Spelling(names, bounds, note)
-    return {dialect: spelling if dialect in dialects else None for dialect in _EVERYWHERE}
+    return {dialect: Spelling(**spelling) if dialect in dialects else None for dialect in _EVERYWHERE}
 
 
 def _except(*dialects: Dialect, **spelling: Any) -> Any:
@@ -116,11 +116,11 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
         **_except(Dialect.RESPONSES, names=("top_logprobs",), note="Requested by `include`."),
         Dialect.MESSAGES: None,
     },
-    "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",)),
+    "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",), streams=False),
     "n": _only(Dialect.CHAT, Dialect.COMPLETIONS),
     "best_of": {
-        **_only(Dialect.COMPLETIONS),
-        **_except(Dialect.TGI, refused_with="seed"),  # all sequences would be the same
+        **_only(Dialect.COMPLETIONS, streams=False),  # the best one is known at the end only
+        **_except(Dialect.TGI, refused_with="seed", streams=False),  # all sequences would be the same
     },
     "stop": _except(Dialect.MESSAGES, names=("stop_sequences",)),
     "include_stop": _only(*_OPENAI, names=("include_stop_str_in_output",)),
@@ -159,6 +159,7 @@ class OptionRow:
     example: object
     needs: str
     refused_with: str
+    streams: bool
 
 
 @cache
@@ -184,6 +185,7 @@ def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
         entry.example,
         spelling.needs,
         spelling.refused_with,
+        spelling.streams,
     )
 
 
@@ -221,8 +223,6 @@ _LIMITED = {
     "best_of": (1, "max_best_of"),
     "top_n_tokens": (0, "max_top_n_tokens"),
 }
-# Values with which an option may stand beside any other.
-_UNUSED = {"best_of": 1, "top_n_tokens": 0}
 # Options that only shape sampling, which each of them switches on in TGI's interface.
 _SHAPING = ("temperature", "top_k", "top_p", "typical_p")
 
@@ -280,10 +280,10 @@ class OptionReader:
         """Returns the limits of an interface."""
         return self.limits if dialect is Dialect.TGI else _openai_limits(self.limits)
 
-    def read(self, request: BaseModel, dialect: Dialect) -> GenerationOptions:
-        """Returns the options that the body of a request sets. Raises InvalidRequest."""
+    def read(self, request: BaseModel, dialect: Dialect, *, streams: bool = False) -> GenerationOptions:
+        """Returns the options that the body of a request sets. streams: its answer does. Raises InvalidRequest."""
         given = Given.by(request, dialect)
-        _check_rows(request, given)
+        _check_rows(request, given, streams=streams)
         self._check(given)
         chosen = dict(given.values)
         if dialect is not Dialect.TGI:
@@ -335,6 +335,8 @@ class OptionReader:
         for option, (least, limit) in _LIMITED.items():
             if values.get(option, least) > (most := getattr(limits, limit)):
                 raise InvalidRequest.at(name(option), f"is {values[option]}; it must be {least} to {most}")
+        if values.get("best_of", n := values.get("n", 1)) < n:
+            raise InvalidRequest.at("best_of", f"is {values['best_of']}; it must be at least `n`, which is {n}")
         least, most = values.get("min_tokens", 0), values.get("max_new_tokens")
         if most and least > most:
             raise InvalidRequest.at(
@@ -385,27 +387,23 @@ def _openai_limits(limits: Limits) -> Limits:
     return limits.of_openai()
 
 
-def _check_rows(request: BaseModel, given: Given) -> None:
+def _check_rows(request: BaseModel, given: Given, *, streams: bool) -> None:
     """Raises InvalidRequest when an option has two values, by different names, or breaks a rule of its row."""
+    # Values with which an option may stand beside any other.
+    unused = {"best_of": given.values.get("n", 1), "top_n_tokens": 0, "prefill_logprobs": False}
     for row in rows(given.dialect):
         values = {name: value for name in row.names if (value := getattr(request, name)) is not None}
         if len(values) > 1 and len(set(values.values())) > 1:
             (one, first), (other, second) = values.items()
             raise InvalidRequest.at(_path(other, given.dialect), f"is {second} and `{one}` is {first}; give one")
-        if not values or given.values[row.option] == _UNUSED.get(row.option):
+        if not values or given.values[row.option] == unused.get(row.option):
             continue
+        if streams and not row.streams:
+            raise InvalidRequest.at(given.name(row.option), "cannot be used when streaming")
         if row.needs and not getattr(request, row.needs):
             raise InvalidRequest.at(given.name(row.option), f"needs `{row.needs}`")
         if row.refused_with and given.values.get(row.refused_with) not in (None, []):
             raise InvalidRequest.at(given.name(row.option), f"cannot be used with `{given.name(row.refused_with)}`")
-
-
-def check_streaming(options: GenerationOptions) -> None:
-    """Refuses options that TGI's interface does not allow in streams. Raises InvalidRequest."""
-    if options.best_of > 1:
-        raise refusal("best_of", Dialect.TGI, "cannot be used when streaming: the best is known at the end only")
-    if options.report.prefill_logprobs:
-        raise refusal("prefill_logprobs", Dialect.TGI, "cannot be used when streaming")
 
 
 def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOptions]:

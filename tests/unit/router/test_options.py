@@ -8,7 +8,7 @@ import pytest
 from tgi_server.contract import GenerationOptions
 from tgi_server.router import submission
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.options import Dialect, OptionReader, check_streaming, rows
+from tgi_server.router.options import Dialect, OptionReader, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
@@ -119,7 +119,8 @@ def test_best_of_needs_sampling_and_no_seed():
 @pytest.mark.parametrize("sent", [{"best_of": 2, "do_sample": True}, {"decoder_input_details": True}])
 def test_what_a_stream_cannot_have(sent: dict[str, Any]):
     with pytest.raises(InvalidRequest, match="streaming"):
-        check_streaming(read(**sent))
+        OptionReader(LIMITS, VOCAB_SIZE).read(validate(GenerateParameters, sent), Dialect.TGI, streams=True)
+    read(**sent)
 
 
 @pytest.mark.parametrize("sent", [{"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.5}, {"typical_p": 0.5}])

@@ -162,6 +162,7 @@ class RefusingModel(RequestModel):
 class Refused(RequestModel):
     """An object whose type is known, and refused by name. Its field `type` is a Literal. reason: for the message."""
 
+    is_supported: ClassVar[bool] = False
     reason: ClassVar[str] = ""
 
     @model_validator(mode="before")

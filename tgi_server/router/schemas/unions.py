@@ -43,6 +43,7 @@ class _Choice:
         self._kinds: dict[type, str] = {}
         self._types: dict[str, str] = {}
         self._other: str | None = None
+        self._offered: list[str] = []
         untyped: dict[str, frozenset[str]] = {}
         for tag, member in members.items():
             for leaf in leaves(member):
@@ -56,6 +57,7 @@ class _Choice:
                 if kind is not None:
                     types = literals(kind.annotation)
                     self._types |= dict.fromkeys(types, tag)
+                    self._offered += types if getattr(leaf, "is_supported", True) else ()
                     self._other = self._other if types else tag
         common = frozenset.intersection(*untyped.values()) if len(untyped) > 1 else frozenset()
         self._untyped = {tag: required - common for tag, required in untyped.items()}
@@ -79,7 +81,7 @@ class _Choice:
         fields = [name for required in self._untyped.values() for name in sorted(required)]
         return {
             "kinds": _listed(dict.fromkeys(_KINDS[kind] for kind in self._kinds if kind in _KINDS)),
-            "types": _listed(f"`{kind}`" for kind in self._types),
+            "types": _listed(f"`{kind}`" for kind in self._offered),
             "fields": _listed(f"`{name}`" for name in fields),
         }
 

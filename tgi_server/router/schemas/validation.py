@@ -1,10 +1,11 @@
 """The validator of all request bodies. It names a field by the path that the client sent: `messages[0].content`."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, reduce
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, RootModel, ValidationError
@@ -20,6 +21,8 @@ M = TypeVar("M", bound=BaseModel)
 _MOST_FAULTS = 10
 _LONGEST_NAME = 80
 _LONGEST_NUMBER = 40
+# Of an object in which a field is missing: those that may be a misspelled form of it.
+_MOST_NAMES = 100
 _LONGEST_FAULT = 200
 _JSON_TYPES = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")
 _MARK = re.compile(r"<\d+>|\[key\]")
@@ -88,8 +91,8 @@ class _Members:
         """Returns the field that was probably meant by an unknown one."""
         if name in self.nested:
             return self.nested[name]
-        near = get_close_matches(name[:_LONGEST_NAME], [*self.names, *self.nested], 1, cutoff=0.75)
-        return near[0] if near and near[0] in self.names else self.nested[near[0]] if near else None
+        near = _nearest(name[:_LONGEST_NAME], [*self.names, *self.nested])
+        return next((each if each in self.names else self.nested[each] for each in near), None)
 
 
 @cache
@@ -102,6 +105,11 @@ def _members(model: type[RequestModel]) -> _Members:
         {name: fields[name][0] for name in objects},
         {inner: f"{name}.{inner}" for name, found in alone.items() for each in found for inner in json_names(each)},
     )
+
+
+def _nearest(name: str, names: Sequence[str]) -> Sequence[str]:
+    """Returns the name that is most like another one, if any is like it."""
+    return get_close_matches(name, names, 1, cutoff=0.75)
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
@@ -131,8 +139,9 @@ def _fault(detail: ErrorDetails) -> tuple[str, str]:
             message = "Field required" if given.get("type") is None else f"must be {context['types']}"
         else:
             message = f"needs {context['fields']}"
-    elif detail["type"] == "missing" and (near := get_close_matches(str(parts[-1]), map(str, given), 1, cutoff=0.75)):
-        message += f", not `{one_line(near[0], _LONGEST_NAME)}`"
+    elif detail["type"] == "missing":
+        names = [name for name in islice(given, _MOST_NAMES) if len(name) <= _LONGEST_NAME]
+        message += "".join(f", not `{one_line(near, _LONGEST_NAME)}`" for near in _nearest(str(parts[-1]), names))
     elif bound is not None:
         message = f"is {one_line(str(given), _LONGEST_NUMBER)}; it must be {bound}"
     path = _path([*parts, *context.get("field", ())])

@@ -141,7 +141,7 @@ def test_a_member_of_another_type_is_named():
         (
             ChatRequest,
             {"messages": [{"role": "user", "content": [{"type": "txt", "text": "a"}]}]},
-            "`messages[0].content[0].type` must be `text`, `image_url`, `refusal`, `input_audio` or `file`",
+            "`messages[0].content[0].type` must be `text`, `image_url` or `refusal`",
         ),
         (ResponsesRequest, {"input": 3}, "`input` must be a string or a list"),
         (ResponsesRequest, {"input": [{"content": "a"}]}, "`input[0].role`: Field required"),

@@ -127,7 +127,8 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     options = openai_options(service, request, Dialect.COMPLETIONS)
     choices, attempts = options.n, options.best_of or options.n
     logprobs = options.report.top_n_tokens if options.report.logprobs else None
-    _check(request, choices, attempts)
+    if request.suffix:
+        raise InvalidRequest.at("suffix", "is not supported; put it into the prompt in the model's own format")
     most = service.options.limits_of(Dialect.COMPLETIONS).max_client_batch_size
     check_sequences(len(prompts), most, "the number of prompts")
     product = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
@@ -184,15 +185,6 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
             ids = prompt[-(truncate or most) :]
             rendered.append(RenderedPrompt(service.text.tokenizer.decode(ids), token_ids=ids))
     return rendered
-
-
-def _check(request: CompletionRequest, choices: int, attempts: int) -> None:
-    if request.suffix:
-        raise InvalidRequest.at("suffix", "is not supported; put it into the prompt in the model's own format")
-    if attempts < choices:
-        raise InvalidRequest.at("best_of", f"is {attempts}; it must be at least `n`, which is {choices}")
-    if request.stream and attempts > choices:
-        raise InvalidRequest.at("best_of", "cannot be used when streaming: the best answer is known at the end only")
 
 
 async def _whole(exchange: Exchange, plan: _Plan) -> Response:

@@ -16,7 +16,7 @@ from tgi_server.router.api.encoding import EVENTS, known_logprob, tgi_event, to_
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
-from tgi_server.router.options import Dialect, check_streaming
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.generate import (
     BestOfSequence,
     Details,
@@ -60,7 +60,7 @@ def generate_routes(service: Service) -> APIRouter:
 
 
 async def tgi_options(
-    service: Service, parameters: GenerateParameters, size: int, cache_salt: str | None = None
+    service: Service, parameters: GenerateParameters, size: int, cache_salt: str | None = None, *, streams: bool = False
 ) -> GenerationOptions:
     """Returns the options of a request. size: of its body, in bytes. cache_salt: wins over the one in `parameters`.
 
@@ -68,7 +68,7 @@ async def tgi_options(
     """
 
     def read() -> GenerationOptions:
-        options = service.options.read(parameters, Dialect.TGI)
+        options = service.options.read(parameters, Dialect.TGI, streams=streams)
         grammar = requested_grammar(parameters.grammar, "parameters.grammar")
         return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
 
@@ -173,8 +173,7 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> list
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Response:
     """Responds with an event for each token."""
     parameters = request.parameters
-    options = await tgi_options(exchange.service, parameters, exchange.size, request.cache_salt)
-    check_streaming(options)
+    options = await tgi_options(exchange.service, parameters, exchange.size, request.cache_salt, streams=True)
     options = replace(options, report=replace(options.report, logprobs=True))
     prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
     checked = await exchange.service.preparer.prepare(

@@ -34,7 +34,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> ChatPlan:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
-    options = service.options.read(request, Dialect.MESSAGES)
+    options = service.options.read(request, Dialect.MESSAGES, streams=request.stream)
     if Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0:
         if request.stream:
             raise InvalidRequest.at("stream", "is not supported with `max_tokens: 0`, whose answer is empty")

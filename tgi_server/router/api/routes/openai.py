@@ -36,7 +36,8 @@ def openai_options(
     service: Service, request: SharedParameters | ResponsesRequest, dialect: Dialect
 ) -> GenerationOptions:
     """Returns the options of a request of OpenAI's interface. Raises InvalidRequest, or NoSuchModel."""
-    return replace(service.options.read(request, dialect), adapter_id=named_adapter(service, request.model))
+    options = service.options.read(request, dialect, streams=request.stream)
+    return replace(options, adapter_id=named_adapter(service, request.model))
 
 
 def named_adapter(service: Service, model: str | None) -> str | None:
