@@ -67,8 +67,9 @@ def serve(arguments: Sequence[str]) -> None:
     write_progress(socket, 0, IMPORTING)
     try:
         trust = settings.trust_remote_code
+        own = {"gguf_file": settings.gguf_file, "tokenizer_name": settings.tokenizer_name}
         folders: dict[Task, Path] = {
-            task: find_model(model_id, settings.revision, gguf_file=settings.gguf_file, trust_remote_code=trust)
+            task: find_model(model_id, settings.revision, trust_remote_code=trust, **own)
             if model_id == settings.model_id
             else find_model(model_id, None, trust_remote_code=trust)
             for task, model_id in settings.encoders.items()
@@ -80,8 +81,7 @@ def serve(arguments: Sequence[str]) -> None:
                 settings.revision,
                 settings.speculative_model,
                 trust_remote_code=trust,
-                gguf_file=settings.gguf_file,
-                tokenizer_name=settings.tokenizer_name,
+                **own,
             )
 
         from tgi_server.shard.lean_imports import lean_imports

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,11 +248,16 @@ def test_bad_requests_of_tei_get_422_that_names_the_field(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["folder", "file"])
+@pytest.mark.parametrize("form", ["folder", "file", "file with another tokenizer"])
 def test_an_embedding_model_is_recognized(server: ServerFactory, tmp_path: Path, form: str) -> None:
     file, folder = write_embedder("bert", tmp_path, pooling="cls")
-    url = server(f"--model-id={file if form == 'file' else folder}").wait_until_ready().url
+    flags = [f"--model-id={folder if form == 'folder' else file}"]
+    if form == "file with another tokenizer":
+        folder = shutil.copytree(folder, tmp_path / "other")
+        tokenizer = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(tokenizer.replace('"lazy"', '"later"').replace('"the"', '"lazy"'))
+        flags.append(f"--tokenizer-name={folder}")
+    url = server(*flags).wait_until_ready().url
     expected = unit(Reference("embed", folder)("the lazy egg"))
     client = InferenceClient(url)
     assert client.feature_extraction("the lazy egg")[0].tolist() == pytest.approx(expected, abs=1e-4)
@@ -259,6 +265,7 @@ def test_an_embedding_model_is_recognized(server: ServerFactory, tmp_path: Path,
     assert post(url, "/generate", inputs="the").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_server_of_a_rerank_model_alone(server: ServerFactory, tmp_path: Path) -> None:
     folder = make_yes_or_no_ranker(tmp_path / "ranker")
     url = server(f"--rerank-model-id={folder}").wait_until_ready().url
