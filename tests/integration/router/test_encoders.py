@@ -186,7 +186,7 @@ def test_predict_of_tei(url: str, models: Models) -> None:
 def test_models_are_listed_and_chosen(url: str, client: openai.OpenAI, models: Models) -> None:
     names = {each.id for each in client.models.list()}
     assert names == {models.chat.name, "embedder", "ranker"}
-    with pytest.raises(openai.NotFoundError, match="no embedding model"):
+    with pytest.raises(openai.NotFoundError, match="is not the embedding model"):
         client.embeddings.create(model=models.chat.name, input="oak")
     with pytest.raises(openai.NotFoundError, match="generates no text"):
         client.completions.create(model="embedder", prompt="oak")
