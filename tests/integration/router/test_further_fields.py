@@ -410,6 +410,10 @@ async def test_every_interface_has_budgets_of_thoughts(routers: RouterFactory):
         assert response.status_code == 200, response.text
         budget = router.shard.received[-1].thought_budget
         assert (budget.tokens, budget.open) == (7, "<think>" in body.values())
+    both = {"thinking": thinking, "allowed_token_ids": [5]}
+    response = await router.post("/v1/messages", messages=HELLO, max_tokens=50, **both)
+    assert response.status_code == 400
+    assert "`thinking.budget_tokens` cannot be used with `allowed_token_ids`" in response.json()["error"]["message"]
 
 
 async def test_a_model_without_thoughts_refuses_their_budget(router: Router):

@@ -46,7 +46,10 @@ def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits
     )
     options = replace(options, adapter_id=named_adapter(service, request.model), grammar=grammar)
     if options.thinking_token_budget is None and service.text.answer_form.thoughts(grammar) is not None:
-        options = replace(options, thinking_token_budget=_budget(request))
+        budget = _budget(request)
+        if budget is not None and options.allowed_token_ids:
+            raise InvalidRequest.at("thinking.budget_tokens", "cannot be used with `allowed_token_ids`")
+        options = replace(options, thinking_token_budget=budget)
     show_thoughts = _thinks(request) and (request.thinking is None or request.thinking.display != "omitted")
     use = tools_of(request)
     conversation = edits.apply(conversation_of(request, use))
