@@ -123,6 +123,7 @@ AGENTS = (
             "ANTHROPIC_MODEL": MODEL,
             "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",  # a trained model on few cores takes minutes to read the prompt
         },
         _runs("Bash", description="Looks into the folder"),
     ),
