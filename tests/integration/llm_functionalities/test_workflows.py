@@ -250,7 +250,7 @@ def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_pa
         assert {each.intent_classification for each in responses} == {"recommend_new_search"}
         with_grammar = ["grammar" in each.body["parameters"] for each in server.requests]
         assert with_grammar == [True, False, False, False, False]
-        (line,) = (line for line in service.log if "no grammars" in line)
+        (line,) = (line for line in service.log if "does not support grammars" in line)
         assert "grammar is not supported" in line
         strict = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(regex="yes|no"), timeout=10_000)
         _, call = llm_pb2_grpc.LLMRunnerStub(channel).call_model.with_call(strict)

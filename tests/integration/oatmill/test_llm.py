@@ -226,7 +226,7 @@ def test_a_gguf_file_of_an_embedding_model_is_recognized(tmp_path: Path):
         ({"stop": [""]}, "`stop` must not have an empty stop sequence"),
         ({"stream": True}, "`stream` is not an option here"),
         ({"schema": "{"}, "schema"),
-        ({"schema": {}, "response_format": {"type": "text"}}, "both say"),
+        ({"schema": {}, "response_format": {"type": "text"}}, "cannot be combined"),
     ],
 )
 def test_wrong_options_are_named(llm: LLM, options: dict[str, Any], fault: str, caplog: pytest.LogCaptureFixture):

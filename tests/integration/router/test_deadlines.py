@@ -64,7 +64,7 @@ async def test_every_route_has_a_time_limit(slow_router: Router) -> None:
 
 async def test_a_stream_ends_with_an_error_event(slow_router: Router) -> None:
     for path, body in STREAMS.items():
-        response = await slow_router.post(path, **with_timeout(body, 60))
+        response = await slow_router.post(path, **with_timeout(body, 500))
         assert response.status_code == 200, path
         last = [each for each in events(response.text.replace("\r", "")) if each != "[DONE]"]
         text = last[-1] if last else response.text.split("data: ")[-1].split("\n")[0]

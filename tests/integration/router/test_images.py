@@ -282,7 +282,12 @@ async def test_fields_that_cannot_be_honoured_are_refused(router: Router) -> Non
 
 @in_one_loop
 async def test_images_are_counted(router: Router) -> None:
-    names = ("image_count", "image_known_count", 'image_failure{err="validation"}', "image_length_sum")
+    names = (
+        "image_count_total",
+        "image_known_count_total",
+        'image_failure_total{err="validation"}',
+        "image_length_sum",
+    )
     names += ("image_decode_duration_count", "image_encode_duration_count")
 
     async def counted() -> list[float]:

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import islice, takewhile
+from itertools import takewhile
 
 PAUSE_SECONDS = 0.002
 NOTED_SECONDS = 0.001
@@ -69,5 +69,5 @@ def _note(delays: list[tuple[float, float]], due: float) -> None:
 def _longest(delays: list[tuple[float, float]], begun: float, ended: float) -> float:
     """Returns the longest of the delays that overlap a time. They are in order, and none overlaps another."""
     first = bisect_right(delays, begun, key=lambda delay: delay[1])
-    overlapping = takewhile(lambda delay: delay[0] < ended, islice(delays, first, None))
+    overlapping = takewhile(lambda delay: delay[0] < ended, (delays[place] for place in range(first, len(delays))))
     return max((until - due for due, until in overlapping), default=0.0)

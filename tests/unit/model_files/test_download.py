@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from huggingface_hub import ModelInfo
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -50,12 +51,15 @@ class Hub:
                 write(self.folder / name)
         return str(self.folder)
 
+    def model_info(self, *_: Any, **__: Any) -> ModelInfo:
+        return ModelInfo(id="maker/tiny", siblings=[{"rfilename": name} for name in self.files])
+
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     hub = Hub(tmp_path)
     monkeypatch.setattr(download, "snapshot_download", hub.snapshot_download)
-    monkeypatch.setattr(download, "list_repo_files", lambda *_, **__: list(hub.files))
+    monkeypatch.setattr(download, "model_info", hub.model_info)
     return hub
 
 

@@ -45,6 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
     "logger_level": {"INFO": "INFO", "info": "INFO", "CRITICAL": "CRITICAL"},
     "cuda_graphs": {"0": [0], **NUMBERS},
     "max_timeout": {"300.5": 300.5},
+    "enable_auto_tool_choice": {"true": True, "1": True},
     "sharded": {"true": "true", "1": "true", "False": "false", "0": "false"},
     "node_address": {"10.0.0.2": "10.0.0.2"},
     "cpu_memory": {"4GiB": 4 << 30, "1000": 1000},

@@ -302,7 +302,7 @@ async def test_the_books_are_checked_and_mended_when_nothing_is_left_to_do(caplo
     async with house() as there:
         there.submit([1, 2, 3, 4], 8)
         there.scheduler.batch.memory._pool.take(1)  # type: ignore[attr-defined]  # a block that nobody gives back
-        await there.until(lambda: "made anew" in caplog.text)
+        await there.until(lambda: "it is rebuilt" in caplog.text)
         there.scheduler.batch.check()
         request, sink, ended = there.submit([1, 2, 3, 4], 8)
         await asyncio.wait_for(ended.wait(), 10)

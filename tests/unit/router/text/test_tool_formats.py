@@ -426,7 +426,7 @@ def test_an_answer_with_a_form_of_its_own_beside_tools():
         for text in ('{"n": 1}', '{"name": "Bob"}', '{"function": {"_name": "Bob"}}', '{"type": "function", "n": 1}'):
             assert takes(grammar, text)
             assert read(make, text, 3) == ("", text, [])
-    with pytest.raises(InvalidTool, match="JSON only"):
+    with pytest.raises(InvalidTool, match="only be JSON"):
         form.grammar(MAY, Grammar(GrammarKind.REGEX, "a"), thinking=False)
 
 
