@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 
 from tests.gguf_by_names import ARCHITECTURES, by_value_head
-from tests.gguf_models import add_metadata
+from tests.gguf_models import add_metadata, finish
 
 _OLDER = {"gemma2": gguf.MODEL_ARCH.GEMMA2, "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA}
 _OLDER |= {"phi3": gguf.MODEL_ARCH.PHI3, "qwen2": gguf.MODEL_ARCH.QWEN2}
@@ -44,10 +44,7 @@ def write_gguf_adapter(adapter: Path, model: Path, file: Path, kind: str = "F32"
         array = np.ascontiguousarray(_as_in_files(config, path, matrix, tensor.float()).numpy())
         own = GGMLQuantizationType[kind if array.shape[-1] % 32 == 0 else "F32"]
         writer.add_tensor(f"{found}.weight.{matrix.lower()}", gguf.quantize(array, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file
 
 

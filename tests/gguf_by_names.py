@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 
 from tests.gguf_hybrids import of_delta_rule, of_granite, of_state_space, state_space, times_multipliers
-from tests.gguf_models import add_metadata, words
+from tests.gguf_models import add_metadata, finish, words
 
 ARCHITECTURES = {
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
@@ -77,10 +77,7 @@ def write_gguf(model: Path, file: Path, kind: str = "F32") -> Path:
     if config["model_type"] == "gemma4_text":
         rotated, size = _full_rotation(config)
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (size // 2 - rotated), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file
 
 

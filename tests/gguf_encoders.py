@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
 from tokenizers.implementations import BertWordPieceTokenizer
 
-from tests.gguf_models import add_metadata, tokenizer_entries
+from tests.gguf_models import add_metadata, finish, tokenizer_entries
 from tests.tiny_encoders import make_embedder
 
 POOLINGS = {"mean": 1, "cls": 2, "lasttoken": 3, "rank": 4}
@@ -62,10 +62,7 @@ def write_embedder(kind: str, folder: Path, quantized: str = "F32", *, pooling: 
         writer.add_tensor(found, raw, raw_dtype=stored)
         numbers[own] = torch.from_numpy(gguf.dequantize(raw, stored).reshape(array.shape).astype(np.float32))
     save_file(numbers, dense / "model.safetensors", metadata={"format": "pt"})
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file, dense
 
 

@@ -96,10 +96,7 @@ def make_gguf(model: Path, folder: Path, kinds: Kinds = "F32", **metadata: Any) 
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[read[0]])
     _without_offsets(config, numbers)
     save_file(numbers, dense / "model.safetensors", metadata={"format": "pt"})
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file, dense
 
 
@@ -223,6 +220,14 @@ def add_metadata(writer: GGUFWriter, entries: Mapping[str, Any]) -> None:
     for name, value in entries.items():
         if value is not None:
             _add(writer, name, value)
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Writes the file of a writer that has all metadata and tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add(writer: GGUFWriter, name: str, value: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from tests.gguf_models import make_gguf
+from tests.gguf_models import finish, make_gguf
 from tests.tiny_models import make
 from tgi_server.gguf.architectures import config_of
 from tgi_server.gguf.file import read_gguf
@@ -30,10 +30,7 @@ def write(file: Path, architecture: str = "llama", split: tuple[int, int] | None
     writer.add_array("tokenizer.ggml.scores", [0.5, -1.0])
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file
 
 
