@@ -392,11 +392,13 @@ def _check_rows(request: BaseModel, given: Given, *, streams: bool) -> None:
     # Values with which an option may stand beside any other.
     unused = {"best_of": given.values.get("n", 1), "top_n_tokens": 0, "prefill_logprobs": False}
     for row in rows(given.dialect):
+        if row.option not in given.values:
+            continue
         values = {name: value for name in row.names if (value := getattr(request, name)) is not None}
         if len(values) > 1 and len(set(values.values())) > 1:
             (one, first), (other, second) = values.items()
             raise InvalidRequest.at(_path(other, given.dialect), f"is {second} and `{one}` is {first}; give one")
-        if not values or given.values[row.option] == unused.get(row.option):
+        if given.values[row.option] == unused.get(row.option):
             continue
         if streams and not row.streams:
             raise InvalidRequest.at(given.name(row.option), "cannot be used when streaming")

@@ -77,7 +77,7 @@ class _Choice:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """What a value may be: its kinds, the types of objects, and the fields that tell those without one apart."""
+        """Returns the context of the error: JSON types, the objects' `type`s, and the fields of those without one."""
         fields = [name for required in self._untyped.values() for name in sorted(required)]
         return {
             "kinds": _listed(dict.fromkeys(_KINDS[kind] for kind in self._kinds if kind in _KINDS)),

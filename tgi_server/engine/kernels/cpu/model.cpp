@@ -412,8 +412,9 @@ class CausalLM : public torch::CustomClassHolder {
  public:
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
   // models that learn it, [positions, hidden_size]. embedding_norm: of the sum of both; or none. logits_divisor,
-  // logits_softcap: what is done with the head's outputs; 1 and 0: nothing. prefilter: as Linear::top_logits takes it, for at most so many rows; empty: all logits are computed.
-  // Where the head has the embedding's weights, the sixth tensor is these.
+  // logits_softcap: what is done with the head's outputs; 1 and 0: nothing. prefilter: as Linear::top_logits takes it,
+  // for at most prefilter_rows rows; empty: all logits are computed. Where the head has the embedding's weights, the
+  // sixth tensor is these.
   // quantized_embedding: has the embeddings as its weights; then `embedding` is empty, and says the dtype.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, std::optional<LinearPtr> quantized_embedding, double embedding_scale,
            MaybeTensor position_embedding, MaybeNorm embedding_norm, MaybeNorm norm, LinearPtr head, double logits_divisor,

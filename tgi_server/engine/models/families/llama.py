@@ -26,7 +26,7 @@ def interleaved(config: Any) -> DecoderSpec:
 
 
 def exaone4(config: Any) -> DecoderSpec:
-    """Where some layers have windows, those that look at all tokens have no rotary positions."""
+    """Returns the spec. If some layers have windows, the others have no rotary positions."""
     layer = LayerSpec(
         attention_norm=None,
         query_norm="self_attn.q_norm",
