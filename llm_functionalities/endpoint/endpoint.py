@@ -1,4 +1,8 @@
-"""One text-generation server: requests to it, its health, and how many requests it works on."""
+"""One text-generation server: its requests, its health, and how many requests it works on.
+
+The connection is lazy: it is opened by the first request. A closed one is reconnected by the next request; while the
+circuit breaker is open, health checks find out when reconnecting works.
+"""
 
 import logging
 import re

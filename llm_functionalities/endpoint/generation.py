@@ -1,7 +1,8 @@
 """The parameters of a generation: what a text-generation server is sent beside the prompt."""
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,13 +29,16 @@ class GenerationParameters:
     """The parameters that a text-generation server is sent beside the prompt.
 
     max_tokens: most tokens of the answer. grammar_is_optional: a server that takes no grammars may answer without it.
-    adapter_id: of an adapter that the server has; None: the model as it is.
+    adapter_id: of an adapter that the server has; None: the model as it is. sampling: further arguments of
+    `InferenceClient.text_generation`, such as `temperature`. stop: texts that end the answer.
     """
 
     max_tokens: int
     grammar: Grammar | None = None
     grammar_is_optional: bool = False
     adapter_id: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: Sequence[str] = ()
 
     def parameters(self) -> dict[str, Any]:
         """Returns the keyword arguments of `InferenceClient.text_generation`."""
@@ -42,7 +46,9 @@ class GenerationParameters:
             "max_new_tokens": self.max_tokens,
             "grammar": self.grammar.payload if self.grammar else None,
             "adapter_id": self.adapter_id,
+            "stop": list(self.stop) or None,
             "return_full_text": False,
+            **self.sampling,
         }
 
     def without_grammar(self) -> "GenerationParameters":

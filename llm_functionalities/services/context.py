@@ -7,8 +7,9 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from math import inf
 from re import _parser as regex_parser  # type: ignore[attr-defined]
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -30,6 +31,15 @@ LONGEST_READ_REGEX = 2048
 
 # Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
+
+# Which values fields of `Sampling` take, and how an error says it. NaN is within no range.
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < inf, "of at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0, at most 1"),
+    "top_k": (lambda value: value >= 1, "of at least 1"),
+    "repetition_penalty": (lambda value: 0 < value < inf, "above 0"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "from -2 to 2"),
+}
 
 # Another server, which has decisions, may have come in the place of one that has none.
 TRY_DECISIONS_AGAIN_SECONDS = 300.0
@@ -144,6 +154,21 @@ class ModelClient:
                 context.tell_reasons([answer])
                 if answer.value is not None:
                     yield answer
+
+
+def sampling_of(sampling: llm_pb2.Sampling) -> dict[str, Any]:
+    """Returns the arguments of `InferenceClient.text_generation` for the fields that are set.
+
+    Raises InvalidArgument for a value out of its range.
+    """
+    given = {field.name: value for field, value in sampling.ListFields()}
+    for name, (allows, range_) in _RANGES.items():
+        if name in given and not allows(given[name]):
+            raise InvalidArgument(f"`sampling.{name}` is {given[name]:g}; give a number {range_}, or leave it out")
+    # Model servers take no temperature of 0, and draw no token unless they are asked to.
+    if given.get("temperature") == 0:
+        return {name: value for name, value in given.items() if name.endswith("_penalty")} | {"do_sample": False}
+    return given | {"do_sample": True} if given.keys() & {"temperature", "top_p", "top_k"} else given
 
 
 def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:

@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from llm_functionalities.endpoint.generation import GenerationParameters
+from llm_functionalities.errors import InvalidArgument
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient, grammar_of
+from llm_functionalities.services.context import CallContext, ModelClient, grammar_of, sampling_of
 from llm_functionalities.services.echo import EchoedAnswer
 from llm_functionalities.services.prompts import alpaca, with_images
 from llm_functionalities.settings import PromptEcho
@@ -73,8 +75,13 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
                     return
 
     def _generation(self, request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest) -> GenerationParameters:
-        grammar = grammar_of(request.grammar)
-        return self._model.generation(request.max_tokens, grammar, adapter_id=request.adapter_id)
+        if "" in request.stop:
+            raise InvalidArgument("`stop` has an empty text; leave it out")
+        return replace(
+            self._model.generation(request.max_tokens, grammar_of(request.grammar), adapter_id=request.adapter_id),
+            sampling=sampling_of(request.sampling),
+            stop=request.stop,
+        )
 
     async def _responses(
         self,

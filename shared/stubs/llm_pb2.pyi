@@ -169,21 +169,41 @@ class Grammar(_message.Message):
     regex: str
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
 
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    repetition_penalty: float
+    frequency_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ...) -> None: ...
+
 class ModelRequest(_message.Message):
-    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id", "images")
+    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id", "images", "sampling", "stop")
     FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     formatted_prompt: str
     max_tokens: int
     timeout: int
     grammar: Grammar
     adapter_id: str
     images: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    sampling: Sampling
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelResponse(_message.Message):
     __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens")
@@ -198,18 +218,22 @@ class ModelResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelBatchRequest(_message.Message):
-    __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar", "adapter_id")
+    __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar", "adapter_id", "sampling", "stop")
     FORMATTED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     formatted_prompts: _containers.RepeatedScalarFieldContainer[str]
     max_tokens: int
     timeout: int
     grammar: Grammar
     adapter_id: str
-    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+    sampling: Sampling
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelBatchResponse(_message.Message):
     __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens")

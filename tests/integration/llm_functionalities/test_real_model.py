@@ -55,6 +55,25 @@ def test_summaries(channel: grpc.Channel) -> None:
     assert shortened.summary_text
 
 
+def test_options_of_sampling_take_effect(channel: grpc.Channel) -> None:
+    runner = llm_pb2_grpc.LLMRunnerStub(channel)
+
+    def answer(stop: tuple[str, ...] = (), **sampling: float) -> llm_pb2.ModelResponse:
+        chosen = llm_pb2.Sampling(**sampling)  # type: ignore[arg-type]
+        request = llm_pb2.ModelRequest(formatted_prompt=RECIPE, sampling=chosen, stop=stop, max_tokens=30)
+        response: llm_pb2.ModelResponse = runner.call_model(request)
+        return response
+
+    greedy = answer().text
+    assert answer(temperature=0, top_p=0.9).text == greedy
+    drawn = [answer(temperature=1.5, seed=seed).text for seed in (1, 1, 2, 3)]
+    assert drawn[0] == drawn[1]
+    assert len({greedy, *drawn}) > 2
+    word = greedy.split()[3]
+    stopped = answer(stop=(word,))
+    assert (stopped.text, stopped.finish_reason) == (greedy[: greedy.index(word) + len(word)], "stop_sequence")
+
+
 def test_descriptions(channel: grpc.Channel) -> None:
     request = llm_pb2.LLMMultipleDescriptionGenerationRequest(
         task_title=["Tomato soup", "", "Bird house"],

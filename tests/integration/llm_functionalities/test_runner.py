@@ -1,6 +1,7 @@
 """`LLMRunner` as applications call it: a real process, real gRPC clients, a model server that does as it is told."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,58 @@ def test_an_adapter_is_passed_on(runner: Runner, server: ModelServer) -> None:
     list(runner.stream_model(request))
     runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["two"], adapter_id="chef"))
     assert [each.body["parameters"]["adapter_id"] for each in server.requests] == ["chef"] * 3
+
+
+DRAWN = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 2**63, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sent"),
+    [
+        ({}, {}),
+        (DRAWN, {**DRAWN, "do_sample": True}),
+        ({"temperature": 0, "top_p": 0.5, "frequency_penalty": 0.5}, {"do_sample": False, "frequency_penalty": 0.5}),
+        ({"seed": 0}, {"seed": 0}),
+    ],
+    ids=["none", "drawn", "greedy", "seed"],
+)
+def test_options_of_sampling_are_passed_on(
+    runner: Runner, server: ModelServer, sampling: dict[str, float], sent: dict[str, float]
+) -> None:
+    chosen = llm_pb2.Sampling(**sampling)  # type: ignore[arg-type]
+    request = llm_pb2.ModelRequest(formatted_prompt="one", sampling=chosen, stop=["\n", "END"], max_tokens=9)
+    runner.call_model(request)
+    list(runner.stream_model(request))
+    batch = llm_pb2.ModelBatchRequest(formatted_prompts=["two"], sampling=chosen, stop=["\n", "END"], max_tokens=9)
+    runner.batch_call_model(batch)
+    expected = {"max_new_tokens": 9, "return_full_text": False, "stop": ["\n", "END"], **sent}
+    details = {"details": True}
+    assert [each.body["parameters"] for each in server.requests] == [expected, {**details, **expected}, expected]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.5}, "`sampling.temperature` is -0.5; give a number of at least 0, or leave it out"),
+        ({"temperature": float("nan")}, "`sampling.temperature` is nan"),
+        ({"top_p": 0}, "`sampling.top_p` is 0; give a number above 0, at most 1, or leave it out"),
+        ({"top_k": 0}, "`sampling.top_k` is 0; give a number of at least 1"),
+        ({"repetition_penalty": 0}, "`sampling.repetition_penalty` is 0"),
+        ({"frequency_penalty": 2.5}, "`sampling.frequency_penalty` is 2.5; give a number from -2 to 2"),
+    ],
+)
+def test_options_out_of_range_are_refused(runner: Runner, fields: dict[str, float], message: str) -> None:
+    sampling = llm_pb2.Sampling(**fields)  # type: ignore[arg-type]
+    with pytest.raises(grpc.RpcError, match=re.escape(message)) as refused:
+        runner.call_model(llm_pb2.ModelRequest(formatted_prompt="one", sampling=sampling))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(("stop", "message"), [([""], "`stop` has an empty text"), ("</answer>", "a string was given")])
+def test_stop_texts_that_cannot_be_meant_are_refused(runner: Runner, stop: list[str], message: str) -> None:
+    with pytest.raises(grpc.RpcError, match=message) as refused:
+        runner.call_model(llm_pb2.ModelRequest(formatted_prompt="one", stop=stop))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_images_are_passed_on_before_the_prompt(runner: Runner, server: ModelServer) -> None:
