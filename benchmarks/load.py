@@ -29,7 +29,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class MeasuredRequest:
     """One request. Times in seconds; first_token: None unless streamed; gaps: between a stream's tokens."""
 
     latency: float
@@ -44,7 +44,7 @@ class WorkloadResult:
     """The results of a workload. seconds: from the first request to the last reply. cpu_seconds: of this process."""
 
     workload: Workload
-    records: list[RequestRecord] = field(default_factory=list)
+    records: list[MeasuredRequest] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -131,7 +131,7 @@ class _User:
         reply = read_reply(response)
         times = reply.token_times
         self._outcome.records.append(
-            RequestRecord(
+            MeasuredRequest(
                 latency=response.ended - response.started,
                 first_token=times[0] - response.started if times else None,
                 gaps=[later - earlier for earlier, later in pairwise(times)],

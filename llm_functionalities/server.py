@@ -23,7 +23,7 @@ from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.model.empty_responses import EmptyResponses
 from llm_functionalities.model.model import Model
 from llm_functionalities.model.pool import FairPool
-from llm_functionalities.services.admission import Admission
+from llm_functionalities.services.admission import CallAdmission
 from llm_functionalities.services.context import ModelClient
 from llm_functionalities.services.numbers import LLMDecisions, LLMEmbeddings
 from llm_functionalities.services.prefix_cache import LLMPrefixCache
@@ -170,7 +170,7 @@ class Server:
 
     def _grpc_server(self) -> Any:
         settings = self._settings
-        admission = Admission(
+        admission = CallAdmission(
             settings.max_concurrent_calls,
             self._metrics,
             max_entries=settings.max_batch_prompts,

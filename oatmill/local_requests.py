@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.connections import REFUSE
-from tgi_server.router.api.exchange import Exchange, respond_to
 from tgi_server.router.api.memory import LEASE, Account, Lease
+from tgi_server.router.api.post_routes import respond_to
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.completions import complete
 from tgi_server.router.api.routes.embeddings import embed_texts
@@ -22,7 +23,7 @@ from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.encoding import EmbeddingsRequest
 from tgi_server.router.service import UNLIMITED, Service
 
-_HANDLERS: dict[str, tuple[type[BaseModel], Callable[[Exchange, Any], Awaitable[Response]]]] = {
+_HANDLERS: dict[str, tuple[type[BaseModel], Callable[[Admission, Any], Awaitable[Response]]]] = {
     "/v1/chat/completions": (ChatRequest, answer_chat),
     "/v1/completions": (CompletionRequest, complete),
     "/v1/embeddings": (EmbeddingsRequest, embed_texts),

@@ -112,7 +112,7 @@ class CancelledCalls:
         self._in_a_row.pop(connection, None)
 
 
-class Admission(grpc.aio.ServerInterceptor):
+class CallAdmission(grpc.aio.ServerInterceptor):
     """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED.
 
     max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive.

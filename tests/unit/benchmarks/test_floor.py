@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.floor import Machine, ModelCost, fresh_tokens, times_floor
-from benchmarks.load import RequestRecord, WorkloadResult
+from benchmarks.load import MeasuredRequest, WorkloadResult
 from benchmarks.report import summarise
 from benchmarks.workloads import Workload
 
@@ -45,12 +45,12 @@ def test_fresh_tokens_of_prompts_of_one_prompt_for_all_and_of_chats() -> None:
 
 def test_a_server_at_the_floor_takes_the_floor_once() -> None:
     lap = COST.workload_seconds(MACHINE, PROMPTS, fresh_tokens=12)
-    record = RequestRecord(latency=lap, first_token=None, gaps=[], new_tokens=5, prompt_tokens=12)
+    record = MeasuredRequest(latency=lap, first_token=None, gaps=[], new_tokens=5, prompt_tokens=12)
     outcome = WorkloadResult(PROMPTS, [record] * 8, seconds=2 * lap)
     assert times_floor(summarise(outcome), PROMPTS, COST, MACHINE) == pytest.approx(1)
     assert times_floor(summarise(replace(outcome, seconds=6 * lap)), PROMPTS, COST, MACHINE) == pytest.approx(3)
 
 
 def test_no_floor_without_the_number_of_prompt_tokens() -> None:
-    record = RequestRecord(latency=1, first_token=None, gaps=[], new_tokens=5, prompt_tokens=None)
+    record = MeasuredRequest(latency=1, first_token=None, gaps=[], new_tokens=5, prompt_tokens=None)
     assert times_floor(summarise(WorkloadResult(PROMPTS, [record], seconds=1)), PROMPTS, COST, MACHINE) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.floor import Machine, ModelCost
-from benchmarks.load import RequestRecord, WorkloadResult
+from benchmarks.load import MeasuredRequest, WorkloadResult
 from benchmarks.peers import Comparison, Round, Side, _arguments
 from benchmarks.report import Summary, finish, summarise
 from benchmarks.servers import ServerCommand, ServerDidNotStart, chosen_peers
@@ -20,7 +20,7 @@ def comparison(model: Path, ours: Side, *peers: Side) -> Comparison:
 
 
 def taking(seconds: float, failures: int = 0) -> Summary:
-    records = [RequestRecord(latency=seconds, first_token=None, gaps=[], new_tokens=4, prompt_tokens=5)] * 2
+    records = [MeasuredRequest(latency=seconds, first_token=None, gaps=[], new_tokens=4, prompt_tokens=5)] * 2
     return summarise(WorkloadResult(WORKLOAD, records, ["refused"] * failures, seconds=seconds))
 
 

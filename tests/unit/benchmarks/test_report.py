@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.load import RequestRecord, WorkloadResult
+from benchmarks.load import MeasuredRequest, WorkloadResult
 from benchmarks.report import COLUMNS, number, percentile, row, summarise, table
 from benchmarks.workloads import Workload
 
@@ -29,8 +29,8 @@ def test_table_lines_up() -> None:
 def test_summary_of_a_workload() -> None:
     workload = Workload("X", users=1, words=2, new_tokens=3, repeat=2)
     records = [
-        RequestRecord(latency=0.5, first_token=0.1, gaps=[0.2, 0.2], new_tokens=3, prompt_tokens=4),
-        RequestRecord(latency=0.7, first_token=0.3, gaps=[0.4], new_tokens=2, prompt_tokens=4),
+        MeasuredRequest(latency=0.5, first_token=0.1, gaps=[0.2, 0.2], new_tokens=3, prompt_tokens=4),
+        MeasuredRequest(latency=0.7, first_token=0.3, gaps=[0.4], new_tokens=2, prompt_tokens=4),
     ]
     summary = summarise(WorkloadResult(workload, records, ["refused"], seconds=2.0, cpu_seconds=0.1))
     assert (summary.requests, summary.failures, summary.short_replies) == (2, 1, 1)

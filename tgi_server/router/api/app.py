@@ -22,7 +22,7 @@ from tgi_server.loading import read_progress
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
 from tgi_server.router.api.documentation import describe, document_routes
 from tgi_server.router.api.encoding import error_response
-from tgi_server.router.api.exchange import request_id
+from tgi_server.router.api.request_record import request_id
 from tgi_server.router.api.routes.adapters import adapter_routes
 from tgi_server.router.api.routes.chat import chat_routes
 from tgi_server.router.api.routes.compatibility import compatibility_routes

@@ -51,10 +51,10 @@ def described(description: str, model: type[ResponseModel], media_type: str = JS
     return {"description": description, "content": {media_type: {"schema": _reference(model.__name__)}}}
 
 
-def answered_by(model: type[ResponseModel] | str, events: type[ResponseModel] | str | None = None) -> Responses:
+def answered_by(model: type[ResponseModel] | str | None, events: type[ResponseModel] | str | None = None) -> Responses:
     """Describes a response in one piece, and one whose events are `events`. A text names one of `_NAMED`."""
-    kinds = {JSON: model} if events is None else {JSON: model, EVENTS: events}
-    names = {kind: each if isinstance(each, str) else each.__name__ for kind, each in kinds.items()}
+    kinds = {JSON: model, EVENTS: events}
+    names = {kind: each if isinstance(each, str) else each.__name__ for kind, each in kinds.items() if each is not None}
     content = {kind: {"schema": _reference(name)} for kind, name in names.items()}
     return {200: {"description": "Successful Response", "content": content}}
 
@@ -82,23 +82,6 @@ def described_body(model: type[BaseModel]) -> dict[str, Any]:
     if model.__name__ in _EXAMPLES:
         content["example"] = _EXAMPLES[model.__name__]
     return {"requestBody": {"required": True, "content": {JSON: content}}}
-
-
-def endpoint(
-    errors: Responses,
-    body: type[BaseModel],
-    answer: type[ResponseModel] | str,
-    events: type[ResponseModel] | str | None = None,
-) -> dict[str, Any]:
-    """Returns the arguments for FastAPI that describe an endpoint which reads its body and writes its response itself.
-
-    events: of a stream; None: the endpoint does not stream.
-    """
-    return {
-        "response_class": Response,
-        "responses": errors | answered_by(answer, events),
-        "openapi_extra": described_body(body),
-    }
 
 
 _CHAT = [{"role": "user", "content": "How do I cook rice?"}]

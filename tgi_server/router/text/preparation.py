@@ -21,12 +21,13 @@ from tgi_server.router.text.truncation import end_characters, tokenised_characte
 class PreparedRequest:
     """A prompt as tokens, and options that keep every rule.
 
-    input_ids: the prompt, cut to `truncate`. unenforced: constraints of the grammar that are left to the model, each as
-    a line. images: of the prompt.
+    input_ids: the prompt, cut to `truncate`. characters: of its whole text. unenforced: constraints of the grammar that
+    are left to the model, each as a line. images: of the prompt.
     """
 
     input_ids: list[int]
     options: GenerationOptions
+    characters: int
     unenforced: tuple[str, ...] = ()
     images: tuple[Image, ...] = ()
 
@@ -34,6 +35,11 @@ class PreparedRequest:
     def seed(self) -> int | None:
         """The seed that `details` reports; None when tokens are not sampled."""
         return self.options.sampling.seed if self.options.sampling.do_sample else None
+
+    @property
+    def logprobs(self) -> int | None:
+        """The number of alternatives that are reported for each token; None where no log-probabilities are."""
+        return self.options.report.top_n_tokens if self.options.report.logprobs else None
 
     @property
     def stop_sequences(self) -> StopSequences | None:
@@ -142,7 +148,7 @@ class Preparer:
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
-        return PreparedRequest(input_ids, prepared, unenforced, images)
+        return PreparedRequest(input_ids, prepared, len(prompt.text), unenforced, images)
 
     def may_add_grammar(self, options: GenerationOptions) -> bool:
         """Returns True if a grammar that the request does not ask for would not have it refused."""

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from llm_functionalities.endpoint.call import Deadline
 from llm_functionalities.errors import InvalidArgument, TooBusy
 from llm_functionalities.metrics import ServiceMetrics
-from llm_functionalities.services.admission import CANCELLED_SECONDS, MOST_CANCELLED, Admission, CancelledCalls
+from llm_functionalities.services.admission import CANCELLED_SECONDS, MOST_CANCELLED, CallAdmission, CancelledCalls
 from llm_functionalities.services.context import CallContext
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.timing import SECONDS, eventually
@@ -65,7 +65,7 @@ def receive_timeout() -> float:
 async def channel(
     servicer: Servicer, metrics: ServiceMetrics, receive_timeout: float
 ) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server(interceptors=[Admission(2, metrics, max_entries=3, receive_timeout=receive_timeout)])
+    server = grpc.aio.server(interceptors=[CallAdmission(2, metrics, max_entries=3, receive_timeout=receive_timeout)])
     llm_pb2_grpc.add_LLMRunnerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tgi_server.gguf.paths import GgufError, adapter_file
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described, described_body
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.post_routes import DirectRoute, respond_to
 from tgi_server.router.errors import Forbidden, InvalidRequest
 from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
@@ -45,20 +46,24 @@ def adapter_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _load(exchange: Exchange, asked: LoadAdapterBody) -> Response:
-    service, root = exchange.service, _root(exchange.service)
+async def _load(admission: Admission, asked: LoadAdapterBody) -> Response:
+    service, root = admission.service, _root(admission.service)
     if service.model.is_named(asked.lora_name):
         raise InvalidRequest.at("lora_name", "is a name of the model itself; choose another")
     place = await asyncio.to_thread(_place_below, root, asked.lora_path)
     adapter = await service.adapters.add(asked.lora_name, str(place))
     logger.info("the adapter %s is loaded from %s; its rank is %d", adapter.id, place, adapter.rank)
-    return exchange.respond_with_text(f"Success: LoRA adapter '{adapter.id}' added successfully.")
+    return _succeeded(admission, f"LoRA adapter '{adapter.id}' added")
 
 
-async def _unload(exchange: Exchange, asked: UnloadAdapterBody) -> Response:
-    await exchange.service.adapters.remove(asked.lora_name)
+async def _unload(admission: Admission, asked: UnloadAdapterBody) -> Response:
+    await admission.service.adapters.remove(asked.lora_name)
     logger.info("the adapter %s is unloaded", asked.lora_name)
-    return exchange.respond_with_text(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+    return _succeeded(admission, f"LoRA adapter '{asked.lora_name}' removed")
+
+
+def _succeeded(admission: Admission, done: str) -> Response:
+    return PlainTextResponse(f"Success: {done} successfully.", headers=admission.record.headers)
 
 
 def _root(service: Service) -> Path:

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.encoding import event
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
+from tgi_server.router.api.generation import AllEnded, RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat_answer import (
     ChatAnswer,
     Delta,
@@ -20,7 +21,7 @@ from tgi_server.router.api.routes.chat_answer import (
     WholeChoice,
     delta_of,
 )
-from tgi_server.router.api.routes.chat_prompt import ChatPrompt, plan_chat, prompt_for_chat
+from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, requested_chat
 from tgi_server.router.api.routes.openai import DONE, envelope, usage_of
 from tgi_server.router.schemas.chat import (
     ChatCompletion,
@@ -34,43 +35,40 @@ from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
 from tgi_server.router.text.free_form import ClientTool
+from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 
 def chat_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/v1/chat/completions",
-        summary="Answer a conversation, in one piece or as server-sent events",
-        **endpoint(OPENAI_ERRORS, ChatRequest, ChatCompletion, ChatCompletionChunk),
-    )
-    async def chat_completions(request: Request) -> Response:
-        return await respond_to(service, request, ChatRequest, answer_chat)
-
-    return router
+    routes = PostRoutes(service, OPENAI_ERRORS)
+    summary = "Answer a conversation, in one piece or as server-sent events"
+    routes.receive("/v1/chat/completions", summary, ChatRequest, answer_chat, ChatCompletion, ChatCompletionChunk)
+    return routes
 
 
-async def answer_chat(exchange: Exchange, request: ChatRequest) -> Response:
+async def answer_chat(admission: Admission, request: ChatRequest) -> Response:
     """Responds with the next message of a conversation."""
-    service = exchange.service
-    prompt = await prompt_for_chat(exchange, lambda: plan_chat(service, request))
-    exchange.reserve(prompt.checked.options.n - 1)
-    return _stream(exchange, request, prompt) if request.stream else await _whole(exchange, request, prompt)
+    chat, prepared = await prepare_chat(admission, lambda: requested_chat(admission.service, request))
+    admission.reserve(prepared.options.n - 1)
+    generation = RequestGeneration(admission)
+    if request.stream:
+        return _stream(generation, request, chat, prepared)
+    return await _whole(generation, request, chat, prepared)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatChoices:
     """The choices of one request while they are generated."""
 
-    prompt: ChatPrompt
+    prepared: PreparedRequest
     streams: Sequence[TokenStream[ChatAnswer]]
 
     @classmethod
     def begin(
         cls,
-        exchange: Exchange,
-        prompt: ChatPrompt,
+        generation: RequestGeneration,
+        chat: Chat,
+        prepared: PreparedRequest,
         writer: Callable[[int], PieceWriter],
         on_end: OnEnd,
         *,
@@ -79,51 +77,54 @@ class ChatChoices:
         """writer: makes what writes the choice of that index. on_end: called at the end of each choice. token_ids: keep
         the tokens of each.
         """
-        service = exchange.service
+        service = generation.service
         streams = [
-            exchange.generate(
-                checked,
+            generation.begin(
+                sequence,
                 ChatAnswer(
-                    None if prompt.reader is None else prompt.reader(),
-                    FreeFormCalls(writer(index), prompt.client_tools) if prompt.client_tools else writer(index),
+                    None if chat.reader is None else chat.reader(),
+                    FreeFormCalls(writer(index), chat.client_tools) if chat.client_tools else writer(index),
                     service.text.tokenizer,
-                    prompt.logprobs,
-                    show_thoughts=prompt.show_thoughts,
+                    prepared.logprobs,
+                    show_thoughts=chat.show_thoughts,
                     token_ids=token_ids,
                 ),
                 on_end,
                 shown=service.text.answer_form.shown,
             )
-            for index, checked in enumerate(prompt.checked.times(prompt.checked.options.n))
+            for index, sequence in enumerate(prepared.times(prepared.options.n))
         ]
-        return cls(prompt, streams)
+        return cls(prepared, streams)
 
     def usage(self) -> Usage:
         """Returns what the choices have used. The prompt is one for all of them."""
-        return usage_of(len(self.prompt.checked.input_ids), self.streams, self.streams[0].cached_tokens)
+        return usage_of(len(self.prepared.input_ids), self.streams, self.streams[0].cached_tokens)
 
 
-async def _whole(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Response:
-    number = prompt.checked.options.n
+async def _whole(
+    generation: RequestGeneration, request: ChatRequest, chat: Chat, prepared: PreparedRequest
+) -> Response:
+    number = prepared.options.n
     end = AllEnded(number)
-    written = [WholeChoice(prompt.client_tools) for _ in range(number)]
-    choices = ChatChoices.begin(exchange, prompt, written.__getitem__, end, token_ids=request.return_token_ids)
-    await exchange.wait_for(end.future)
-    logprobs = prompt.logprobs is not None
+    written = [WholeChoice(chat.client_tools) for _ in range(number)]
+    token_ids = request.return_token_ids
+    choices = ChatChoices.begin(generation, chat, prepared, written.__getitem__, end, token_ids=token_ids)
+    await generation.wait_for(end)
+    logprobs = prepared.logprobs is not None
     completion = ChatCompletion(
         object="chat.completion",
         choices=[choice.complete(index, logprobs=logprobs) for index, choice in enumerate(written)],
         usage=choices.usage(),
-        **envelope("chatcmpl", exchange.service.model, prompt.checked.options.adapter_id),
+        **envelope("chatcmpl", generation.service.model, prepared.options.adapter_id),
     )
     if request.return_token_ids:
-        completion.prompt_token_ids = prompt.checked.input_ids
+        completion.prompt_token_ids = prepared.input_ids
         for choice, stream in zip(completion.choices, choices.streams, strict=True):
             choice.token_ids = stream.output.token_ids or []
-    return exchange.respond(completion, characters=len(prompt.text), streams=choices.streams)
+    return generation.respond(completion, characters=prepared.characters, streams=choices.streams)
 
 
-def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Response:
+def _stream(generation: RequestGeneration, request: ChatRequest, chat: Chat, prepared: PreparedRequest) -> Response:
     options = request.stream_options
     whole_usage = options is not None and options.include_usage
     usage_so_far = options is not None and options.include_usage and options.continuous_usage_stats
@@ -132,8 +133,8 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
         object="chat.completion.chunk",
         choices=[],
         usage=None if whole_usage else UNSET,
-        prompt_token_ids=prompt.checked.input_ids if request.return_token_ids else UNSET,
-        **envelope("chatcmpl", exchange.service.model, prompt.checked.options.adapter_id),
+        prompt_token_ids=prepared.input_ids if request.return_token_ids else UNSET,
+        **envelope("chatcmpl", generation.service.model, prepared.options.adapter_id),
     )
 
     def last_words() -> bytes:
@@ -148,23 +149,23 @@ def _stream(exchange: Exchange, request: ChatRequest, prompt: ChatPrompt) -> Res
         ids, answer.token_ids = answer.token_ids, []
         return ids or []
 
-    end = exchange.stream_end(outbox, sequences=prompt.checked.options.n, last_words=last_words, trailer=DONE)
+    end = generation.stream_end(outbox, sequences=prepared.options.n, last_words=last_words, trailer=DONE)
     chunks = _Chunks(
         outbox,
         chunk,
         usage if usage_so_far else None,
         token_ids if request.return_token_ids else None,
-        logprobs=prompt.logprobs is not None,
+        logprobs=prepared.logprobs is not None,
     )
-    tools = prompt.client_tools
     choices = ChatChoices.begin(
-        exchange,
-        prompt,
-        lambda index: _StreamedChoice(chunks, index, tools),
+        generation,
+        chat,
+        prepared,
+        lambda index: _StreamedChoice(chunks, index, chat.client_tools),
         end,
         token_ids=request.return_token_ids,
     )
-    return exchange.stream(outbox, characters=len(prompt.text))
+    return generation.stream(outbox, characters=prepared.characters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""A chat that is to be answered, whichever interface it came by: its plan, and the prompt."""
+"""A chat that is to be answered, whichever interface it came by, and its prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tgi_server.contract import GenerationOptions
-from tgi_server.router.api.exchange import Exchange
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.api.routes.prompt_images import check_images, with_images
 from tgi_server.router.media.images import ImageSource
@@ -37,12 +37,12 @@ from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPlan:
+class Chat:
     """A chat that is to be answered.
 
-    use: the tools that the answer may call. show_thoughts: they are sent. client_tools: by the names that the model
-    knows, those of `use` that are no plain functions to the client. formats: the grammars of free texts, each as a
-    line.
+    use: the tools that the answer may call. show_thoughts: they are sent. client_tools: tools of `use` that are not
+    plain functions to the client, by the names that the model knows. formats: the grammars of free texts, each as a
+    line. reader: makes what parses an answer, once there is a prompt; None: all of an answer is text.
     """
 
     dialect: Dialect
@@ -52,29 +52,10 @@ class ChatPlan:
     show_thoughts: bool = True
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
     formats: Sequence[str] = ()
+    reader: Callable[[], Reader] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A chat as text, and as what the scheduler takes. client_tools: as in the plan.
-
-    reader: makes what takes an answer apart; None: all of an answer is text.
-    """
-
-    text: str
-    checked: PreparedRequest
-    reader: Callable[[], Reader] | None
-    show_thoughts: bool = True
-    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
-
-    @property
-    def logprobs(self) -> int | None:
-        """The number of alternatives that are reported for each token; None where no log-probabilities are."""
-        report = self.checked.options.report
-        return report.top_n_tokens if report.logprobs else None
-
-
-def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
+def requested_chat(service: Service, request: ChatRequest) -> Chat:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = openai_options(service, request, Dialect.CHAT)
     report = replace(options.report, logprobs=bool(request.logprobs))
@@ -82,44 +63,44 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
     use = tools_of(request)
     conversation = conversation_of(request, use)
     tools, formats = free_form_tools(request)
-    return ChatPlan(Dialect.CHAT, conversation, use, options, request.include_reasoning, tools, formats)
+    return Chat(Dialect.CHAT, conversation, use, options, request.include_reasoning, tools, formats)
 
 
-async def prompt_for_chat(exchange: Exchange, plan: Callable[[], ChatPlan]) -> ChatPrompt:
-    """Returns the prompt, and the grammar of the answer. Raises InvalidRequest."""
-    service, size = exchange.service, exchange.size
+async def prepare_chat(admission: Admission, requested: Callable[[], Chat]) -> tuple[Chat, PreparedRequest]:
+    """Returns a chat with the reader of its answer, and what the scheduler takes. Raises InvalidRequest."""
+    service, size = admission.service, admission.size
     form = service.text.answer_form
 
-    def prepare() -> tuple[ChatPlan, RenderedPrompt, GenerationOptions, Callable[[], Reader] | None, bool]:
-        made = plan()
-        conversation = made.conversation
-        if made.options.thinking_token_budget == 0:  # most templates can say so themselves
+    def prepare() -> tuple[Chat, RenderedPrompt, GenerationOptions, bool]:
+        chat = requested()
+        conversation = chat.conversation
+        if chat.options.thinking_token_budget == 0:  # most templates can say so themselves
             conversation = replace(conversation, variables=thinking_switches(on=False) | dict(conversation.variables))
         prompt = render(service, conversation)
-        answer = made.options.grammar
+        answer = chat.options.grammar
         thoughts = form.thoughts(answer)
         thinking = thoughts is not None and thoughts.open_in(prompt.text, conversation.begun)
-        readers = form.readers(made.use, answer, thinking=thinking, prompt=prompt.text)
-        grammar = form.grammar(made.use, answer, thinking=thinking)
-        if not made.use.tools and service.preparer.may_add_grammar(made.options):
-            grammar = form.without_calls(made.use, thinking=thinking)
-        return made, prompt, replace(made.options, grammar=grammar), readers, thinking
+        reader = form.readers(chat.use, answer, thinking=thinking, prompt=prompt.text)
+        grammar = form.grammar(chat.use, answer, thinking=thinking)
+        if not chat.use.tools and service.preparer.may_add_grammar(chat.options):
+            grammar = form.without_calls(chat.use, thinking=thinking)
+        return replace(chat, reader=reader), prompt, replace(chat.options, grammar=grammar), thinking
 
-    made, prompt, options, readers, thinking = await service.text.threads.run(size, prepare)
-    prompt = await with_images(service, exchange.request, prompt, made.conversation.images, options.cache_salt)
-    checked = await service.preparer.prepare(
+    chat, prompt, options, thinking = await service.text.threads.run(size, prepare)
+    prompt = await with_images(admission, prompt, chat.conversation.images, options.cache_salt)
+    prepared = await service.preparer.prepare(
         prompt,
         options,
-        made.dialect,
-        client=exchange.owner,
+        chat.dialect,
+        client=admission.owner,
         add_special_tokens=False,
-        spans_of=made.conversation.said,
+        spans_of=chat.conversation.said,
         size=size,
         thinking=thinking,
     )
-    enforced = not made.use.tools or form.enforces(made.use, made.options.grammar)
-    checked = replace(checked, unenforced=(*(() if enforced else made.formats), *checked.unenforced))
-    return ChatPrompt(prompt.text, checked, readers, made.show_thoughts, made.client_tools)
+    if chat.use.tools and not form.enforces(chat.use, chat.options.grammar):
+        prepared = replace(prepared, unenforced=(*chat.formats, *prepared.unenforced))
+    return chat, prepared
 
 
 def render(service: Service, conversation: Conversation) -> RenderedPrompt:
@@ -127,6 +108,18 @@ def render(service: Service, conversation: Conversation) -> RenderedPrompt:
     check_images(service, conversation.images)
     tool_prompt = service.text.answer_form.tool_prompt
     return render_conversation(service.text.template, conversation, service.text.special_tokens, tool_prompt)
+
+
+async def rendered(admission: Admission, conversation: Callable[[], Conversation]) -> RenderedPrompt:
+    """Returns the prompt of a conversation with its images. Raises InvalidRequest, and ClientGone."""
+    service = admission.service
+
+    def make() -> tuple[RenderedPrompt, Conversation]:
+        made = conversation()
+        return render(service, made), made
+
+    prompt, made = await service.text.threads.run(admission.size, make)
+    return await with_images(admission, prompt, made.images)
 
 
 def tools_of(request: ChatRequest) -> ToolUse:

@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.encoding import event, to_json
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.generation import RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
@@ -39,20 +40,14 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
+from tgi_server.router.text.tokenizer import TextTokenizer
 
 
 def completion_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/v1/completions",
-        summary="Continue one prompt or several, in one piece or as server-sent events",
-        **endpoint(OPENAI_ERRORS, CompletionRequest, CompletionFinal, Chunk),
-    )
-    async def completions(request: Request) -> Response:
-        return await respond_to(service, request, CompletionRequest, complete)
-
-    return router
+    routes = PostRoutes(service, OPENAI_ERRORS)
+    summary = "Continue one prompt or several, in one piece or as server-sent events"
+    routes.receive("/v1/completions", summary, CompletionRequest, complete, CompletionFinal, Chunk)
+    return routes
 
 
 # Most prompt tokens in one response, alternatives included: some 35 bytes each. A stream sends those of one prompt in
@@ -94,11 +89,11 @@ class _Plan:
         """Returns the prompt as a sequence's text begins with it."""
         return self.prompts[sequence // self.attempts] if self.request.echo else ""
 
-    def entries(self, exchange: Exchange, sequence: int) -> LogprobEntries:
+    def entries(self, tokenizer: TextTokenizer, sequence: int) -> LogprobEntries:
         """Returns what collects the log-probabilities of a sequence."""
         as_text = isinstance(self.request.prompt.root[sequence // self.attempts], str)
         show_special = not self.sequences[sequence].options.skip_special_tokens
-        return LogprobEntries(exchange.service.text.tokenizer, show_special=show_special, as_text=as_text)
+        return LogprobEntries(tokenizer, show_special=show_special, as_text=as_text)
 
     def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> Usage:
         """Returns the usage of some sequences. What is computed for several of them is computed once."""
@@ -106,8 +101,8 @@ class _Plan:
         return usage_of(prompt_tokens, streams if self.generates else (), cached)
 
 
-async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
-    plan = await _plan(exchange, request)
+async def complete(admission: Admission, request: CompletionRequest) -> Response:
+    plan = await _plan(admission, request)
     most = _MOST_STREAMED if request.stream else _MOST_ECHOED
     if plan.echoed > most:
         raise InvalidRequest.at(
@@ -115,13 +110,14 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
             f"would return {plan.echoed} prompt tokens and alternatives; at most {most} are returned "
             f"{'in a stream' if request.stream else 'in a response'}; lower `n`, `logprobs` or the prompts' length",
         )
-    exchange.reserve(len(plan.sequences) - 1)
-    return _stream(exchange, plan) if request.stream else await _whole(exchange, plan)
+    admission.reserve(len(plan.sequences) - 1)
+    generation = RequestGeneration(admission)
+    return _stream(generation, plan) if request.stream else await _whole(generation, plan)
 
 
-async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
+async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
     """Raises InvalidRequest."""
-    service, prompts, size = exchange.service, request.prompt.root, exchange.size
+    service, prompts, size = admission.service, request.prompt.root, admission.size
     if "" in prompts:
         raise InvalidRequest.at("prompt", "must not be empty")
     options = openai_options(service, request, Dialect.COMPLETIONS)
@@ -149,25 +145,23 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
 
     options, rendered = await service.text.threads.handle_text(size, prepare)
     rendered = [
-        await markdown_prompt(service, exchange.request, each.text, "prompt", options.cache_salt)
-        if each.token_ids is None
-        else each
+        await markdown_prompt(admission, each.text, "prompt", options.cache_salt) if each.token_ids is None else each
         for each in rendered
     ]
     if request.echo and any(each.images for each in rendered):
         raise InvalidRequest.at("echo", "cannot be used with images: their tokens are not text")
-    checked = [
+    prepared = [
         await service.preparer.prepare(
             each,
             options,
             Dialect.COMPLETIONS,
-            client=exchange.owner,
+            client=admission.owner,
             add_special_tokens=request.add_special_tokens,
             size=size,
         )
         for each in rendered
     ]
-    sequences = [each for prompt in checked for each in prompt.times(attempts)]
+    sequences = [each for prompt in prepared for each in prompt.times(attempts)]
     return _Plan(request, [each.text for each in rendered], sequences, choices, attempts, logprobs, generates)
 
 
@@ -187,15 +181,15 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
     return rendered
 
 
-async def _whole(exchange: Exchange, plan: _Plan) -> Response:
-    streams = await exchange.collect(plan.sequences)
-    text = await exchange.service.text.threads.handle_text(plan.echoed, lambda: _body(exchange, plan, streams))
-    return exchange.respond(text, characters=plan.characters, streams=streams)
+async def _whole(generation: RequestGeneration, plan: _Plan) -> Response:
+    service, streams = generation.service, await generation.collect(plan.sequences)
+    text = await service.text.threads.handle_text(plan.echoed, lambda: _body(service, plan, streams))
+    return generation.respond(text, characters=plan.characters, streams=streams)
 
 
-def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> bytes:
+def _body(service: Service, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> bytes:
     """Returns the response as JSON. Takes time in proportion to its length."""
-    attempts, logprobs = plan.attempts, plan.logprobs is not None
+    tokenizer, attempts, logprobs = service.text.tokenizer, plan.attempts, plan.logprobs is not None
     shown: list[int] = []
     for first in range(0, len(streams), attempts):
         likeliest = sorted(range(first, first + attempts), key=lambda each: -streams[each].output.mean_logprob())
@@ -203,7 +197,7 @@ def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[Collect
     choices = []
     for index, each in enumerate(shown):
         stream, text = streams[each], plan.echo(each)
-        entries = _logprobs(plan.entries(exchange, each), stream, text, answer=plan.generates) if logprobs else None
+        entries = _logprobs(plan.entries(tokenizer, each), stream, text, answer=plan.generates) if logprobs else None
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
         choice = _choice(index, text, entries, reason)
@@ -215,7 +209,7 @@ def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[Collect
         object="text_completion",
         choices=choices,
         usage=plan.usage(streams, plan.prompt_tokens),
-        **envelope("cmpl", exchange.service.model, plan.sequences[0].options.adapter_id),
+        **envelope("cmpl", service.model, plan.sequences[0].options.adapter_id),
     )
     return to_json(completion)
 
@@ -234,13 +228,13 @@ def _logprobs(
     return entries.take()
 
 
-def _stream(exchange: Exchange, plan: _Plan) -> Response:
-    request = plan.request
+def _stream(generation: RequestGeneration, plan: _Plan) -> Response:
+    service, request = generation.service, plan.request
     outbox = Outbox()
     chunk = Chunk(
         object="text_completion",
         choices=[],
-        **envelope("cmpl", exchange.service.model, plan.sequences[0].options.adapter_id),
+        **envelope("cmpl", service.model, plan.sequences[0].options.adapter_id),
     )
     whole_usage = request.stream_options is not None and request.stream_options.include_usage
     streams: list[AnyStream] = []
@@ -249,13 +243,13 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
         chunk.choices, chunk.usage = [], plan.usage(streams, plan.prompt_tokens)
         return event(chunk) if whole_usage else b""
 
-    end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
+    end = generation.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
     logprobs = plan.logprobs is not None
-    for index, checked in enumerate(plan.sequences):
-        entries = plan.entries(exchange, index) if logprobs else None
+    for index, sequence in enumerate(plan.sequences):
+        entries = plan.entries(service.text.tokenizer, index) if logprobs else None
         chunks = _CompletionChunks(outbox, chunk, plan, index, entries)
-        streams.append(exchange.generate(checked, chunks, end))
-    return exchange.stream(outbox, characters=plan.characters)
+        streams.append(generation.begin(sequence, chunks, end))
+    return generation.stream(outbox, characters=plan.characters)
 
 
 class _CompletionChunks:

@@ -6,12 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
-from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import OPENAI_ERRORS
+from tgi_server.router.api.generation import RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat_prompt import render
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.api.routes.prompt_images import with_images
@@ -67,36 +68,23 @@ _AT_ONCE = 32
 
 
 def decision_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/v1/decisions",
-        summary="Probabilities of answers to questions about an input, as OpenAI has them",
-        **endpoint(OPENAI_ERRORS, DecisionsRequest, Decision),
-    )
-    async def decisions(request: Request) -> Response:
-        return await respond_to(service, request, DecisionsRequest, _decide)
-
-    @router.post(
-        "/v1/systemone",
-        summary="Probabilities of answers to questions about a state, as transformers has them",
-        **endpoint(OPENAI_ERRORS, SystemOneRequest, SystemOneResponse),
-    )
-    async def systemone(request: Request) -> Response:
-        return await respond_to(service, request, SystemOneRequest, _answer_systemone)
-
-    return router
+    routes = PostRoutes(service, OPENAI_ERRORS)
+    summary = "Probabilities of answers to questions about an input, as OpenAI has them"
+    routes.receive("/v1/decisions", summary, DecisionsRequest, _decide, Decision)
+    summary = "Probabilities of answers to questions about a state, as transformers has them"
+    routes.receive("/v1/systemone", summary, SystemOneRequest, _answer_systemone, SystemOneResponse)
+    return routes
 
 
 @dataclass(slots=True)
 class _Ask:
     """One prompt of a question: its options in one order, behind the input or a neutral one.
 
-    checked: None once it is scored. steps: the log-probabilities of the tokens that may follow, by the beginning of a
+    prepared: None once it is scored. steps: the log-probabilities of the tokens that may follow, by the beginning of a
     label.
     """
 
-    checked: PreparedRequest | None
+    prepared: PreparedRequest | None
     labels: Labels
     steps: dict[Tokens, dict[int, float]] = field(default_factory=dict)
 
@@ -112,11 +100,11 @@ class _Settings:
     options: GenerationOptions
 
 
-async def _decide(exchange: Exchange, request: DecisionsRequest) -> Response:
+async def _decide(admission: Admission, request: DecisionsRequest) -> Response:
     turns = _turns(request)
-    settings = _settings(exchange, request, request.prompt_cache_key)
+    generation, settings = RequestGeneration(admission), _settings(admission.service, request, request.prompt_cache_key)
     questions = list(map(_question, request.questions))
-    results, streams = await _results(exchange, turns, questions, settings)
+    results, streams = await _results(generation, turns, questions, settings)
     answers = [
         RefusalAnswer(name=each.name, label_mass=result.label_mass)
         if result.label_mass < request.min_label_mass
@@ -132,39 +120,39 @@ async def _decide(exchange: Exchange, request: DecisionsRequest) -> Response:
         output_tokens_details={"reasoning_tokens": 0},
         total_tokens=read,
     )
-    model = settings.options.adapter_id or exchange.service.model.names[0]
+    model = settings.options.adapter_id or admission.service.model.names[0]
     decision = Decision(answers=answers, model=model, usage=usage)
-    return exchange.respond(decision, characters=exchange.size, streams=streams)
+    return generation.respond(decision, characters=admission.size, streams=streams)
 
 
-async def _answer_systemone(exchange: Exchange, request: SystemOneRequest) -> Response:
-    settings = _settings(exchange, request, None)
+async def _answer_systemone(admission: Admission, request: SystemOneRequest) -> Response:
+    generation, settings = RequestGeneration(admission), _settings(admission.service, request, None)
     state = request.state if isinstance(request.state, str) else to_json(request.state).decode()
     questions = [_systemone_question(each) for each in request.questions.values()]
-    results, streams = await _results(exchange, [Turn("user", (state,))], questions, settings)
+    results, streams = await _results(generation, [Turn("user", (state,))], questions, settings)
     answers = {
         name: _systemone_answer(each, result.probabilities)
         for (name, each), result in zip(request.questions.items(), results, strict=True)
     }
     response = SystemOneResponse(
-        model=settings.options.adapter_id or exchange.service.model.names[0],
+        model=settings.options.adapter_id or admission.service.model.names[0],
         answers=answers,
         usage=SystemOneUsage(input_tokens=sum(stream.input_length for stream in streams), output_tokens=0),
     )
-    return exchange.respond(response, characters=exchange.size, streams=streams)
+    return generation.respond(response, characters=admission.size, streams=streams)
 
 
-def _settings(exchange: Exchange, request: DecisionsRequest | SystemOneRequest, cache_key: str | None) -> _Settings:
+def _settings(service: Service, request: DecisionsRequest | SystemOneRequest, cache_key: str | None) -> _Settings:
     options = GenerationOptions(
         stopping=StoppingParameters(max_new_tokens=1, ignore_eos=True),
         cache_salt=cache_key,
-        adapter_id=named_adapter(exchange.service, request.model),
+        adapter_id=named_adapter(service, request.model),
     )
     return _Settings(request.scoring, request.normalization, options)
 
 
 async def _results(
-    exchange: Exchange, turns: Sequence[Turn], questions: Sequence[AskedQuestion], settings: _Settings
+    generation: RequestGeneration, turns: Sequence[Turn], questions: Sequence[AskedQuestion], settings: _Settings
 ) -> tuple[list[Probabilities], list[AnyStream]]:
     """Returns a result for each question, and the sequences that were computed. Raises InvalidRequest."""
     orders = [orders_of(each, settings.normalization) for each in questions]
@@ -176,8 +164,8 @@ async def _results(
     streams: list[AnyStream] = []
     while len(asks) < len(plans):  # the first alone: it computes what the others find in the cache
         some = plans[len(asks) : len(asks) + _AT_ONCE] if asks else plans[:1]
-        made = [await _ask(exchange, *plan, settings) for plan in some]
-        streams += await _score(exchange, made)
+        made = [await _ask(generation.admission, *plan, settings) for plan in some]
+        streams += await _score(generation, made)
         asks += made
     taken = iter(asks)
     asked = [[next(taken) for _ in own] for own in orders]
@@ -189,7 +177,7 @@ async def _results(
             [each.logprobs for each in some],
             None if usual is None else usual.logprobs,
             settings.scoring,
-            exchange.service.decisions.temperature.get(question.kind, 1.0),
+            generation.service.decisions.temperature.get(question.kind, 1.0),
         )
         for question, own, some, usual in zip(questions, orders, asked, neutral, strict=True)
     ]
@@ -197,10 +185,10 @@ async def _results(
 
 
 async def _ask(
-    exchange: Exchange, turns: Sequence[Turn], question: AskedQuestion, order: Sequence[int], settings: _Settings
+    admission: Admission, turns: Sequence[Turn], question: AskedQuestion, order: Sequence[int], settings: _Settings
 ) -> _Ask:
     """Returns a prompt of a question. Raises InvalidRequest."""
-    service = exchange.service
+    service = admission.service
 
     def prepare() -> tuple[Labels, RenderedPrompt, Conversation]:
         own = service.decisions.labels.get(question.kind, ())
@@ -209,37 +197,37 @@ async def _ask(
         conversation = Conversation(with_question(turns, text), variables=thinking_switches(on=False))
         return labels, render(service, conversation), conversation
 
-    labels, prompt, conversation = await service.text.threads.run(exchange.size, prepare)
-    prompt = await with_images(service, exchange.request, prompt, conversation.images, settings.options.cache_salt)
+    labels, prompt, conversation = await service.text.threads.run(admission.size, prepare)
+    prompt = await with_images(admission, prompt, conversation.images, settings.options.cache_salt)
     deepest = max(map(len, labels.tokens))
     stopping = replace(settings.options.stopping, max_new_tokens=deepest)
     options = replace(settings.options, stopping=stopping)
-    checked = await service.preparer.prepare(
-        prompt, options, Dialect.RESPONSES, client=exchange.owner, add_special_tokens=False, size=exchange.size
+    prepared = await service.preparer.prepare(
+        prompt, options, Dialect.RESPONSES, client=admission.owner, add_special_tokens=False, size=admission.size
     )
-    return _Ask(replace(checked, options=settings.options), labels)
+    return _Ask(replace(prepared, options=settings.options), labels)
 
 
-async def _score(exchange: Exchange, asks: Sequence[_Ask]) -> list[AnyStream]:
+async def _score(generation: RequestGeneration, asks: Sequence[_Ask]) -> list[AnyStream]:
     """Computes the labels of some prompts, and forgets the prompts. Returns the sequences that were computed."""
     work = [(ask, beginning, tokens) for ask in asks for beginning, tokens in ask.labels.steps.items()]
     streams: list[AnyStream] = []
     for start in range(0, len(work), _AT_ONCE):
         now = work[start : start + _AT_ONCE]
-        done = await exchange.collect([_sequence(*each) for each in now])
+        done = await generation.collect([_sequence(*each) for each in now])
         for (ask, beginning, tokens), stream in zip(now, done, strict=True):
             (scored,) = stream.output.top_tokens
             ask.steps[beginning] = dict(zip(tokens, scored.logprobs, strict=True))
         streams += done
     for ask in asks:
-        ask.checked = None
+        ask.prepared = None
     return streams
 
 
 def _sequence(ask: _Ask, beginning: Tokens, tokens: Tokens) -> PreparedRequest:
-    assert ask.checked is not None  # it has not been scored
-    options = replace(ask.checked.options, report=ReportParameters(scored_token_ids=tokens))
-    return replace(ask.checked, input_ids=[*ask.checked.input_ids, *beginning], options=options)
+    assert ask.prepared is not None  # it has not been scored
+    options = replace(ask.prepared.options, report=ReportParameters(scored_token_ids=tokens))
+    return replace(ask.prepared, input_ids=[*ask.prepared.input_ids, *beginning], options=options)
 
 
 def _turns(request: DecisionsRequest) -> list[Turn]:

@@ -6,13 +6,14 @@ from typing import Any
 
 from fastapi import APIRouter
 from msgspec import Raw
-from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.post_routes import PostRoutes
+from tgi_server.router.api.values import encode, respond_with_values, served_encoder
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.completions import Prompt
 from tgi_server.router.schemas.encoding import (
@@ -28,38 +29,26 @@ from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 
 
 def embedding_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/v1/embeddings",
-        summary="Embeddings of texts, as OpenAI has them",
-        **endpoint(OPENAI_ERRORS, EmbeddingsRequest, EmbeddingsResponse),
-    )
-    async def embeddings(request: Request) -> Response:
-        return await respond_to(service, request, EmbeddingsRequest, embed_texts)
-
-    described = endpoint(REQUEST_ERRORS, EmbedRequest, "Embeddings")
-
-    @router.post("/embed", summary="Embeddings of texts, as TEI has them", **described)
-    async def embed(request: Request) -> Response:
-        return await respond_to(service, request, EmbedRequest, _embed)
-
+    routes = PostRoutes(service, OPENAI_ERRORS)
+    summary = "Embeddings of texts, as OpenAI has them"
+    routes.receive("/v1/embeddings", summary, EmbeddingsRequest, embed_texts, EmbeddingsResponse)
+    tei = (EmbedRequest, _embed, "Embeddings", None, REQUEST_ERRORS)
+    routes.receive("/embed", "Embeddings of texts, as TEI has them", *tei)
     if not service.generates:  # or it generates
-        router.post("/", summary="Embeddings of texts, as Hugging Face's endpoints have them", **described)(embed)
+        routes.receive("/", "Embeddings of texts, as Hugging Face's endpoints have them", *tei)
+    return routes
 
-    return router
 
-
-async def embed_texts(exchange: Exchange, request: EmbeddingsRequest) -> Response:
+async def embed_texts(admission: Admission, request: EmbeddingsRequest) -> Response:
     """Responds with the embeddings of texts."""
-    encoder = exchange.encoder("embed", request.model)
+    encoder = served_encoder(admission, "embed", request.model)
     most = request.truncate_prompt_tokens
     fitting = Fitting("input", cut=most is not None, most=most if most and most > 0 else None)
     prompt = encoder.prompt(request.prompt_name)
     dimensions = _dimensions(encoder, request.dimensions)
     inputs = await _inputs(encoder, request.input, fitting, prompt)
-    values = await exchange.encode(encoder, inputs, dimensions=dimensions, normalize=True)
-    tokens = exchange.read_tokens
+    values = await encode(admission, encoder, inputs, dimensions=dimensions, normalize=True)
+    tokens = admission.record.read_tokens
 
     def response() -> EmbeddingsResponse:
         rows: Iterable[Any] = (
@@ -72,17 +61,17 @@ async def embed_texts(exchange: Exchange, request: EmbeddingsRequest) -> Respons
             usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
         )
 
-    return await exchange.respond_with_values(response, size=values.size)
+    return await respond_with_values(admission, response, size=values.size)
 
 
-async def _embed(exchange: Exchange, request: EmbedRequest) -> Response:
-    encoder = exchange.encoder("embed", None)
+async def _embed(admission: Admission, request: EmbedRequest) -> Response:
+    encoder = served_encoder(admission, "embed", None)
     fitting = Fitting("inputs", cut=request.truncate, left=request.truncation_direction == "left")
     prompt = encoder.prompt(request.prompt_name)
     dimensions = _dimensions(encoder, request.dimensions)
     inputs = await _inputs(encoder, request.inputs, fitting, prompt)
-    values = await exchange.encode(encoder, inputs, dimensions=dimensions, normalize=request.normalize)
-    return await exchange.respond_with_values(lambda: list(_rows(values)), size=values.size)
+    values = await encode(admission, encoder, inputs, dimensions=dimensions, normalize=request.normalize)
+    return await respond_with_values(admission, lambda: list(_rows(values)), size=values.size)
 
 
 def _rows(values: Values) -> Iterator[Raw]:

@@ -6,15 +6,19 @@ from typing import Any
 
 from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described, described_body, endpoint
-from tgi_server.router.api.encoding import EVENTS, known_logprob, tgi_event, to_json, top_tokens
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import (
+    GENERATION_ERRORS,
+    STREAM_ERRORS,
+)
+from tgi_server.router.api.encoding import known_logprob, tgi_event, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.generation import RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.generate import (
@@ -36,65 +40,55 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 
 
 def generate_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/generate",
-        summary="Generate text",
-        **endpoint(GENERATION_ERRORS, GenerateRequest, GenerateResponse),
-    )
-    async def generate(request: Request) -> Response:
-        return await respond_to(service, request, GenerateRequest, generate_whole)
-
-    @router.post(
-        "/generate_stream",
-        summary="Generate text, token by token, as server-sent events",
-        response_class=Response,
-        responses=STREAM_ERRORS | {200: described("Generated text", StreamResponse, EVENTS)},
-        openapi_extra=described_body(GenerateRequest),
-    )
-    async def generate_stream(request: Request) -> Response:
-        return await respond_to(service, request, GenerateRequest, stream_generation)
-
-    return router
+    routes = PostRoutes(service, GENERATION_ERRORS)
+    routes.receive("/generate", "Generate text", GenerateRequest, generate_whole, GenerateResponse)
+    summary = "Generate text, token by token, as server-sent events"
+    routes.receive("/generate_stream", summary, GenerateRequest, stream_generation, None, StreamResponse, STREAM_ERRORS)
+    return routes
 
 
-async def tgi_options(
-    service: Service, parameters: GenerateParameters, size: int, cache_salt: str | None = None, *, streams: bool = False
-) -> GenerationOptions:
-    """Returns the options of a request. size: of its body, in bytes. cache_salt: wins over the one in `parameters`.
-
-    Raises InvalidRequest.
-    """
+async def prepare_tgi(
+    admission: Admission,
+    inputs: str,
+    parameters: GenerateParameters,
+    cache_salt: str | None = None,
+    *,
+    streams: bool = False,
+) -> PreparedRequest:
+    """Returns what the scheduler takes. cache_salt: wins over the one in `parameters`. Raises InvalidRequest."""
+    service, size = admission.service, admission.size
 
     def read() -> GenerationOptions:
         options = service.options.read(parameters, Dialect.TGI, streams=streams)
         grammar = requested_grammar(parameters.grammar, "parameters.grammar")
         return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
 
-    return await service.text.threads.handle_text(size, read)
+    options = await service.text.threads.handle_text(size, read)
+    prompt = await markdown_prompt(admission, inputs, "inputs", options.cache_salt)
+    return await service.preparer.prepare(prompt, options, Dialect.TGI, client=admission.owner, size=size)
 
 
-async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
+def with_logprobs(prepared: PreparedRequest, *, logprobs: bool) -> PreparedRequest:
+    """Returns a request that reports log-probabilities, or none."""
+    report = replace(prepared.options.report, logprobs=logprobs)
+    return replace(prepared, options=replace(prepared.options, report=report))
+
+
+async def generate_whole(admission: Admission, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """Responds in one piece. in_list: with a list of one, as `/` does."""
-    options = await tgi_options(exchange.service, request.parameters, exchange.size, request.cache_salt)
-    details = request.parameters.details or options.report.prefill_logprobs
-    best_of = options.best_of or 1
-    options = replace(options, report=replace(options.report, logprobs=details or best_of > 1))
-    prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
-    checked = await exchange.service.preparer.prepare(
-        prompt, options, Dialect.TGI, client=exchange.owner, size=exchange.size
-    )
-    if best_of > 1:
-        exchange.reserve(best_of - 1)
-    requests = checked.times(best_of)
-    streams = await exchange.collect(requests)
+    prepared = await prepare_tgi(admission, request.inputs, request.parameters, request.cache_salt)
+    details = request.parameters.details or prepared.options.report.prefill_logprobs
+    best_of = prepared.options.best_of or 1
+    admission.reserve(best_of - 1)
+    requests = with_logprobs(prepared, logprobs=details or best_of > 1).times(best_of)
+    generation = RequestGeneration(admission)
+    streams = await generation.collect(requests)
     tokens = sum(map(_reported_tokens, streams)) if details else 0
-    parts = exchange.service.text
+    parts = admission.service.text
     best, text = await parts.threads.handle_text(
         tokens, lambda: _body(parts.tokenizer, request, requests, streams, details=details, in_list=in_list)
     )
-    return exchange.respond(text, characters=len(request.inputs), streams=[best])
+    return generation.respond(text, characters=len(request.inputs), streams=[best])
 
 
 def _reported_tokens(stream: AnyStream) -> int:
@@ -170,22 +164,18 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> list
     ]
 
 
-async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Response:
+async def stream_generation(admission: Admission, request: GenerateRequest) -> Response:
     """Responds with an event for each token."""
     parameters = request.parameters
-    options = await tgi_options(exchange.service, parameters, exchange.size, request.cache_salt, streams=True)
-    options = replace(options, report=replace(options.report, logprobs=True))
-    prompt = await markdown_prompt(exchange.service, exchange.request, request.inputs, "inputs", options.cache_salt)
-    checked = await exchange.service.preparer.prepare(
-        prompt, options, Dialect.TGI, client=exchange.owner, size=exchange.size
-    )
+    prepared = await prepare_tgi(admission, request.inputs, parameters, request.cache_salt, streams=True)
     outbox = Outbox()
     repeated = request.inputs if parameters.return_full_text else ""
     events = _TokenEvents(
-        outbox, exchange.service.text.tokenizer, seed=checked.seed, details=parameters.details, prompt=repeated
+        outbox, admission.service.text.tokenizer, seed=prepared.seed, details=parameters.details, prompt=repeated
     )
-    exchange.generate(checked, events, exchange.stream_end(outbox))
-    return exchange.stream(outbox, characters=len(request.inputs))
+    generation = RequestGeneration(admission)
+    generation.begin(with_logprobs(prepared, logprobs=True), events, generation.stream_end(outbox))
+    return generation.stream(outbox, characters=len(request.inputs))
 
 
 class _TokenEvents:

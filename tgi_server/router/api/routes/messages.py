@@ -12,17 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import FinishReason
-from tgi_server.router.api.documentation import ANTHROPIC_ERRORS, endpoint
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import ANTHROPIC_ERRORS
 from tgi_server.router.api.encoding import named_event
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
+from tgi_server.router.api.generation import AllEnded, RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
-from tgi_server.router.api.routes.chat_prompt import ChatPrompt, prompt_for_chat, render
+from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, rendered
 from tgi_server.router.api.routes.context_edits import ContextEdits
-from tgi_server.router.api.routes.messages_request import conversation_of, plan_message
-from tgi_server.router.api.routes.prompt_images import with_images
+from tgi_server.router.api.routes.messages_request import conversation_of, requested_message
 from tgi_server.router.api.routes.tokenize import encoded, token_count
+from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import NotSupported
 from tgi_server.router.options import Dialect, Given
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
@@ -48,8 +50,7 @@ from tgi_server.router.schemas.messages import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.conversation import Conversation
-from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.preparation import PreparedRequest
 
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
@@ -61,74 +62,63 @@ _PING = named_event("ping", Ping())
 
 
 def message_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/v1/messages",
-        summary="Answer a conversation, in one piece or as server-sent events, for Anthropic's clients",
-        **endpoint(ANTHROPIC_ERRORS, MessagesRequest, SentMessage, "MessageEvent"),
-    )
-    async def messages(request: Request) -> Response:
-        return await respond_to(service, request, MessagesRequest, _answer)
-
-    @router.post(
-        "/v1/messages/count_tokens",
-        summary="The number of tokens that a conversation becomes",
-        **endpoint(ANTHROPIC_ERRORS, CountTokensRequest, CountedTokens),
-    )
-    async def count_tokens(request: Request) -> Response:
-        return await respond_to(service, request, CountTokensRequest, _count)
+    routes = PostRoutes(service, ANTHROPIC_ERRORS)
+    summary = "Answer a conversation, in one piece or as server-sent events, for Anthropic's clients"
+    routes.receive("/v1/messages", summary, MessagesRequest, _answer, SentMessage, "MessageEvent")
+    summary = "The number of tokens that a conversation becomes"
+    routes.receive("/v1/messages/count_tokens", summary, CountTokensRequest, _count, CountedTokens)
 
     async def batches(_: Request) -> Response:
         raise NotSupported("message batches are not supported here; send each request to /v1/messages")
 
     for path in ("/v1/messages/batches", "/v1/messages/batches/{rest:path}"):
-        router.add_api_route(path, batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    return router
+        routes.add_api_route(path, batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    return routes
 
 
-async def _count(exchange: Exchange, request: CountTokensRequest) -> Response:
-    service = exchange.service
+async def _count(admission: Admission, request: CountTokensRequest) -> Response:
+    service = admission.service
     edits = ContextEdits(service, request.context_management)
-
-    def prepare() -> tuple[Conversation, RenderedPrompt]:
-        conversation = edits.apply(conversation_of(request))
-        return conversation, render(service, conversation)
-
-    conversation, prompt = await service.text.threads.run(exchange.size, prepare)
-    prompt = await with_images(service, exchange.request, prompt, conversation.images)
+    prompt = await rendered(admission, lambda: edits.apply(conversation_of(request)))
     tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
     counted = CountedTokens(input_tokens=tokens)
     if edits.report is not None:
         counted.context_management = OriginalTokens(original_input_tokens=tokens + edits.saved_tokens)
-    return await exchange.respond_with_tokens(counted, tokens)
+    return await respond_with_tokens(admission, counted, tokens)
 
 
-async def _answer(exchange: Exchange, request: MessagesRequest) -> Response:
-    service = exchange.service
+async def _answer(admission: Admission, request: MessagesRequest) -> Response:
+    service = admission.service
     edits = ContextEdits(service, request.context_management)
-    prompt = await prompt_for_chat(exchange, lambda: plan_message(service, request, edits))
+    chat, prepared = await prepare_chat(admission, lambda: requested_message(service, request, edits))
     applied = UNSET if edits.report is None else edits.report
     if request.stream:
-        return _stream(exchange, prompt, applied)
+        return _stream(RequestGeneration(admission), chat, prepared, applied)
     empty = Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0
-    return await _whole(exchange, prompt, applied, empty=empty)
+    return await _whole(RequestGeneration(admission), chat, prepared, applied, empty=empty)
 
 
-async def _whole(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | UnsetType, *, empty: bool) -> Response:
+async def _whole(
+    generation: RequestGeneration,
+    chat: Chat,
+    prepared: PreparedRequest,
+    applied: AppliedEdits | UnsetType,
+    *,
+    empty: bool,
+) -> Response:
     """empty: no token was asked for; the one that computing the prompt takes is left out."""
     end, written = AllEnded(1), WholeChoice()
-    choices = ChatChoices.begin(exchange, prompt, lambda _: written, end)
-    await exchange.wait_for(end.future)
-    message = _message(exchange, prompt, choices)
+    choices = ChatChoices.begin(generation, chat, prepared, lambda _: written, end)
+    await generation.wait_for(end)
+    message = _message(generation.service, choices)
     message.context_management = applied
     if empty:
         message.stop_reason, message.usage.output_tokens = "max_tokens", 0
     else:
         message.content = _blocks(written)
-        ending = _ending(exchange, choices, called=written.finish_reason == "tool_calls")
+        ending = _ending(generation.service, choices, called=written.finish_reason == "tool_calls")
         message.stop_reason, message.stop_sequence = ending.stop_reason, ending.stop_sequence
-    return exchange.respond(message, characters=len(prompt.text), streams=choices.streams)
+    return generation.respond(message, characters=prepared.characters, streams=choices.streams)
 
 
 def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]:
@@ -144,21 +134,23 @@ def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]
     return blocks
 
 
-def _stream(exchange: Exchange, prompt: ChatPrompt, applied: AppliedEdits | UnsetType) -> Response:
+def _stream(
+    generation: RequestGeneration, chat: Chat, prepared: PreparedRequest, applied: AppliedEdits | UnsetType
+) -> Response:
     outbox = Outbox(_PING)
 
     def start() -> SentMessage:
-        return _message(exchange, prompt, choices)
+        return _message(generation.service, choices)
 
     def last_words() -> bytes:
-        ending = _ending(exchange, choices, called=events.reason == "tool_calls")
+        ending = _ending(generation.service, choices, called=events.reason == "tool_calls")
         events.end(MessageChange(delta=ending, usage=_usage(choices), context_management=applied))
         return b""
 
     events = _MessageEvents(outbox, start)
-    end = exchange.stream_end(outbox, last_words=last_words)
-    choices = ChatChoices.begin(exchange, prompt, lambda _: events, end)
-    return exchange.stream(outbox, characters=len(prompt.text))
+    end = generation.stream_end(outbox, last_words=last_words)
+    choices = ChatChoices.begin(generation, chat, prepared, lambda _: events, end)
+    return generation.stream(outbox, characters=prepared.characters)
 
 
 class _MessageEvents:
@@ -232,9 +224,9 @@ class _MessageEvents:
         self._outbox.write(named_event(event.type, event))
 
 
-def _message(exchange: Exchange, prompt: ChatPrompt, choices: ChatChoices) -> SentMessage:
+def _message(service: Service, choices: ChatChoices) -> SentMessage:
     """Returns the message without content."""
-    model = prompt.checked.options.adapter_id or exchange.service.model.names[0]
+    model = choices.prepared.options.adapter_id or service.model.names[0]
     return SentMessage(id=f"msg_{uuid4().hex}", model=model, usage=_usage(choices))
 
 
@@ -247,14 +239,14 @@ def _usage(choices: ChatChoices) -> MessagesUsage:
     )
 
 
-def _ending(exchange: Exchange, choices: ChatChoices, *, called: bool) -> MessageEnd:
+def _ending(service: Service, choices: ChatChoices, *, called: bool) -> MessageEnd:
     """called: the answer ends with calls of tools."""
     (stream,) = choices.streams
     reason = stream.finish_reason
     assert reason is not None
     stopped = stream.stop_sequence if reason is FinishReason.STOP_SEQUENCE else None
     total = stream.input_length + stream.generated_tokens
-    if reason is FinishReason.LENGTH and total >= exchange.service.limits.max_total_tokens:
+    if reason is FinishReason.LENGTH and total >= service.limits.max_total_tokens:
         told = "model_context_window_exceeded"
     else:
         told = _STOP_REASONS[reason]

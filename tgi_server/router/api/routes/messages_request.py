@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from tgi_server.router.api.routes.chat_prompt import ChatPlan
+from tgi_server.router.api.routes.chat_prompt import Chat
 from tgi_server.router.api.routes.client_tools import client_tool
 from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.message_turns import turns_of
@@ -32,7 +32,7 @@ from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 _BILLING = "x-anthropic-billing-header:"
 
 
-def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> ChatPlan:
+def requested_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> Chat:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = service.options.read(request, Dialect.MESSAGES, streams=request.stream)
     if Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0:
@@ -53,7 +53,7 @@ def plan_message(service: Service, request: MessagesRequest, edits: ContextEdits
     show_thoughts = _thinks(request) and (request.thinking is None or request.thinking.display != "omitted")
     use = tools_of(request)
     conversation = edits.apply(conversation_of(request, use))
-    return ChatPlan(Dialect.MESSAGES, conversation, use, options, show_thoughts)
+    return Chat(Dialect.MESSAGES, conversation, use, options, show_thoughts)
 
 
 def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> Conversation:

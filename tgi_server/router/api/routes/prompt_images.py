@@ -4,11 +4,8 @@ import re
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 
-from starlette.requests import Request
-
-from tgi_server.router.api.access import cache_namespace, tenant_of
-from tgi_server.router.api.exchange import owner_of, unless_left
-from tgi_server.router.api.memory import lease_of
+from tgi_server.router.api.access import cache_namespace
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.media.images import ImageClient, ImageReader, ImageSource, ProcessedImage
 from tgi_server.router.service import Service
@@ -26,37 +23,34 @@ def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
 
 
 async def with_images(
-    service: Service, request: Request, prompt: RenderedPrompt, sources: Sequence[ImageSource], salt: str | None = None
+    admission: Admission, prompt: RenderedPrompt, sources: Sequence[ImageSource], salt: str | None = None
 ) -> RenderedPrompt:
     """Returns the prompt with the tokens of its images. salt: the request's `cache_salt`.
 
     Raises InvalidRequest, and ClientGone.
     """
-    reader = service.text.images
-    if reader is None or not sources:
+    text = admission.service.text
+    if text.images is None or not sources:
         return prompt
-    images = await _read(reader, request, sources, salt)
-    return await service.text.threads.handle_text(len(prompt.text), lambda: prompt.with_images(images))
+    images = await _read(admission, text.images, sources, salt)
+    return await text.threads.handle_text(len(prompt.text), lambda: prompt.with_images(images))
 
 
 async def _read(
-    reader: ImageReader, request: Request, sources: Sequence[ImageSource], salt: str | None
+    admission: Admission, reader: ImageReader, sources: Sequence[ImageSource], salt: str | None
 ) -> tuple[ProcessedImage, ...]:
-    namespace = cache_namespace(tenant_of(request), salt)
-    client = ImageClient(owner_of(request), namespace, lease_of(request.scope))
-    return await unless_left(request, reader.read(sources, client))
+    client = ImageClient(admission.owner, cache_namespace(admission.tenant, salt), admission.lease)
+    return await admission.unless_left(reader.read(sources, client))
 
 
-async def markdown_prompt(
-    service: Service, request: Request, prompt: str, field: str, salt: str | None = None
-) -> RenderedPrompt:
+async def markdown_prompt(admission: Admission, prompt: str, field: str, salt: str | None = None) -> RenderedPrompt:
     """Returns a prompt in which Markdown images, as TGI has them, are the tokens of images. Raises InvalidRequest.
 
     For a model that reads none, Markdown with URLs is text; the data of an image is refused.
 
     field: the prompt's. salt: the request's `cache_salt`.
     """
-    text = service.text
+    service, text = admission.service, admission.service.text
     reader = text.images
     if reader is None:
         if await text.threads.handle_text(len(prompt), lambda: _DATA_BEGINS in prompt):
@@ -67,7 +61,7 @@ async def markdown_prompt(
     )
     if not sources:
         return RenderedPrompt(prompt)
-    images = await _read(reader, request, sources, salt)
+    images = await _read(admission, reader, sources, salt)
 
     def joined() -> str:
         shown = (text.template.image_text(each.placeholder).replace(each.placeholder, each.text) for each in images)

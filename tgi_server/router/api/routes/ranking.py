@@ -11,12 +11,13 @@ from uuid import uuid4
 
 from fastapi import APIRouter
 from msgspec import Raw
-from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS, endpoint
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.post_routes import PostRoutes
+from tgi_server.router.api.values import encode, respond_with_values, served_encoder
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.encoding import (
     AnyRankRequest,
@@ -40,54 +41,31 @@ _PAIRS_OF_A_SEARCH = 100
 
 
 def ranking_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/rerank",
-        summary="Scores of `texts` for a query, as TEI has them; of `documents`, as Jina has them",
-        **endpoint(REQUEST_ERRORS, AnyRankRequest, "AnyRanks"),
-    )
-    async def rank(request: Request) -> Response:
-        return await respond_to(service, request, AnyRankRequest, _in_either_form)
-
-    @router.post(
-        "/predict",
-        summary="Labels of texts or pairs, as TEI has them",
-        **endpoint(REQUEST_ERRORS, PredictRequest, "Predictions"),
-    )
-    async def predict(request: Request) -> Response:
-        return await respond_to(service, request, PredictRequest, _predict)
-
+    routes = PostRoutes(service, REQUEST_ERRORS)
+    summary = "Scores of `texts` for a query, as TEI has them; of `documents`, as Jina has them"
+    routes.receive("/rerank", summary, AnyRankRequest, _in_either_form, "AnyRanks")
+    routes.receive("/predict", "Labels of texts or pairs, as TEI has them", PredictRequest, _predict, "Predictions")
+    summary = "Scores of documents for a query, as Jina and Cohere have them"
     for version in "12":
-
-        async def rerank(request: Request, *, version: str = version) -> Response:
-            return await respond_to(service, request, RerankRequest, partial(_rerank, version=version))
-
-        router.add_api_route(
-            f"/v{version}/rerank",
-            rerank,
-            methods=["POST"],
-            summary="Scores of documents for a query, as Jina and Cohere have them",
-            **endpoint(OPENAI_ERRORS, RerankRequest, RerankResponse),
-            operation_id=f"rerank_v{version}",
-        )
-    return router
+        handle = partial(_rerank, version=version)
+        routes.receive(f"/v{version}/rerank", summary, RerankRequest, handle, RerankResponse, errors=OPENAI_ERRORS)
+    return routes
 
 
-async def _in_either_form(exchange: Exchange, body: AnyRankRequest) -> Response:
+async def _in_either_form(admission: Admission, body: AnyRankRequest) -> Response:
     match body.root:
         case RankRequest() as request:
-            return await _rank(exchange, request)
+            return await _rank(admission, request)
         case RerankRequest() as request:
-            return await _rerank(exchange, request, version="1")
+            return await _rerank(admission, request, version="1")
 
 
-async def _rank(exchange: Exchange, request: RankRequest) -> Response:
-    encoder = _scorer(exchange, None)
+async def _rank(admission: Admission, request: RankRequest) -> Response:
+    encoder = _scorer(admission, None)
     fitting = Fitting("texts", cut=request.truncate, left=request.truncation_direction == "left")
     pairs = [(request.query, text) for text in request.texts]
     inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
-    values = await exchange.encode(encoder, inputs)
+    values = await encode(admission, encoder, inputs)
 
     def ranks() -> list[Rank]:
         return [
@@ -95,19 +73,19 @@ async def _rank(exchange: Exchange, request: RankRequest) -> Response:
             for index, score in _sorted(_scores(values, raw=request.raw_scores))
         ]
 
-    return await exchange.respond_with_values(ranks, size=len(inputs))
+    return await respond_with_values(admission, ranks, size=len(inputs))
 
 
-async def _rerank(exchange: Exchange, request: RerankRequest, *, version: str) -> Response:
+async def _rerank(admission: Admission, request: RerankRequest, *, version: str) -> Response:
     """Longer documents are cut, as Jina and Cohere do. version: 1 for Jina's interface, 2 for Cohere's."""
-    encoder = _scorer(exchange, request.model)
+    encoder = _scorer(admission, request.model)
     most = request.max_tokens_per_doc or request.truncate_prompt_tokens
     fitting = Fitting("documents", cut=True, most=most if most and most > 0 else None)
     pairs = [(request.query, text) for text in request.documents]
     inputs = await encoder.of_pairs(pairs, fitting, instruction=request.instruction)
-    values = await exchange.encode(encoder, inputs)
+    values = await encode(admission, encoder, inputs)
     shows = version == "1" if request.return_documents is None else request.return_documents
-    tokens = exchange.read_tokens
+    tokens = admission.record.read_tokens
 
     def response() -> RerankResponse:
         return RerankResponse(
@@ -130,11 +108,11 @@ async def _rerank(exchange: Exchange, request: RerankRequest, *, version: str) -
             },
         )
 
-    return await exchange.respond_with_values(response, size=len(inputs))
+    return await respond_with_values(admission, response, size=len(inputs))
 
 
-async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
-    encoder = exchange.encoder("rank", None)
+async def _predict(admission: Admission, request: PredictRequest) -> Response:
+    encoder = served_encoder(admission, "rank", None)
     if encoder.info.answers:
         raise InvalidRequest("the rerank model answers yes or no and has no labels; send its texts to /rerank")
     fitting = Fitting("inputs", cut=request.truncate, left=request.truncation_direction == "left")
@@ -144,9 +122,9 @@ async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
     of_pairs = iter(await encoder.of_pairs(pairs, fitting))
     of_texts = iter(await encoder.of_texts(texts, fitting))
     inputs = [next(of_pairs if len(each) == 2 else of_texts) for each in given]
-    values = await exchange.encode(encoder, inputs)
+    values = await encode(admission, encoder, inputs)
     labels = list(encoder.info.labels)
-    exchange.lease.hold(_LABEL_BYTES * values.size + values.size * max(map(len, labels)))
+    admission.lease.hold(_LABEL_BYTES * values.size + values.size * max(map(len, labels)))
 
     def predictions(row: list[float]) -> Raw:
         scores = _sorted(row if request.raw_scores else _probabilities(row))
@@ -156,12 +134,12 @@ async def _predict(exchange: Exchange, request: PredictRequest) -> Response:
         rows = list(map(predictions, values.numbers()))
         return rows[0] if request.single else rows
 
-    return await exchange.respond_with_values(answers, size=len(inputs) * len(labels))
+    return await respond_with_values(admission, answers, size=len(inputs) * len(labels))
 
 
-def _scorer(exchange: Exchange, model: str | None) -> ServedEncoder:
+def _scorer(admission: Admission, model: str | None) -> ServedEncoder:
     """Returns the rerank model. Raises InvalidRequest for a model of several labels: none of them is the score."""
-    encoder = exchange.encoder("rank", model)
+    encoder = served_encoder(admission, "rank", model)
     if encoder.info.columns > 1:
         raise InvalidRequest(
             f"{encoder.name} classifies into {encoder.info.columns} labels and ranks nothing; use /predict"

@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 from tgi_server.contract import Grammar
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.routes.chat_prompt import ChatPlan
+from tgi_server.router.api.routes.chat_prompt import Chat
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
 from tgi_server.router.api.routes.response_tools import OfferedTools
@@ -160,16 +160,16 @@ def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use:
     return Conversation(turns, use.shown, variables, may_call=bool(use.tools))
 
 
-def plan_response(
+def requested_response(
     service: Service, request: ResponsesRequest, turns: Sequence[Turn], offered: OfferedTools
-) -> ChatPlan:
+) -> Chat:
     """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
     use = chosen_tools(offered.specs, offered.choice(request))
     options = openai_options(service, request, Dialect.RESPONSES)
     logprobs = LOGPROBS in (request.include or ())
     top = options.report.top_n_tokens if logprobs else 0
     report = replace(options.report, logprobs=logprobs, top_n_tokens=top)
-    return ChatPlan(
+    return Chat(
         Dialect.RESPONSES,
         response_conversation(request, turns, use),
         use,

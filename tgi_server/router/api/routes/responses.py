@@ -1,6 +1,7 @@
-"""/v1/responses, and /v1/embeddings, which is refused by name."""
+"""/v1/responses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from time import time
 from typing import Any, Literal
@@ -9,22 +10,22 @@ import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.access import tenant_of
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.body import SMALL
-from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described, endpoint
-from tgi_server.router.api.encoding import JSON, json_response, named_event, to_json
+from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described
+from tgi_server.router.api.encoding import json_response, named_event, to_json
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, owner_of, respond_to
+from tgi_server.router.api.generation import AllEnded, RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat import ChatChoices
-from tgi_server.router.api.routes.chat_prompt import ChatPlan, prompt_for_chat, render
-from tgi_server.router.api.routes.prompt_images import with_images
+from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, rendered
 from tgi_server.router.api.routes.response_items import ResponseItems
 from tgi_server.router.api.routes.response_request import (
     input_turns,
     output_turns,
-    plan_response,
+    requested_response,
     requested_tools,
     resolved,
     response_conversation,
@@ -34,6 +35,7 @@ from tgi_server.router.api.routes.response_request import (
 )
 from tgi_server.router.api.routes.tokenize import encoded, token_count
 from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
+from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import (
     InvalidRequest,
     NoSuchItem,
@@ -60,7 +62,6 @@ from tgi_server.router.schemas.responses import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation
-from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tools import chosen_tools
 
 _KEPT_ERRORS: Responses = {
@@ -79,18 +80,13 @@ _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "s
 
 
 def response_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
+    routes = PostRoutes(service, OPENAI_ERRORS)
     kept = StoredResponses(service.policy.max_stored_responses)
 
-    @router.post(
-        "/v1/responses",
-        summary="Respond to an input, in one piece or as server-sent events",
-        **endpoint(OPENAI_ERRORS, ResponsesRequest, ResponseObject, ResponseEvent),
-    )
-    async def create(request: Request) -> Response:
-        return await respond_to(service, request, ResponsesRequest, lambda *asked: _respond(kept, *asked))
+    summary = "Respond to an input, in one piece or as server-sent events"
+    routes.receive("/v1/responses", summary, ResponsesRequest, partial(_respond, kept), ResponseObject, ResponseEvent)
 
-    @router.get(
+    @routes.get(
         "/v1/responses/{response_id}",
         summary="A stored response",
         response_class=Response,
@@ -99,11 +95,9 @@ def response_routes(service: Service) -> APIRouter:
     )
     async def retrieve(request: Request) -> Response:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
-        owner = owner_of(request)
-        service.capacity.take(1, owner)
-        return _PlacedResponse(stored.response, lambda: service.capacity.give_back(1, owner))
+        return json_response(stored.response)
 
-    @router.get(
+    @routes.get(
         "/v1/responses/{response_id}/input_items",
         summary="The items that a stored response answers",
         response_class=Response,
@@ -114,15 +108,10 @@ def response_routes(service: Service) -> APIRouter:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
         return json_response(_page(stored.input, request.query_params))
 
-    @router.post(
-        "/v1/responses/input_tokens",
-        summary="The number of tokens that an input becomes",
-        **endpoint(OPENAI_ERRORS, InputTokensRequest, CountedInput),
-    )
-    async def input_tokens(request: Request) -> Response:
-        return await respond_to(service, request, InputTokensRequest, lambda *asked: _count(kept, *asked))
+    summary = "The number of tokens that an input becomes"
+    routes.receive("/v1/responses/input_tokens", summary, InputTokensRequest, partial(_count, kept), CountedInput)
 
-    @router.delete(
+    @routes.delete(
         "/v1/responses/{response_id}",
         summary="Forget a response",
         response_class=Response,
@@ -141,48 +130,34 @@ def response_routes(service: Service) -> APIRouter:
         raise NotSupported("responses in the background are not supported here; close the connection to cancel one")
 
     for path in ("/v1/conversations", "/v1/conversations/{rest:path}"):
-        router.add_api_route(path, conversations, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    router.add_api_route("/v1/responses/{response_id}/cancel", background, methods=["POST"], include_in_schema=False)
-    return router
+        routes.add_api_route(path, conversations, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    routes.add_api_route("/v1/responses/{response_id}/cancel", background, methods=["POST"], include_in_schema=False)
+    return routes
 
 
-class _PlacedResponse(Response):
-    """A stored response, which counts as a request in flight until it is sent."""
-
-    media_type = JSON
-
-    def __init__(self, content: bytes, on_sent: Callable[[], None]) -> None:
-        super().__init__(content)
-        self._on_sent = on_sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_sent()
-
-
-async def _respond(kept: StoredResponses, exchange: Exchange, request: ResponsesRequest) -> Response:
-    service, tenant = exchange.service, exchange.tenant
+async def _respond(kept: StoredResponses, admission: Admission, request: ResponsesRequest) -> Response:
+    service, tenant = admission.service, admission.tenant
     earlier, referred = _stored(kept, tenant, request)
-    exchange.size += len(earlier) + sum(map(len, referred.values()))
+    admission.size += len(earlier) + sum(map(len, referred.values()))
 
-    def prepare() -> tuple[bytes, dict[str, bytes], ChatPlan, _Response]:
+    def prepare() -> tuple[bytes, dict[str, bytes], Chat, _Response]:
         items = resolved(request.items, referred)
         turns = input_turns([each.root for each in items])
         conversation = turns_to_json(earlier, turns)
         if len(conversation) > (most := service.policy.payload_limit):
             raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")
         offered = requested_tools(request, items)
-        plan = plan_response(service, request, [*turns_from_json(earlier), *turns], offered)
+        chat = requested_response(service, request, [*turns_from_json(earlier), *turns], offered)
         shown = shown_input(items) if request.store else {}
-        return conversation, shown, plan, _Response(request, plan.options.adapter_id or service.model.names[0])
+        return conversation, shown, chat, _Response(request, chat.options.adapter_id or service.model.names[0])
 
-    conversation, given, plan, response = await service.text.threads.handle_text(exchange.size, prepare, at_once=SMALL)
-    prompt = await prompt_for_chat(exchange, lambda: plan)
+    conversation, given, requested, response = await service.text.threads.handle_text(
+        admission.size, prepare, at_once=SMALL
+    )
+    chat, prepared = await prepare_chat(admission, lambda: requested)
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
-    items = ResponseItems(emit, prompt.client_tools)
+    items = ResponseItems(emit, chat.client_tools)
     for kind in ("response.created", "response.in_progress"):
         emit(kind, {"response": response.shown("in_progress")})
 
@@ -202,13 +177,14 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         emit(f"response.{status}", {"response": shown})
         return b""
 
-    end = AllEnded(1) if outbox is None else exchange.stream_end(outbox, last_words=last_words)
-    choices = ChatChoices.begin(exchange, prompt, lambda _: items, end)
+    generation = RequestGeneration(admission)
+    end = AllEnded(1) if outbox is None else generation.stream_end(outbox, last_words=last_words)
+    choices = ChatChoices.begin(generation, chat, prepared, lambda _: items, end)
     if outbox is not None:
-        return exchange.stream(outbox, characters=len(prompt.text), collects=True)
+        return generation.stream(outbox, characters=prepared.characters, collects=True)
     assert isinstance(end, AllEnded)
-    await exchange.wait_for(end.future)
-    return exchange.respond(finish()[1], characters=len(prompt.text), streams=choices.streams)
+    await generation.wait_for(end)
+    return generation.respond(finish()[1], characters=prepared.characters, streams=choices.streams)
 
 
 def _stored(kept: StoredResponses, tenant: str, request: ResponsesRequest) -> tuple[bytes, dict[str, bytes]]:
@@ -226,25 +202,21 @@ def _stored(kept: StoredResponses, tenant: str, request: ResponsesRequest) -> tu
     return earlier, {item_id: kept.item(tenant, item_id) for item_id in references}
 
 
-async def _count(kept: StoredResponses, exchange: Exchange, request: InputTokensRequest) -> Response:
+async def _count(kept: StoredResponses, admission: Admission, request: InputTokensRequest) -> Response:
     """Responds with the number of tokens of the prompt."""
-    service = exchange.service
-    earlier, referred = _stored(kept, exchange.tenant, request)
-    exchange.size += len(earlier) + sum(map(len, referred.values()))
+    earlier, referred = _stored(kept, admission.tenant, request)
+    admission.size += len(earlier) + sum(map(len, referred.values()))
 
-    def prepare() -> tuple[Conversation, RenderedPrompt]:
+    def conversation() -> Conversation:
         items = resolved(request.items, referred)
         offered = requested_tools(request, items)
         use = chosen_tools(offered.specs, offered.choice(request))
-        conversation = response_conversation(
-            request, [*turns_from_json(earlier), *input_turns([each.root for each in items])], use
-        )
-        return conversation, render(service, conversation)
+        turns = [*turns_from_json(earlier), *input_turns([each.root for each in items])]
+        return response_conversation(request, turns, use)
 
-    conversation, prompt = await service.text.threads.run(exchange.size, prepare)
-    prompt = await with_images(service, exchange.request, prompt, conversation.images)
-    tokens = await encoded(service, prompt, token_count, add_special_tokens=False)
-    return await exchange.respond_with_tokens(CountedInput(input_tokens=tokens), tokens)
+    prompt = await rendered(admission, conversation)
+    tokens = await encoded(admission.service, prompt, token_count, add_special_tokens=False)
+    return await respond_with_tokens(admission, CountedInput(input_tokens=tokens), tokens)
 
 
 def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList:

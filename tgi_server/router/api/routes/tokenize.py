@@ -11,11 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Encoding
 
-from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by, endpoint
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by
 from tgi_server.router.api.encoding import json_response, to_json
-from tgi_server.router.api.exchange import DirectRoute, Exchange, respond_to
-from tgi_server.router.api.routes.chat_prompt import conversation_of, render, tools_of
-from tgi_server.router.api.routes.prompt_images import markdown_prompt, with_images
+from tgi_server.router.api.post_routes import PostRoutes
+from tgi_server.router.api.routes.chat_prompt import conversation_of, rendered, tools_of
+from tgi_server.router.api.routes.prompt_images import markdown_prompt
+from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import SimpleToken
@@ -30,7 +32,6 @@ from tgi_server.router.schemas.tokenize import (
     TokenizerInfo,
 )
 from tgi_server.router.service import Service
-from tgi_server.router.text.conversation import Conversation
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAMES
 
@@ -41,35 +42,15 @@ MOST_TOKENS = 65_536
 
 
 def tokenize_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/tokenize",
-        summary="The tokens of a prompt",
-        **endpoint(REQUEST_ERRORS, AnyTokenizeRequest, "AnyTokenizeResponse"),
-    )
-    async def tokenize(request: Request) -> Response:
-        return await respond_to(service, request, AnyTokenizeRequest, _tokenize)
-
-    @router.post(
-        "/chat_tokenize",
-        summary="The prompt that a conversation becomes, and its tokens",
-        **endpoint(REQUEST_ERRORS, ChatRequest, ChatTokenizeResponse),
-    )
-    async def chat_tokenize(request: Request) -> Response:
-        return await respond_to(service, request, ChatRequest, _tokenize_chat)
-
-    @router.post(
-        "/detokenize",
-        summary="The text of tokens",
-        **endpoint(REQUEST_ERRORS, DetokenizeRequest, DetokenizeResponse),
-    )
-    async def detokenize(request: Request) -> Response:
-        return await respond_to(service, request, DetokenizeRequest, _detokenize)
+    routes = PostRoutes(service, REQUEST_ERRORS)
+    routes.receive("/tokenize", "The tokens of a prompt", AnyTokenizeRequest, _tokenize, "AnyTokenizeResponse")
+    summary = "The prompt that a conversation becomes, and its tokens"
+    routes.receive("/chat_tokenize", summary, ChatRequest, _tokenize_chat, ChatTokenizeResponse)
+    routes.receive("/detokenize", "The text of tokens", DetokenizeRequest, _detokenize, DetokenizeResponse)
 
     settings = to_json(_tokenizer_info(service))
 
-    @router.get(
+    @routes.get(
         "/tokenizer_info",
         summary="The tokenizer's special tokens and chat template, as vLLM has them",
         response_class=Response,
@@ -78,31 +59,31 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenizer_info(_: Request) -> Response:
         return json_response(settings)
 
-    return router
+    return routes
 
 
-async def _tokenize(exchange: Exchange, request: AnyTokenizeRequest) -> Response:
+async def _tokenize(admission: Admission, request: AnyTokenizeRequest) -> Response:
     match request.root:
         case TokenizeRequest(inputs=inputs):
-            prompt = await markdown_prompt(exchange.service, exchange.request, inputs, "inputs")
-            tokens = await encoded(exchange.service, prompt, _shown, add_special_tokens=True)
-            return await exchange.respond_with_tokens(tokens, len(tokens))
+            prompt = await markdown_prompt(admission, inputs, "inputs")
+            tokens = await encoded(admission.service, prompt, _shown, add_special_tokens=True)
+            return await respond_with_tokens(admission, tokens, len(tokens))
         case asked:
-            return await _vllm_tokens(exchange, asked)
+            return await _vllm_tokens(admission, asked)
 
 
-async def _tokenize_chat(exchange: Exchange, request: ChatRequest) -> Response:
-    prompt = await _conversation(exchange, request)
-    tokens = await encoded(exchange.service, prompt, _templated, add_special_tokens=False)
-    return await exchange.respond_with_tokens(tokens, len(tokens.tokenize_response))
+async def _tokenize_chat(admission: Admission, request: ChatRequest) -> Response:
+    prompt = await _conversation(admission, request)
+    tokens = await encoded(admission.service, prompt, _templated, add_special_tokens=False)
+    return await respond_with_tokens(admission, tokens, len(tokens.tokenize_response))
 
 
-async def _detokenize(exchange: Exchange, request: DetokenizeRequest) -> Response:
-    service, ids = exchange.service, request.tokens
+async def _detokenize(admission: Admission, request: DetokenizeRequest) -> Response:
+    service, ids = admission.service, request.tokens
     if len(ids) > (most := _most_tokens(service)):
         raise InvalidRequest.at("tokens", f"has {len(ids)} token ids; it may have at most {most}")
     text = await service.text.threads.handle_text(len(ids), lambda: _text(service, ids))
-    return await exchange.respond_with_tokens(DetokenizeResponse(prompt=text), len(ids))
+    return await respond_with_tokens(admission, DetokenizeResponse(prompt=text), len(ids))
 
 
 async def encoded(
@@ -126,12 +107,12 @@ def token_count(_: str, encoding: Encoding) -> int:
     return len(encoding)
 
 
-async def _vllm_tokens(exchange: Exchange, asked: TokenizePromptRequest | TokenizeChatRequest) -> Response:
-    service, tokenizer = exchange.service, exchange.service.text.tokenizer
+async def _vllm_tokens(admission: Admission, asked: TokenizePromptRequest | TokenizeChatRequest) -> Response:
+    service, tokenizer = admission.service, admission.service.text.tokenizer
     if isinstance(asked, TokenizeChatRequest):
-        prompt = await _conversation(exchange, asked)
+        prompt = await _conversation(admission, asked)
     else:
-        prompt = await markdown_prompt(service, exchange.request, asked.prompt, "prompt")
+        prompt = await markdown_prompt(admission, asked.prompt, "prompt")
 
     def tokens(_: str, encoding: Encoding) -> TokenizedPrompt:
         if asked.add_special_tokens:
@@ -144,19 +125,12 @@ async def _vllm_tokens(exchange: Exchange, asked: TokenizePromptRequest | Tokeni
         )
 
     response = await encoded(service, prompt, tokens, add_special_tokens=False)
-    return await exchange.respond_with_tokens(response, response.count)
+    return await respond_with_tokens(admission, response, response.count)
 
 
-async def _conversation(exchange: Exchange, asked: ChatRequest) -> RenderedPrompt:
+async def _conversation(admission: Admission, asked: ChatRequest) -> RenderedPrompt:
     """Returns the prompt of a chat. Raises InvalidRequest."""
-    service = exchange.service
-
-    def rendered() -> tuple[Conversation, RenderedPrompt]:
-        conversation = conversation_of(asked, tools_of(asked))
-        return conversation, render(service, conversation)
-
-    conversation, prompt = await service.text.threads.run(exchange.size, rendered)
-    return await with_images(service, exchange.request, prompt, conversation.images)
+    return await rendered(admission, lambda: conversation_of(asked, tools_of(asked)))
 
 
 def _tokenizer_info(service: Service) -> TokenizerInfo:

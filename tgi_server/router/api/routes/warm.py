@@ -5,13 +5,14 @@ from array import array
 from dataclasses import replace
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import GenerationOptions, StoppingParameters
-from tgi_server.router.api.documentation import OPENAI_ERRORS, endpoint
-from tgi_server.router.api.exchange import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.documentation import OPENAI_ERRORS
+from tgi_server.router.api.generation import AllEnded, RequestGeneration
+from tgi_server.router.api.post_routes import PostRoutes
+from tgi_server.router.api.routes.chat_prompt import prepare_chat, requested_chat
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.errors import InvalidRequest
@@ -27,51 +28,43 @@ _LOWEST_PRIORITY = 2**31 - 1
 
 
 def warm_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-
-    @router.post(
-        "/v1/warm",
-        summary="Compute a prompt, or its beginning, before it is needed",
-        **endpoint(OPENAI_ERRORS, WarmRequest, WarmResponse),
-    )
-    async def warm(request: Request) -> Response:
-        return await respond_to(service, request, WarmRequest, _warm)
-
-    return router
+    routes = PostRoutes(service, OPENAI_ERRORS)
+    summary = "Compute a prompt, or its beginning, before it is needed"
+    routes.receive("/v1/warm", summary, WarmRequest, _warm, WarmResponse)
+    return routes
 
 
-async def _warm(exchange: Exchange, body: WarmRequest) -> Response:
+async def _warm(admission: Admission, body: WarmRequest) -> Response:
     request = body.root
     if isinstance(request, WarmChatRequest):
-        chat = await prompt_for_chat(exchange, lambda: plan_chat(exchange.service, request))
-        characters, checked = len(chat.text), chat.checked
+        _, prepared = await prepare_chat(admission, lambda: requested_chat(admission.service, request))
     else:
-        characters, checked = await _completion(exchange, request)
-    options = _cheapest(checked.options)
-    prompt = replace(checked, options=options)
-    name = options.prompt_cache_key or hashlib.sha256(array("I", prompt.input_ids).tobytes()).hexdigest()
-    end = AllEnded(1)
-    stream = exchange.generate(prompt, CollectedTokens(), end, keep=KeptPrefix(name, request.ttl_seconds))
-    await exchange.wait_for(end.future)
+        prepared = await _completion(admission, request)
+    options = _cheapest(prepared.options)
+    name = options.prompt_cache_key or hashlib.sha256(array("I", prepared.input_ids).tobytes()).hexdigest()
+    generation, end = RequestGeneration(admission), AllEnded(1)
+    keep = KeptPrefix(name, request.ttl_seconds)
+    stream = generation.begin(replace(prepared, options=options), CollectedTokens(), end, keep=keep)
+    await generation.wait_for(end)
     response = WarmResponse(
         prompt_tokens=stream.input_length, cached_tokens=stream.cached_tokens, ttl_seconds=request.ttl_seconds
     )
-    return exchange.respond(response, characters=characters, streams=[stream])
+    return generation.respond(response, characters=prepared.characters, streams=[stream])
 
 
-async def _completion(exchange: Exchange, request: WarmCompletionRequest) -> tuple[int, PreparedRequest]:
-    """Returns the characters of the prompt, and the prompt as tokens. Raises InvalidRequest."""
-    service, prompts = exchange.service, request.prompt.root
+async def _completion(admission: Admission, request: WarmCompletionRequest) -> PreparedRequest:
+    """Returns the prompt as tokens. Raises InvalidRequest."""
+    service, prompts = admission.service, request.prompt.root
     if len(prompts) != 1 or not isinstance(text := prompts[0], str):
         raise InvalidRequest.at("prompt", "must be one text")
     options = _cheapest(openai_options(service, request, Dialect.COMPLETIONS))
-    return len(text), await service.preparer.prepare(
-        await markdown_prompt(service, exchange.request, text, "prompt", options.cache_salt),
+    return await service.preparer.prepare(
+        await markdown_prompt(admission, text, "prompt", options.cache_salt),
         options,
         Dialect.COMPLETIONS,
-        client=exchange.owner,
+        client=admission.owner,
         add_special_tokens=request.add_special_tokens,
-        size=exchange.size,
+        size=admission.size,
     )
 
 

@@ -7,17 +7,18 @@ import pytest
 
 from tests.fakes.router_service import RouterService
 from tgi_server.contract import GrammarKind
-from tgi_server.router.api.exchange import Exchange
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.chat_prompt import (
-    ChatPrompt,
+    Chat,
     conversation_of,
-    plan_chat,
-    prompt_for_chat,
+    prepare_chat,
     render,
+    requested_chat,
     tools_of,
 )
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.text.preparation import PreparedRequest
 
 TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
 
@@ -27,9 +28,13 @@ def request(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"model": "m", "messages": messages, **fields})
 
 
-async def prompt_for(router: RouterService, asked: ChatRequest) -> ChatPrompt:
-    exchange = cast(Exchange, SimpleNamespace(service=router.service, size=10, request=None, owner=""))
-    return await prompt_for_chat(exchange, lambda: plan_chat(router.service, asked))
+async def prepared_for(router: RouterService, asked: ChatRequest) -> tuple[Chat, PreparedRequest]:
+    admission = cast(Admission, SimpleNamespace(service=router.service, size=10, owner=""))
+    return await prepare_chat(admission, lambda: requested_chat(router.service, asked))
+
+
+def text_of(router: RouterService, prepared: PreparedRequest) -> str:
+    return router.service.text.tokenizer.decode(prepared.input_ids)
 
 
 @pytest.mark.parametrize(
@@ -42,35 +47,35 @@ async def prompt_for(router: RouterService, asked: ChatRequest) -> ChatPrompt:
 )
 async def test_a_request_that_breaks_a_rule_is_refused(router: RouterService, fields: dict[str, Any], told: str):
     with pytest.raises(InvalidRequest, match=told):
-        await prompt_for(router, request(**fields))
+        await prepared_for(router, request(**fields))
 
 
 async def test_tools_may_stand_beside_a_wish_for_plain_text(router: RouterService):
-    prompt = await prompt_for(router, request(tools=TOOLS, response_format={"type": "text"}, n=2))
-    assert (prompt.checked.options.n, prompt.logprobs) == (2, None)
-    assert "clock" in prompt.text
+    _, prepared = await prepared_for(router, request(tools=TOOLS, response_format={"type": "text"}, n=2))
+    assert (prepared.options.n, prepared.logprobs) == (2, None)
+    assert "clock" in text_of(router, prepared)
 
 
 async def test_a_prompt_with_tools_has_the_grammar_of_a_call(router: RouterService):
-    prompt = await prompt_for(router, request(tools=TOOLS, tool_choice="required", max_tokens=5))
-    assert prompt.checked.options.grammar is not None
-    assert prompt.checked.options.grammar.type is GrammarKind.JSON_SCHEMA
-    assert prompt.checked.options.grammar.frame
-    assert "clock" in prompt.text
-    assert prompt.reader is not None
-    assert prompt.checked.options.stopping.max_new_tokens == 5
+    chat, prepared = await prepared_for(router, request(tools=TOOLS, tool_choice="required", max_tokens=5))
+    assert prepared.options.grammar is not None
+    assert prepared.options.grammar.type is GrammarKind.JSON_SCHEMA
+    assert prepared.options.grammar.frame
+    assert "clock" in text_of(router, prepared)
+    assert chat.reader is not None
+    assert prepared.options.stopping.max_new_tokens == 5
 
 
 async def test_a_prompt_for_text_knows_no_tools_and_takes_spans_from_the_messages(router: RouterService):
     schema = {"type": "object", "properties": {"said": {"type": "string", "x-span": True}}}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     asked = request(tools=TOOLS, tool_choice="none", response_format=form, max_completion_tokens=7)
-    prompt = await prompt_for(router, asked)
-    assert "clock" not in prompt.text
-    assert prompt.reader is None
-    assert prompt.checked.options.grammar is not None
-    assert prompt.checked.options.grammar.text == "Be brief.\nhello"
-    assert prompt.checked.options.stopping.max_new_tokens == 7
+    chat, prepared = await prepared_for(router, asked)
+    assert "clock" not in text_of(router, prepared)
+    assert chat.reader is None
+    assert prepared.options.grammar is not None
+    assert prepared.options.grammar.text == "Be brief.\nhello"
+    assert prepared.options.stopping.max_new_tokens == 7
 
 
 def test_a_message_of_the_assistant_at_the_end_is_left_open(router: RouterService):

@@ -1,4 +1,4 @@
-"""An exchange takes places, generates, and gives everything back once, however it ends."""
+"""A request is admitted, generates, and gives everything back once, however it ends."""
 
 import asyncio
 import json
@@ -12,14 +12,14 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
-from tgi_server.router.api.exchange import AllEnded, Exchange, respond
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.generation import RequestGeneration
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.api.routes.generate import tgi_options
+from tgi_server.router.api.post_routes import respond_to
+from tgi_server.router.api.routes.generate import prepare_tgi
 from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
-from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.text.chat_template import ChatTemplate
-from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
 
 
@@ -41,21 +41,23 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-async def collect(exchange: Exchange) -> Response:
+async def collect(admission: Admission, asked: GenerateRequest) -> Response:
     """Responds with the text that is generated for the request's prompt."""
-    asked = await exchange.read(GenerateRequest)
-    options = await tgi_options(exchange.service, asked.parameters, exchange.size)
-    prompt, prepare = RenderedPrompt(asked.inputs), exchange.service.preparer.prepare
-    checked = await prepare(prompt, options, Dialect.TGI, client=exchange.owner)
-    (stream,) = await exchange.collect([checked])
-    return exchange.respond(stream.output.text, characters=len(asked.inputs), streams=[stream])
+    prepared = await prepare_tgi(admission, asked.inputs, asked.parameters)
+    generation = RequestGeneration(admission)
+    (stream,) = await generation.collect([prepared])
+    return generation.respond(stream.output.text, characters=len(asked.inputs), streams=[stream])
+
+
+async def respond(router: RouterService, client: Client) -> Response:
+    return await respond_to(router.service, client.request, GenerateRequest, collect)
 
 
 async def test_a_request_that_succeeds_gives_its_place_back_and_is_counted(
     router: RouterService, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO):
-        response = await respond(router.service, Client().request, collect)
+        response = await respond(router, Client())
     assert response.body == b'"hello world"'
     assert response.headers["x-generated-tokens"] == "3"
     assert router.service.capacity.in_flight == 0
@@ -91,7 +93,7 @@ async def test_a_request_that_fails_in_the_shards_is_counted_by_its_error(
 ):
     scheduler.error = GenerationFailed("the shards are gone")
     with pytest.raises(GenerationFailed, match="the shards are gone"):
-        await respond(router.service, Client().request, collect)
+        await respond(router, Client())
     assert router.service.capacity.in_flight == 0
     assert 'tgi_request_failure{err="generation"} 1.0' in router.service.metrics.expose().decode()
     assert "/generate failed: the shards are gone" in caplog.messages
@@ -103,7 +105,7 @@ async def test_a_client_that_leaves_has_its_generation_cancelled(
     caplog.set_level(logging.INFO)
     scheduler.held, scheduler.progress = True, "512 of 900 tokens of its prompt were computed"
     client = Client()
-    responding = asyncio.ensure_future(respond(router.service, client.request, collect))
+    responding = asyncio.ensure_future(respond(router, client))
     while not scheduler.submitted:  # noqa: ASYNC110
         await asyncio.sleep(0)
     client.left.set()
@@ -118,7 +120,7 @@ async def test_a_request_that_is_cut_off_when_the_server_stops_is_not_said_to_ha
     router: RouterService, scheduler: ScriptedScheduler, caplog: pytest.LogCaptureFixture
 ):
     scheduler.held = True
-    responding = asyncio.ensure_future(respond(router.service, Client().request, collect))
+    responding = asyncio.ensure_future(respond(router, Client()))
     while not scheduler.submitted:  # noqa: ASYNC110
         await asyncio.sleep(0)
     responding.cancel()
@@ -132,7 +134,7 @@ async def test_a_request_that_is_cut_off_when_the_server_stops_is_not_said_to_ha
 async def test_beyond_the_limit_a_request_is_refused_and_takes_nothing(router: RouterService):
     router.service.capacity.take(8)
     with pytest.raises(Overloaded, match="8 requests are in flight"):
-        await respond(router.service, Client().request, collect)
+        await respond(router, Client())
     assert router.service.capacity.in_flight == 8
 
 
@@ -140,40 +142,17 @@ async def test_beyond_the_limit_a_request_is_refused_and_takes_nothing(router: R
 async def test_a_fault_of_the_server_is_logged_and_tells_the_client_nothing_of_it(
     router: RouterService, caplog: pytest.LogCaptureFixture
 ):
-    async def fail(exchange: Exchange) -> Response:
-        await exchange.body()
+    async def fail(admission: Admission, asked: GenerateRequest) -> Response:
         raise KeyError("a secret")
 
     with pytest.raises(RouterError) as told:
-        await respond(router.service, Client().request, fail)
+        await respond_to(router.service, Client().request, GenerateRequest, fail)
     assert str(told.value) == "the server failed to handle the request"
     (record,) = caplog.records
     assert record.message == "/generate failed: the server failed to handle the request"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], KeyError)
     assert router.service.capacity.in_flight == 0
-
-
-async def test_the_first_failure_ends_the_wait_for_several_sequences():
-    end, error = AllEnded(3), GenerationFailed("no")
-    end(None)
-    end(error)
-    end(None)
-    with pytest.raises(GenerationFailed, match="no"):
-        await end.future
-    end = AllEnded(2)
-    end(None)
-    assert not end.future.done()
-    end(None)
-    assert await end.future is None
-
-
-async def test_a_stream_holds_its_place_until_its_last_byte(router: RouterService, client: httpx.AsyncClient):
-    body = {"inputs": "hello"}
-    response = await client.post("/generate_stream", json=body)
-    assert response.text.count("data:") == 3
-    assert router.service.capacity.in_flight == 0
-    assert "tgi_request_success 1.0" in router.service.metrics.expose().decode()
 
 
 async def test_a_request_that_counts_no_tokens_has_succeeded(caplog: pytest.LogCaptureFixture):

@@ -1,0 +1,109 @@
+"""The admission of one request: its places among those in flight, its memory, and its client, who may leave."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from tgi_server.router.api.access import key_of, tenant_of
+from tgi_server.router.api.body import SMALL, read_body, read_json
+from tgi_server.router.api.connections import network_of
+from tgi_server.router.api.memory import lease_of
+from tgi_server.router.api.request_record import RequestRecord
+from tgi_server.router.errors import ClientGone, RouterError
+from tgi_server.router.schemas.validation import ignored, validate
+from tgi_server.router.service import Service
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+class Admission:
+    """A request while the server works for it. Every admission is closed once, and its record is written then.
+
+    tenant: the name of the API key, where there are several. owner: of its places: the tenant, or else its address.
+    size: bytes of the body, once it is there. on_release: called before the places are given back. refusal: why the
+    server cancelled the request, which is its answer.
+    """
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self.service = service
+        self.request = request
+        self.record = RequestRecord(service, request)
+        self.tenant = tenant_of(request)
+        self.key = key_of(request)
+        self.owner = self.tenant or (network_of(request.client.host) if request.client is not None else "")
+        self.size = 0
+        self.closed = False
+        self.on_release: Callable[[], None] = lambda: None
+        self.refusal: RouterError | None = None
+        self._places = 0
+        self._task = asyncio.current_task()
+        self.lease = lease_of(request.scope)
+        self.lease.end = self._refuse
+
+    async def read(self, model: type[M]) -> M:
+        """Returns the body as `model`. From then on the request has a place among those in flight.
+
+        Raises InvalidRequest; Overloaded when as many are in flight as may be.
+        """
+        self.service.metrics.requests.received()
+        body = await read_body(self.request, self.service.policy.payload_limit)
+        self.size = len(body)
+        self.reserve(1)
+
+        def parse() -> M:
+            content = read_json(body)
+            request = validate(model, content)
+            self.record.note_ignored(ignored(request, content))
+            return request
+
+        request = await self.service.text.threads.handle_text(len(body), parse, at_once=SMALL)
+        self.lease.give_back(self.size)  # only what it became is held from here on
+        return request
+
+    def reserve(self, places: int) -> None:
+        """Takes further places, for a request that needs several sequences. Raises Overloaded."""
+        self.service.capacity.take(places, self.owner)
+        self._places += places
+
+    async def unless_left(self, work: Awaitable[T]) -> T:
+        """Returns what `work` returns. Cancels it as soon as the client closes its connection, and waits for its end,
+        so that the request keeps its places until then. Raises ClientGone.
+        """
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._disconnected())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone("the client disconnected")
+            return task.result()
+        finally:
+            gone.cancel()
+            if task.cancel():
+                await asyncio.wait((task,))
+
+    async def _disconnected(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
+    def release(self) -> None:
+        """Ends what is still generated and gives the places back, though the answer may not have been read."""
+        self.on_release()
+        self.service.capacity.give_back(self._places, self.owner)
+        self._places = 0
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends everything; later calls do nothing. error: why the request was not answered as it should be."""
+        if not self.closed:
+            self.closed = True
+            self.release()
+            self.record.end(error)
+
+    def _refuse(self, error: RouterError) -> bool:
+        """Ends the request with an error. Returns False if its body still comes, or it has been answered."""
+        if self.closed or self._task is None or not self.size:
+            return False
+        self.refusal = error
+        return self._task.cancel()

@@ -1,0 +1,234 @@
+"""The record of one request: its notes in the response's headers, and in the end its log line, metrics and span."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from time import perf_counter
+from uuid import uuid4
+
+from starlette.requests import Request
+
+from tgi_server.contract import GenerationOptions
+from tgi_server.router.api.encoding import shortened
+from tgi_server.router.errors import (
+    CannotBeInTime,
+    ClientGone,
+    GenerationFailed,
+    InvalidRequest,
+    RequestTimedOut,
+    RouterError,
+    shown_message,
+    shown_status,
+)
+from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.schemas.validation import Ignored
+from tgi_server.router.service import Service
+from tgi_server.router.text.token_stream import AnyStream
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_INDEX = re.compile(r"\[\d+\]")
+_CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
+# Ignored members that are reported for one request, and names of ignored members that are logged.
+_MOST_REPORTED, _MOST_LOGGED = 10, 1000
+
+Fields = dict[str, str | int | float]  # of a line of the log, or of a span
+
+
+class RequestRecord:
+    """What is known of a request: when it came, what of it was ignored, what was generated, how it ended.
+
+    model: the name that the span has for the model. read_tokens: of texts that were only read, for a request that
+    generates nothing. progress: how far a cancelled request had come.
+    """
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self._service = service
+        self._metrics = service.metrics.requests
+        self.path: str = request.scope["path"]
+        self.request_id = request_id(request)
+        self.arrived = perf_counter()
+        self.span = service.tracer.start(self.path, request.headers)
+        self.read_tokens = 0
+        self.progress = ""
+        self._requested: Fields = {}
+        self._streams: list[AnyStream] = []
+        self._adapters: set[str | None] = set()
+        self._ignored: list[str] = []
+        self._unenforced: list[str] = []
+        self._schema_reading: list[str] = []
+
+    def note_ignored(self, members: Iterable[Ignored]) -> None:
+        """Notes members of the body that have no effect. Raises InvalidRequest for them with --strict-fields."""
+        policy = self._service.policy
+        for member in islice(members, _MOST_REPORTED):
+            if policy.strict_fields:
+                raise InvalidRequest.at(member.path, member.fault)
+            self._ignored.append(f"{member.path} ({member.note})" if member.note else member.path)
+            name = _INDEX.sub("[]", member.path)
+            if name not in policy.ignored_fields and len(policy.ignored_fields) < _MOST_LOGGED:
+                policy.ignored_fields.add(name)
+                logger.warning("%s: `%s` is ignored: it %s", self.path, member.path, member.fault)
+
+    def note_model(self, model: str) -> None:
+        """Notes the model that a request names which generates nothing."""
+        self._requested = {"gen_ai.request.model": model}
+
+    def note_sequence(self, stream: AnyStream, options: GenerationOptions, unenforced: Sequence[str]) -> None:
+        """Notes a sequence that is about to be generated. unenforced: constraints that are left to the model."""
+        self._streams.append(stream)
+        if new := [constraint for constraint in unenforced if constraint not in self._unenforced]:
+            self._unenforced += new
+            logger.info("%s: constraints are left to the model: %s", self.path, shortened(new))
+        if options.grammar is not None and options.grammar.reading:
+            self._schema_reading = [options.grammar.reading]
+        self._metrics.validated(stream.input_length, options.stopping.max_new_tokens)
+        if options.adapter_id not in self._adapters:
+            self._adapters.add(options.adapter_id)
+            self._metrics.computed_by(options.adapter_id)
+        self._requested = {
+            "gen_ai.request.model": options.adapter_id or self._service.model.names[0],
+            "gen_ai.request.max_tokens": options.stopping.max_new_tokens,
+            "gen_ai.request.temperature": options.sampling.temperature if options.sampling.do_sample else 0.0,
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The request's id, and how the request was read, for the response."""
+        notes = {
+            "x-unenforced-constraints": self._unenforced,
+            "x-ignored-fields": self._ignored,
+            "x-schema-reading": self._schema_reading,
+        }
+        return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes.items() if lines}
+
+    @property
+    def total_time(self) -> float:
+        """Seconds since the request came."""
+        return perf_counter() - self.arrived
+
+    @property
+    def times(self) -> RequestTimes:
+        """Where the time went that the client waited for the slowest sequence."""
+        slowest = self._slowest
+        inference = slowest.ended_at - slowest.started_at
+        return RequestTimes(
+            total=self.total_time,
+            validation=slowest.queued_at - self.arrived,
+            queue=slowest.started_at - slowest.queued_at,
+            inference=inference,
+            per_token=inference / max(slowest.generated_tokens, 1),
+            first_token=min(stream.first_token_at for stream in self._streams) - self.arrived,
+        )
+
+    @property
+    def _slowest(self) -> AnyStream:
+        return max(self._streams, key=lambda stream: stream.ended_at)
+
+    def end(self, error: BaseException | None) -> None:
+        """Writes the record. error: why the request was not answered as it should be."""
+        if error is not None:
+            self._failed(error)
+        elif self._streams:
+            self._generated()
+        else:
+            self._computed()
+
+    def _generated(self) -> None:
+        times, slowest = self.times, self._slowest
+        generated = sum(stream.generated_tokens for stream in self._streams)
+        prompt_tokens = sum(stream.input_length for stream in self._streams)
+        self._metrics.succeeded(times, generated)
+        fields: Fields = {
+            "total_time": Milliseconds.of(times.total),
+            "validation_time": Milliseconds.of(times.validation),
+            "queue_time": Milliseconds.of(times.queue),
+            "inference_time": Milliseconds.of(times.inference),
+            "time_per_token": Milliseconds.of(times.per_token),
+            "time_to_first_token": Milliseconds.of(times.first_token),
+            "prompt_tokens": prompt_tokens,
+            "generated_tokens": generated,
+        }
+        logger.info("%s answered", self.path, extra=fields | self._identity(200))
+        self._service.tracer.phases(
+            self.span,
+            {
+                "validation": (self.arrived, slowest.queued_at),
+                "queue": (slowest.queued_at, slowest.started_at),
+                "inference": (slowest.started_at, slowest.ended_at),
+            },
+        )
+        # OpenTelemetry's semantic conventions for generative AI.
+        conventional: dict[str, str | int | float | Sequence[str]] = {
+            "gen_ai.operation.name": "chat" if self.path in _CHATS else "text_completion",
+            "gen_ai.provider.name": "oatmill",
+            "gen_ai.response.model": self._requested["gen_ai.request.model"],
+            "gen_ai.usage.input_tokens": prompt_tokens,
+            "gen_ai.usage.output_tokens": generated,
+            "gen_ai.response.finish_reasons": [
+                stream.finish_reason.value for stream in self._streams if stream.finish_reason is not None
+            ],
+        }
+        self._service.tracer.end(self.span, {**fields, **conventional, **self._requested}, None)
+
+    def _computed(self) -> None:
+        seconds, tokens = self.total_time, self.read_tokens
+        self._metrics.answered(seconds, tokens)
+        fields: Fields = {"total_time": Milliseconds.of(seconds), "prompt_tokens": tokens}
+        logger.info("%s answered", self.path, extra=fields | self._identity(200))
+        self._service.tracer.end(self.span, {**fields, **self._requested, "gen_ai.usage.input_tokens": tokens}, None)
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):  # requests are cancelled when the time to finish them is up
+            error = GenerationFailed("the server is shutting down")
+        shown = error if isinstance(error, RouterError) else ClientGone("the client disconnected")
+        message, status = shown_message(shown, self.path), shown_status(shown, self.path)
+        self._metrics.failed(shown.error_type)
+        fault = (status >= 500 or status == 424) and not isinstance(shown, RequestTimedOut | CannotBeInTime)
+        expected = isinstance(shown, ClientGone) or self._service.policy.is_local  # a program gets exceptions
+        level = logging.INFO if expected else logging.WARNING
+        fields: Fields = {"error_type": shown.error_type, "total_time": Milliseconds.of(self.total_time)}
+        logger.log(
+            logging.ERROR if fault else level,
+            "%s failed: %s",
+            self.path,
+            f"{message}; {self.progress}" if isinstance(shown, ClientGone) and self.progress else message,
+            extra=fields | self._identity(status),
+            exc_info=shown.__cause__ if type(shown) is RouterError else None,
+        )
+        self._service.tracer.end(self.span, {**fields, "error.type": shown.error_type, **self._requested}, message)
+
+    def _identity(self, status: int) -> Fields:
+        """Returns the fields that identify the request in its log line."""
+        fields: Fields = {"request_id": self.request_id, "status": status, "model": self._service.model.names[0]}
+        if adapters := sorted(filter(None, self._adapters)):
+            fields["adapter"] = ",".join(adapters)
+        if trace_id := self._service.tracer.trace_id(self.span):
+            fields["trace_id"] = trace_id
+        return fields
+
+
+class Milliseconds(float):
+    """A duration in milliseconds: a number in JSON logs, with its unit in text logs."""
+
+    @classmethod
+    def of(cls, seconds: float) -> "Milliseconds":
+        return cls(round(seconds * 1000, 3))
+
+    def __str__(self) -> str:
+        return f"{float(self):.3f}ms"
+
+    def __format__(self, _: str) -> str:
+        return str(self)
+
+
+def request_id(request: Request) -> str:
+    """Returns the caller's `x-request-id`, or a new one; the response and the log have it."""
+    if not hasattr(request.state, "request_id"):
+        given = request.headers.get("x-request-id", "")
+        request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+    found: str = request.state.request_id
+    return found
