@@ -48,6 +48,7 @@ class Grammar:
     lenient: places in a JSON schema (JSON pointers that begin with #) below which constraints that cannot be enforced
     are left to the model; elsewhere they are refused.
     reading: the reading of JSON schemas by which it was made of one, for a response's headers; empty: of none.
+    place: the field of the request that asks for it, for errors.
     """
 
     type: GrammarKind
@@ -56,6 +57,7 @@ class Grammar:
     frame: str = ""
     lenient: tuple[str, ...] = ()
     reading: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
 
     @property
     def size(self) -> int:

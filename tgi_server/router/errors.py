@@ -56,6 +56,13 @@ class InvalidRequest(RouterError):
         """Returns the error of the field at a path."""
         return cls(f"`{path}` {fault}", path)
 
+    def move_below(self, place: str) -> None:
+        """Names the field by its path in a larger request, of which it has been a part at `place`."""
+        path = f"{place}.{self.param}" if self.param else place
+        message = str(self).replace(f"`{self.param}`", f"`{path}`", 1)
+        self.args = (message if path in message else f"`{place}`: {self}",)
+        self.param = path
+
 
 class ContextOverflow(InvalidRequest):
     """The prompt, or the prompt with the requested answer, has too many tokens.

@@ -35,6 +35,6 @@ class PinnedGrammars:
         except Unhealthy as error:
             raise GenerationFailed(str(error)) from error
         if response.error:
-            raise InvalidRequest(f"the grammar cannot be used: {response.error}")
+            raise InvalidRequest(f"the grammar cannot be used: {response.error}", grammar.place)
         weakref.finalize(grammar, self._shards.release, pin).atexit = False
         return tuple(response.unenforced)

@@ -28,9 +28,9 @@ def requested_grammar(requested: schemas.GrammarType | None, place: str = "respo
         case schemas.PlainText():
             return None
         case schemas.RegexGrammar(value=regex):
-            return Grammar(GrammarKind.REGEX, regex)
+            return Grammar(GrammarKind.REGEX, regex, place=place)
         case schemas.LarkGrammar(value=lark):
-            return Grammar(GrammarKind.LARK, lark)
+            return Grammar(GrammarKind.LARK, lark, place=place)
         case schemas.JsonGrammar(value=value):
             return json_grammar(ANY_OBJECT if value is None else value, place=f"{place}.value")
         case schemas.JsonSchemaGrammar(value=value, json_schema=json_schema):
@@ -58,7 +58,8 @@ def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = F
         raise InvalidRequest("the JSON schema of a grammar must be an object", param=place)
     read = schema if strict else with_closed_objects(schema)
     text = to_json(read, inf_nan_mode="constants").decode()
-    return Grammar(GrammarKind.JSON_SCHEMA, text, lenient=lenient, reading=JSON_SCHEMA if strict else CLOSED_OBJECTS)
+    reading = JSON_SCHEMA if strict else CLOSED_OBJECTS
+    return Grammar(GrammarKind.JSON_SCHEMA, text, lenient=lenient, reading=reading, place=place)
 
 
 def token_grammar(token_ids: Collection[int], end_tokens: Collection[int]) -> Grammar:

@@ -126,7 +126,7 @@ class Preparer:
             if grammar:
                 grammar = with_text(grammar, spans_of or prompt.text)
                 if fault := grammar.too_long():
-                    raise InvalidRequest(f"the grammar cannot be used: {fault}")
+                    raise InvalidRequest(f"the grammar cannot be used: {fault}", grammar.place)
             return grammar, self._input_ids(prompt, truncate, add_special_tokens=add_special_tokens)
 
         grammar, input_ids = await self._threads.handle_text(_characters(prompt.text, size, truncate), work)
@@ -205,7 +205,7 @@ class Preparer:
         if grammar is None:
             return ()
         if self._grammar_refusal is not None:
-            raise InvalidRequest(self._grammar_refusal)
+            raise InvalidRequest(self._grammar_refusal, grammar.place)
         return await self._compile_grammar(grammar, client)
 
 

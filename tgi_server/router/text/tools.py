@@ -183,7 +183,8 @@ class AnswerForm:
         text = json.dumps(document, ensure_ascii=False)
         by_letter = all(tool.strict for tool in use.tools) and (answer is None or answer.reading == JSON_SCHEMA)
         reading = JSON_SCHEMA if by_letter else CLOSED_OBJECTS
-        return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient), reading=reading)
+        place = "tools" if answer is None else answer.place
+        return Grammar(GrammarKind.JSON_SCHEMA, text, "", frame, tuple(lenient), reading, place)
 
     def enforces(self, use: ToolUse, answer: Grammar | None) -> bool:
         """Returns True if the arguments of calls in such an answer have a grammar."""

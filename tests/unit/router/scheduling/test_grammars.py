@@ -54,8 +54,9 @@ async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedCli
     for _ in range(2):
         with pytest.raises(Overloaded, match="cannot be compiled now"):
             await grammars.compile(repeated(3), "")
-    with pytest.raises(InvalidRequest, match="cannot be used"):
-        await grammars.compile(Grammar(GrammarKind.REGEX, "("), "")
+    with pytest.raises(InvalidRequest, match="cannot be used") as refused:
+        await grammars.compile(Grammar(GrammarKind.REGEX, "(", place="guided_regex"), "")
+    assert refused.value.param == "guided_regex"
     again = repeated(1)
     assert await grammars.compile(again, "") == ()
     del grammar, needed[0]

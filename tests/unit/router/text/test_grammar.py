@@ -68,6 +68,21 @@ def test_regex_lark_and_plain_text():
     assert grammar(type="regex", value="a+") == Grammar(GrammarKind.REGEX, "a+")
     assert grammar(type="lark", value='start: "a"') == Grammar(GrammarKind.LARK, 'start: "a"')
     assert grammar(type="text") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"type": "regex", "value": "a+"}, "response_format"),
+        ({"type": "lark", "value": 'start: "a"'}, "response_format"),
+        ({"type": "json", "value": {}}, "response_format.value"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format"),
+    ],
+)
+def test_a_grammar_knows_the_field_that_asks_for_it(fields: dict[str, Any], place: str):
+    made = grammar(**fields)
+    assert made is not None
+    assert made.place == place
     assert requested_grammar(None) is None
 
 

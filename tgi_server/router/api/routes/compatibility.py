@@ -60,7 +60,13 @@ async def _invoke(admission: Admission, body: SagemakerRequest) -> Response:
 async def _predict(admission: Admission, request: VertexRequest) -> Response:
     instances = request.instances
     admission.reserve(len(instances) - 1)
-    sequences = [await _prepare(admission, instance.root) for instance in instances]
+    sequences: list[PreparedRequest] = []
+    for index, instance in enumerate(instances):
+        try:
+            sequences.append(await _prepare(admission, instance.root))
+        except InvalidRequest as error:
+            error.move_below(f"instances[{index}]")
+            raise
     generation = RequestGeneration(admission)
     streams = await generation.collect(sequences)
     response = VertexResponse(predictions=[stream.output.text for stream in streams])

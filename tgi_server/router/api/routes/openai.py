@@ -70,12 +70,14 @@ def requested_form(request: SharedParameters) -> Grammar | None:
         "structured_outputs.json_object": ANY_OBJECT if outputs.json_object else None,
     }
     choices = {"guided_choice": request.guided_choice, "structured_outputs.choice": outputs.choice}
+    regexes = {"guided_regex": request.guided_regex, "regex": request.regex, "structured_outputs.regex": outputs.regex}
+    larks = {"guided_grammar": request.guided_grammar, "structured_outputs.grammar": outputs.grammar}
     found = [
         requested_grammar(request.response_format),
         *(json_grammar(schema, place=place) for place, schema in schemas.items() if schema is not None),
-        *map(_regex, (request.guided_regex, request.regex, outputs.regex)),
+        *(Grammar(GrammarKind.REGEX, text, place=place) for place, text in regexes.items() if text is not None),
         *(_choice(texts, place) for place, texts in choices.items() if texts is not None),
-        *map(_lark, (request.guided_grammar, outputs.grammar)),
+        *(Grammar(GrammarKind.LARK, text, place=place) for place, text in larks.items() if text is not None),
     ]
     # Clients may say the same in several fields; of equal ones, the strictest counts.
     asked = sorted(filter(None, found), key=lambda form: len(form.lenient))
@@ -89,18 +91,10 @@ def requested_form(request: SharedParameters) -> Grammar | None:
     return forms[0] if forms else None
 
 
-def _regex(regex: str | None) -> Grammar | None:
-    return None if regex is None else Grammar(GrammarKind.REGEX, regex)
-
-
-def _lark(grammar: str | None) -> Grammar | None:
-    return None if grammar is None else Grammar(GrammarKind.LARK, grammar)
-
-
-def _choice(texts: Sequence[str], place: str) -> Grammar | None:
+def _choice(texts: Sequence[str], place: str) -> Grammar:
     if not texts:
         raise InvalidRequest.at(place, "is empty; it needs at least one text to choose")
-    return _regex("|".join(map(_escaped, texts)))
+    return Grammar(GrammarKind.REGEX, "|".join(map(_escaped, texts)), place=place)
 
 
 def _escaped(text: str) -> str:

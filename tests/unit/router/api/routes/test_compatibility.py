@@ -55,6 +55,15 @@ async def test_vertex_predicts_for_each_instance(client: httpx.AsyncClient, sche
 async def test_vertex_refuses_a_request_whose_second_instance_is_wrong(
     client: httpx.AsyncClient, scheduler: ScriptedScheduler
 ):
-    body = {"instances": [{"inputs": "hello"}, {"inputs": ""}]}
-    assert (await client.post("/vertex", json=body)).status_code == 422
+    faults = {
+        "`instances[1].inputs` must not be empty": {"inputs": ""},
+        "`instances[1].parameters.best_of` is 9;": {"inputs": "a", "parameters": {"best_of": 9}},
+        "`instances[1].n` is 9;": CHAT | {"n": 9},
+        "`instances[1]`: `inputs` must have less than 301 tokens": {"inputs": "a" * 400},
+        "`instances[1]`: a prediction is one text": CHAT | {"n": 2},
+    }
+    for fault, instance in faults.items():
+        response = await client.post("/vertex", json={"instances": [{"inputs": "hello"}, instance]})
+        assert response.status_code == 422
+        assert fault in response.json()["error"]
     assert not scheduler.submitted
