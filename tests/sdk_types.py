@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, RootModel
 from typing_extensions import is_typeddict
 
-from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, known_types, models_of
+from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, models_of
 from tgi_server.router.schemas.unions import json_names
+from tools.members import known_types
 
 # Fields that tell the members of a union apart.
 _TAGS = ("type", "role", "mode")

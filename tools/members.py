@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, known_types, models_of
-from tgi_server.router.schemas.unions import json_names
+from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, models_of
+from tgi_server.router.schemas.unions import json_names, literals
 
 _HEAD = """| object | read | accepted without effect | left out, and reported | refused by name |
 |---|---|---|---|---|
@@ -41,6 +41,16 @@ def _rows(
             if not issubclass(inner, Refused | LeftOut) and (own, inner) not in seen:
                 seen.add((own, inner))
                 yield from _rows(inner, f"{path}.{own}" if path else own, frozenset(), seen)
+
+
+def known_types(model: type[RequestModel]) -> frozenset[str] | None:
+    """Returns the types of objects that a model was written for; None: it has no field that tells them apart."""
+    if issubclass(model, LeftOut):
+        return model.known
+    for name in ("type", "role", "mode"):
+        if name in model.model_fields:
+            return frozenset(literals(model.model_fields[name].annotation)) or None
+    return None
 
 
 def _types(field: FieldInfo, of: type[RequestModel]) -> list[str]:

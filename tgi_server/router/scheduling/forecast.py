@@ -1,11 +1,12 @@
 """When requests would be answered, by what steps have cost lately. Who surely comes too late is refused at once."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
 
+from tgi_server.router.scheduling.pace import Average, StepTimes
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.submission import Limits
 
@@ -28,67 +29,12 @@ _VALID_S = 10.0
 _CLOSING_STEPS, _CLOSING_SHARE = 30, 0.25
 
 
-class Average:
-    """The average of what was measured lately.
-
-    A median would not do: if the router is late for a response, one step seems long and the next one short.
-    """
-
-    def __init__(self, recent: int) -> None:
-        self._kept = 1 - 1 / recent
-        self._total = self._weight = 0.0
-
-    def add(self, total: float, number: float = 1.0) -> None:
-        """Adds `number` measured things, with their sum."""
-        self._total = self._kept * self._total + total
-        self._weight = self._kept * self._weight + number
-
-    @property
-    def value(self) -> float | None:
-        """The average; None if nothing has been added."""
-        return max(0.0, self._total) / self._weight if self._weight else None
-
-
-class AverageTimes:
-    """The time of a step without prompts, by the replies that it continues, and of each prompt token besides."""
-
-    def __init__(self) -> None:
-        recent = partial(Average, _RECENT_STEPS)
-        self._decode_s: defaultdict[int, Average] = defaultdict(recent)  # by the binary digits of the replies
-        self._token_s = recent()
-
-    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
-        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
-        decode_s = self.decode_s(max(replies, 1))
-        if decode_s is not None and (self.token_s is not None or not prompt_tokens):
-            seconds = min(seconds, _LONGEST_STEP * (decode_s + prompt_tokens * (self.token_s or 0.0)))
-        if not prompt_tokens:
-            self._decode_s[replies.bit_length()].add(seconds)
-        elif decode_s is not None:
-            # A prompt that is computed in steps without replies takes all of their time.
-            self._token_s.add(seconds - decode_s if replies else seconds, prompt_tokens)
-
-    @property
-    def token_s(self) -> float | None:
-        """The seconds of a prompt token; None as long as there has been none."""
-        return self._token_s.value
-
-    def decode_s(self, replies: int) -> float | None:
-        """Returns the seconds of a step that only continues replies; None as long as there has been none.
-
-        Where none of as many replies has been measured, the next larger one counts, or else the largest.
-        """
-        digits = replies.bit_length()
-        known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
-        return None if known is None else self._decode_s[known].value
-
-
 class Forecast:
     """Estimates the times of requests from measured steps. As long as there are none, every request is in time."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._times = AverageTimes()
+        self._times = StepTimes(partial(Average, _RECENT_STEPS))
         self._steps = Average(_RECENT_STEPS)  # seconds of steps that continue replies
         self._fresh_share = Average(_RECENT_PROMPTS)  # of the tokens of prompts, those that were not cached
         self._fresh_tokens = Average(_RECENT_PROMPTS)  # of a prompt
@@ -101,7 +47,10 @@ class Forecast:
     def observe(self, replies: int, prompt_tokens: int, seconds: float, now: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         self._measured_at = now
-        self._times.observe(replies, prompt_tokens, seconds)
+        decode_s, token_s = self._times.decode_s(max(replies, 1)), self._times.token_s
+        known = decode_s is not None and (token_s is not None or not prompt_tokens)
+        longest = _LONGEST_STEP * ((decode_s or 0.0) + prompt_tokens * (token_s or 0.0)) if known else inf
+        self._times.observe(replies, prompt_tokens, min(seconds, longest))
         if replies:
             self._steps.add(seconds)
 

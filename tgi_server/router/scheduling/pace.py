@@ -1,7 +1,7 @@
 """Limits the prompt tokens of a step, so that inter-token latency stays low and steps end soon."""
 
 from collections import defaultdict, deque
-from functools import partial
+from collections.abc import Callable
 from statistics import median
 
 # Prompt tokens of a step until it has been measured what they cost.
@@ -28,6 +28,41 @@ _SHORT_STEP_S = 0.1
 _RECENT_STEPS = 15
 
 
+class Average:
+    """The average of what was measured lately.
+
+    A median would not do: if the router is late for a response, one step seems long and the next one short.
+    """
+
+    def __init__(self, recent: int) -> None:
+        self._kept = 1 - 1 / recent
+        self._total = self._weight = 0.0
+
+    def add(self, total: float, number: float = 1.0) -> None:
+        """Adds `number` measured things, with their sum."""
+        self._total = self._kept * self._total + total
+        self._weight = self._kept * self._weight + number
+
+    @property
+    def value(self) -> float | None:
+        """The average; None if nothing has been added."""
+        return max(0.0, self._total) / self._weight if self._weight else None
+
+
+class Median:
+    """The median of what was measured last. One step that something else held up changes nothing."""
+
+    def __init__(self) -> None:
+        self._recent = deque[float](maxlen=_RECENT_STEPS)
+
+    def add(self, total: float, number: float = 1.0) -> None:
+        self._recent.append(max(0.0, total) / number)
+
+    @property
+    def value(self) -> float | None:
+        return median(self._recent) if self._recent else None
+
+
 class StepTimes:
     """The time of a step without prompts, by the number of replies that it continues, and of each prompt token besides.
 
@@ -35,24 +70,22 @@ class StepTimes:
     less than others, where a step waits for the weights, and long prompts cost more.
     """
 
-    def __init__(self, least_tokens: int) -> None:
-        """least_tokens: steps with fewer prompt tokens do not count."""
-        self._least_tokens = least_tokens
-        recent = partial(deque[float], maxlen=_RECENT_STEPS)
-        self._decode_s: defaultdict[int, deque[float]] = defaultdict(recent)  # by the binary digits of the replies
-        self._token_s = recent()
+    def __init__(self, estimate: Callable[[], Average | Median]) -> None:
+        self._decode_s: defaultdict[int, Average | Median] = defaultdict(estimate)  # by the binary digits of replies
+        self._token_s = estimate()
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         if not prompt_tokens:
-            self._decode_s[replies.bit_length()].append(seconds)
-        elif prompt_tokens >= self._least_tokens and (decode_s := self.decode_s(max(replies, 1))) is not None:
-            self._token_s.append(max(0.0, seconds - decode_s) / prompt_tokens)
+            self._decode_s[replies.bit_length()].add(seconds)
+        elif (decode_s := self.decode_s(max(replies, 1))) is not None:
+            # A prompt that is computed in steps without replies takes all of their time.
+            self._token_s.add(seconds - decode_s if replies else seconds, prompt_tokens)
 
     @property
     def token_s(self) -> float | None:
         """The seconds of a prompt token; None as long as there has been none."""
-        return median(self._token_s) if self._token_s else None
+        return self._token_s.value
 
     def decode_s(self, replies: int) -> float | None:
         """Returns the seconds of a step that only continues replies; None as long as there has been none.
@@ -61,7 +94,7 @@ class StepTimes:
         """
         digits = replies.bit_length()
         known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
-        return None if known is None else median(self._decode_s[known])
+        return None if known is None else self._decode_s[known].value
 
 
 class PromptPace:
@@ -79,15 +112,15 @@ class PromptPace:
         self._block_size = block_size
         self._target_gap_s = target_gap_s
         self._least_tokens = block_size if target_gap_s is None else min(block_size, _LEAST_TOKENS)
-        self._times = StepTimes(self._least_tokens)
+        self._times = StepTimes(Median)
         # Of steps that continue no reply.
         self._prompt_steps = deque[tuple[int, float]](maxlen=_RECENT_PROMPT_STEPS)
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
-        if replies:
+        if replies and (not prompt_tokens or prompt_tokens >= self._least_tokens):
             self._times.observe(replies, prompt_tokens, seconds)
-        elif prompt_tokens >= self._block_size:
+        elif not replies and prompt_tokens >= self._block_size:
             self._prompt_steps.append((prompt_tokens, seconds))
 
     @property

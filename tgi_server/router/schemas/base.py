@@ -18,7 +18,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from tgi_server.router.options import Dialect, OptionRow, fault_of, rows
-from tgi_server.router.schemas.unions import literals
 
 NOT_EMPTY: dict[str, JsonValue] = {"minLength": 1}
 SEVERAL: dict[str, JsonValue] = {"minItems": 1}
@@ -181,16 +180,6 @@ class LeftOut(RequestModel):
     known: ClassVar[frozenset[str]] = frozenset()
 
     type: str
-
-
-def known_types(model: type[RequestModel]) -> frozenset[str] | None:
-    """Returns the types of objects that a model was written for; None: it has no field that tells them apart."""
-    if issubclass(model, LeftOut):
-        return model.known
-    for name in ("type", "role", "mode"):
-        if name in model.model_fields:
-            return frozenset(literals(model.model_fields[name].annotation)) or None
-    return None
 
 
 def models_of(annotation: Any) -> tuple[type[RequestModel], ...]:

@@ -24,7 +24,6 @@ Kind = Literal["predicate", "choice", "score"]
 Scoring = Literal["labels", "sequences"]
 Normalization = Literal["none", "orders", "calibration"]
 
-MOST_OPTIONS = 255
 # Orders in which the options of one question are listed, at most.
 _MOST_ORDERS = 8
 # What stands for the input where a question is calibrated.
@@ -223,7 +222,10 @@ def result_of(
 def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring, temperature: float) -> list[float]:
     """Returns the softmax of labels' log-probabilities; of texts, those of a token in the mean."""
     lengths = [len(each) if scoring == "sequences" else 1 for each in labels.tokens]
-    scores = [value / length / temperature for value, length in zip(logprobs, lengths, strict=True)]
+    return softmax([value / length / temperature for value, length in zip(logprobs, lengths, strict=True)])
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
     highest = max(scores)
     weights = [exp(score - highest) for score in scores]
     total = fsum(weights)

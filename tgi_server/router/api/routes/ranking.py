@@ -32,6 +32,7 @@ from tgi_server.router.schemas.encoding import (
     RerankUsage,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.text.decisions import softmax
 from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 
 # Of a label with its score in a response, beside its name.
@@ -153,12 +154,7 @@ def _scores(values: Values, *, raw: bool = False) -> list[float]:
 
 def _probabilities(logits: Sequence[float]) -> list[float]:
     """Returns the softmax of several labels' logits, or the sigmoid of one's."""
-    if len(logits) == 1:
-        return [_sigmoid(logits[0])]
-    highest = max(logits)
-    weights = [exp(logit - highest) for logit in logits]
-    total = sum(weights)
-    return [weight / total for weight in weights]
+    return softmax(logits) if len(logits) > 1 else [_sigmoid(logits[0])]
 
 
 def _sigmoid(logit: float) -> float:
