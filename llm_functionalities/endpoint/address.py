@@ -1,9 +1,10 @@
 """Addresses as they are written in settings: of endpoints (`tgi:80`, or a whole URL) and of name servers."""
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from shared.addresses import is_ip_address
 
 DNS_PORT = 53
 
@@ -53,12 +54,3 @@ def parse_name_server(text: str) -> tuple[str, int]:
     if not is_ip_address(host) or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError("give the address of a name server, with its port unless that is 53")
     return host, int(port)
-
-
-def is_ip_address(text: str) -> bool:
-    """Returns True if `text` is an IPv4 or IPv6 address. An IPv6 address may have a zone, as in `fe80::1%eth0`."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

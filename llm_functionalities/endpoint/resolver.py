@@ -20,9 +20,9 @@ import dns.nameserver
 import dns.rdatatype
 import dns.resolver
 
-from llm_functionalities.endpoint.address import is_ip_address
 from llm_functionalities.endpoint.call import Call
 from llm_functionalities.errors import DeadlineExceeded, Unresolvable
+from shared.addresses import is_ip_address
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import httpx2
 from huggingface_hub import constants, set_client_factory
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from llm_functionalities.endpoint.address import is_ip_address
 from llm_functionalities.endpoint.call import Call, current_call
 from llm_functionalities.endpoint.resolver import Resolver
 from llm_functionalities.errors import (
@@ -28,6 +27,7 @@ from llm_functionalities.errors import (
     Unreachable,
     Unread,
 )
+from shared.addresses import is_ip_address
 
 # Servers keep an idle connection longer (uvicorn: 5 s), so none is picked just as its server closes it.
 KEEP_ALIVE_SECONDS = 3.0

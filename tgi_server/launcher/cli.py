@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from shared.addresses import is_ip_address
 from shared.gpus import has_gpu
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
@@ -22,7 +23,6 @@ from tgi_server.launcher.machine import (
     check_packages,
     check_port,
     check_shards,
-    is_ip_address,
     shard_count,
 )
 from tgi_server.launcher.preflight import check_model

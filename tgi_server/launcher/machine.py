@@ -2,7 +2,6 @@
 
 import errno
 import importlib.util
-import ipaddress
 import os
 import socket
 import sys
@@ -77,15 +76,6 @@ def check_port(hostname: str, port: int, flag: str, address_flag: str = "--hostn
 def check_address(hostname: str, flag: str) -> None:
     """Raises CannotStartError when `hostname` is not an address of this machine."""
     _bind(hostname, 0, flag, flag)
-
-
-def is_ip_address(hostname: str) -> bool:
-    """Returns True for an address, and False for a name."""
-    try:
-        ipaddress.ip_address(hostname)
-    except ValueError:
-        return False
-    return True
 
 
 def free_port(hostname: str = "127.0.0.1") -> int:

@@ -1,17 +1,16 @@
 """Access: a server with keys needs one from each client; a server without refuses pages of other sites."""
 
 import hashlib
-import ipaddress
 import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shared.addresses import is_ip_address
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
 from tgi_server.router.settings import ApiKey
@@ -140,7 +139,7 @@ class ForeignPageMiddleware:
         return (
             name == "localhost"
             or name.endswith(".localhost")
-            or _is_address(name)
+            or is_ip_address(name)
             or any(each in (_ANY, name) or _covers(each, name) for each in self._rules.hosts)
         )
 
@@ -211,10 +210,3 @@ def _covers(pattern: str, name: str) -> bool:
 def _is_private(name: str) -> bool:
     """Returns True for a name that no public website can have: without a dot, or in a private domain."""
     return "." not in name or name.rpartition(".")[2] in _PRIVATE or name.endswith(".home.arpa")
-
-
-def _is_address(name: str) -> bool:
-    with suppress(ValueError):
-        ipaddress.ip_address(name)
-        return True
-    return False

@@ -11,6 +11,7 @@ from urllib.parse import urljoin
 import httpcore2
 import httpx2
 
+from shared.addresses import is_ip_address
 from tgi_server.router.fairness import FairQueue
 from tgi_server.router.media.data_urls import check_size
 from tgi_server.router.media.messages import UnusableImage
@@ -109,7 +110,7 @@ class Fetcher:
             found = await loop.run_in_executor(self._threads, _look_up, host, port)
         except OSError as error:
             raise UnusableImage(f"its host {host[:100]} has no address: {error.strerror}") from None
-        named = ":" in entry or _is_address(entry)
+        named = ":" in entry or is_ip_address(entry.strip("[]"))
         usable = [each for each in found if _may_connect(each, private=named)]
         if not usable:
             raise UnusableImage(f"its host {host[:100]} is at an address of a private network or of this machine")
@@ -172,14 +173,6 @@ def _shown(target: httpx2.URL) -> str:
 def _look_up(host: str, port: int) -> list[str]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.strip("[]"))
-    except ValueError:
-        return False
-    return True
 
 
 def _may_connect(text: str, *, private: bool) -> bool:
