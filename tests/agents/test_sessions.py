@@ -93,7 +93,12 @@ async def run_agent(agent: Agent, program: Sequence[str], url: str, folder: Path
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    output, _ = await process.communicate()
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert process.returncode is not None
     return process.returncode, output.decode(errors="replace")
 

@@ -194,9 +194,11 @@ def candidates(place: Place) -> Sequence[Any]:
     name, kind = place.path[-1], place.schema.get("type")
     if kind == "boolean":
         return () if name in ("stream", "strict", "schema") else (True,)
-    if kind not in ("integer", "number") or "[]" in place.path or name in ("seed", "min_tokens"):
+    if kind not in ("integer", "number") or name in ("seed", "min_tokens"):
         return ()
-    return (2,) if limits_answer(place) else _NUMBERS
+    if limits_answer(place):
+        return (2,)
+    return () if "[]" in place.path else _NUMBERS
 
 
 def limits_answer(place: Place) -> bool:
