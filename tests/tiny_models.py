@@ -239,7 +239,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "mimo_v2_flash": (
         "mimo_v2_flash",
         _GATED
-        | {"num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW}
+        | {"num_hidden_layers": 4, "head_dim": 32, "v_head_dim": 16, "sliding_window": WINDOW}
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1},
     ),
     "minicpm3": ("minicpm3", _LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32}),

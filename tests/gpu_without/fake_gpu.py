@@ -208,7 +208,7 @@ class _Capture:
 def _quantize(model: PreTrainedModel, kind: str) -> None:
     for path, module in list(model.named_modules()):
         if Experts.fits(module):
-            module = Experts.quantized(module, 1 if module.is_transposed else 2)
+            module = Experts.quantized(module, 1 if module.is_transposed or not module.has_gate else 2)
             model.set_submodule(path, module)
             for layer in module.modules():
                 if isinstance(layer, QuantizedLinear):

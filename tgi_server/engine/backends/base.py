@@ -59,7 +59,8 @@ class PagedModel(ABC):
     """A model that runs steps over the paged KV cache: a spec on a device, or the forward pass of `transformers`.
 
     source: the model of `transformers` that it was made from; its configuration, embeddings and head stay there.
-    attention: has the KV blocks, and attends over them. adapted: rows may have adapters.
+    attention: has the KV blocks, and attends over them. kv_shape: of what the layers of `transformers` cache, which
+    may be arranged otherwise there. adapted: rows may have adapters.
     states: of the layers without keys; None: there are no such layers.
     """
 
@@ -70,6 +71,7 @@ class PagedModel(ABC):
     def __init__(self, source: nn.Module, attention: AttentionBackend) -> None:
         self.source = source
         self.attention = attention
+        self.kv_shape = attention.shape
         self._rope = LengthDependentRope(source)
 
     def allocate(self, num_blocks: int) -> None:

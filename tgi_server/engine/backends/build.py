@@ -6,12 +6,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.backends.attention.base import AttentionVariant
-from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, Unfit, inner
+from tgi_server.engine.backends.attention.base import AttentionVariant, Latents
+from tgi_server.engine.backends.decoder import (
+    AttentionHeads,
+    Decoder,
+    DecoderLayer,
+    LatentLayers,
+    Norm,
+    Unfit,
+    inner,
+)
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
@@ -30,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 # The norms of LayerSpec, in the order of a layer's steps.
 NORMS = ("attention_norm", "query_norm", "key_norm", "attended_norm", "feed_forward_norm", "fed_norm")
-# Those that a layer with states has not.
+# The linear layers that a decoder layer may have.
+_LINEARS = ("qkv", "query", "output", "mixer_in", "mixer_out", "up", "down", "shared_gate")
+# The norms that a layer without attention has not.
 _OF_ATTENTION = ("query_norm", "key_norm")
 # Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
@@ -79,7 +90,7 @@ def build_decoder(
         _embedding(model.get_input_embeddings(), head, new_head, linear),
         None if positions is None else positions.weight[getattr(positions, "offset", 0) :],
         norms[0],
-        [RotaryTable(getattr(decoder, "rotary_emb", None), each) for each in spec.ropes],
+        [RotaryTable(getattr(decoder, spec.rotary, None), each) for each in spec.ropes],
         made,
         norms[1],
         new_head,
@@ -127,7 +138,7 @@ def _check(
     linear: LinearFactory,
 ) -> list[MixerKernel | None]:
     """Raises Unfit for a model that its spec does not describe. Returns the kernels of layers with states."""
-    attending = {index for index, layer in enumerate(spec.layers) if layer.mixer is None}
+    attending = {index for index, layer in enumerate(spec.layers) if layer.attends}
     if len(modules) != len(spec.layers) or not variants.keys() >= attending:
         raise Unfit(f"it has {len(modules)} layers, where its spec has {len(spec.layers)}")
     mixers = []
@@ -139,7 +150,7 @@ def _check(
                 raise Unfit(f"there is no kernel for layer {index}, {layer.mixer}")
             names_of = _linear_names(layer, mixer)
             parts = [[inner(_linear(module, name)) for name in names] for names in names_of.values()]
-            mixture = module.get_submodule(layer.mixture[0]) if layer.mixture else None
+            mixture = module.get_submodule(layer.mixture.name) if layer.mixture else None
             for name in _norm_names(layer).values():
                 Norm.of(module.get_submodule(name))
         except AttributeError as error:
@@ -164,36 +175,69 @@ def _layer(
     linear: LinearFactory,
 ) -> DecoderLayer:
     """Returns a layer with the weights of one of `transformers`; those of a mixture are not packed yet."""
-    linears: dict[str, Any] = dict.fromkeys(("up", "down", "shared_gate"))
-    parts = {}
+    linears: dict[str, Any] = dict.fromkeys(_LINEARS)
+    parts: dict[str, list[tuple[str, int]]] = {}
+    scales: dict[str, Tensor] = {}
     for part, names in _linear_names(spec, mixer).items():
         own = [_linear(module, name) for name in names]
         parts[part] = [(name, _outputs(each)) for name, each in zip(names, own, strict=True)]
         linears[part] = _joined(own, linear)
+        if spec.scales.keys() & set(names):
+            scales[part] = torch.cat([_scales(module, spec, *each) for each in parts[part]])
     norms = {name: Norm.of(module.get_submodule(path)) for name, path in _norm_names(spec).items()}
-    mixture = module.get_submodule(spec.mixture[0]) if spec.mixture else None
+    mixture = module.get_submodule(spec.mixture.name) if spec.mixture else None
+    heads, latents = None, None
+    if variant is not None and spec.attention is not None:
+        attention = module.get_submodule(spec.attention)
+        latents = _latents(attention, variant.latents, linears["query"]) if variant.latents else None
+        heads = _heads(attention, spec, linears) if latents is None else _heads_of(latents)
+        variant = replace(variant, scaling=variant.scaling if spec.scaling is None else spec.scaling, latents=None)
     return DecoderLayer(
         spec,
         index,
-        None if mixer else _heads(module.get_submodule(spec.attention), spec, linears),
-        replace(variant, scaling=spec.scaling) if variant and spec.scaling is not None else variant,
+        heads,
+        variant,
         mixer,
+        latents,
         norms,
         linears["qkv"],
         linears["output"],
+        linears["mixer_in"],
+        linears["mixer_out"],
         linears["up"],
         linears["down"],
         linears["shared_gate"],
         mixture,
         parts,
+        scales,
     )
+
+
+def _scales(module: nn.Module, spec: LayerSpec, name: str, outputs: int) -> Tensor:
+    """Returns what the outputs of a linear layer are multiplied by, [outputs] float32."""
+    scale = spec.scales.get(name, 1.0)
+    if isinstance(scale, tuple):
+        return scale[0] * module.get_buffer(scale[1]).float().flatten()
+    return torch.full((outputs,), scale)
 
 
 def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> AttentionHeads:
     size = int(attention.head_dim if hasattr(attention, "head_dim") else attention.head_size)
-    heads = inner(linears["output"]).in_features // size
+    of_value = int(getattr(attention, "v_head_dim", size))
+    heads = inner(linears["output"]).in_features // of_value
     queries = 2 * heads if spec.gated else heads
-    return AttentionHeads(heads, (linears["qkv"].out_features // size - queries) // 2, size)
+    return AttentionHeads(heads, (linears["qkv"].out_features - queries * size) // (size + of_value), size, of_value)
+
+
+def _latents(attention: Any, weights: Latents, query: PackedLinear | None) -> LatentLayers:
+    keys, values = ([FloatLinear(each.contiguous()) for each in part.mT] for part in (weights.keys, weights.values))
+    return LatentLayers(int(attention.qk_rope_head_dim), query, keys, values)
+
+
+def _heads_of(latents: LatentLayers) -> AttentionHeads:
+    """Returns the heads as the cache has them: one of keys, which are values, too."""
+    size = latents.rotated + latents.keys[0].out_features
+    return AttentionHeads(len(latents.keys), 1, size, size)
 
 
 def _linear(layer: nn.Module, name: str) -> Any:
@@ -215,13 +259,15 @@ def _outputs(module: Any) -> int:
 
 def _linear_names(spec: LayerSpec, mixer: MixerKernel | None) -> dict[str, tuple[str, ...]]:
     """Returns the names in `transformers` of what each linear layer is made of."""
-    names = {"qkv": spec.qkv, "output": (spec.output,)}
+    names: dict[str, tuple[str, ...]] = {}
+    if spec.attends:
+        names = {"qkv": spec.qkv, "output": (spec.output,)} | ({"query": (spec.query,)} if spec.query else {})
     if mixer is not None:
-        names = {
-            "qkv": tuple(f"{spec.mixer}.{name}" for name in mixer.projections),
-            "output": (f"{spec.mixer}.{mixer.output}",),
+        names |= {
+            "mixer_in": tuple(f"{spec.mixer}.{name}" for name in mixer.projections),
+            "mixer_out": (f"{spec.mixer}.{mixer.output}",),
         }
-    if spec.mixture is None or spec.shared:
+    if spec.up and (spec.mixture is None or spec.shared):
         names |= {"up": spec.up, "down": (spec.down,)}
     return names | {"shared_gate": (spec.shared_gate,)} if spec.shared_gate else names
 
@@ -229,7 +275,7 @@ def _linear_names(spec: LayerSpec, mixer: MixerKernel | None) -> dict[str, tuple
 def _norm_names(spec: LayerSpec) -> dict[str, str]:
     """Returns the names in `transformers` of the norms that there are, by those in the spec."""
     norms = {kind: name for kind in NORMS if (name := getattr(spec, kind)) is not None}
-    return norms if spec.mixer is None else {kind: name for kind, name in norms.items() if kind not in _OF_ATTENTION}
+    return norms if spec.attends else {kind: name for kind, name in norms.items() if kind not in _OF_ATTENTION}
 
 
 def _joined(modules: list[Any], linear: LinearFactory) -> PackedLinear | RowParallel:

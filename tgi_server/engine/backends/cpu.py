@@ -114,12 +114,17 @@ class CpuBackend(ReferenceBackend):
     def _of_spec(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec) -> PagedModel | None:
         """Returns the model in one kernel call; None where there are no kernels for a part of it."""
         attention, group, source = model.attention, self.group, self.source
-        if not isinstance(attention, CpuAttention):
+        family = source.config.model_type
+        shape = attention.shape.joined() if spec.has_latents else attention.shape
+        if not CpuAttention.supports(shape, source.dtype):
+            logger.info("%s runs in the layers of transformers: there is no kernel for its attention", family)
             return None
+        if not isinstance(attention, CpuAttention):
+            attention = CpuAttention(shape, source.device, source.dtype, attention.kv_format)
         forget_pages([source.get_output_embeddings().weight])  # which the probe has read
         try:
             decoder = build_decoder(source, spec, probe.variants, self._linear, pack_linears)
         except Unfit as reason:
-            logger.info("%s runs in the layers of transformers: %s", source.config.model_type, reason)
+            logger.info("%s runs in the layers of transformers: %s", family, reason)
             return None
         return CpuModel(source, decoder, attention, group)

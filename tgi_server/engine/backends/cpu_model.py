@@ -1,5 +1,6 @@
 """Models of specs on CPUs: one kernel call, from the tokens of any pass to logits."""
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardM
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.build import NORMS
-from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm, inner
+from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
 from tgi_server.engine.backends.recurrent import Runs
@@ -21,10 +22,12 @@ from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.models.spec import LayerSpec
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.layers import VocabParallelEmbedding, VocabParallelHead
+
+# Linear layers of a layer whose outputs may be multiplied, as the kernel takes them.
+_SCALED = ("qkv", "output", "mixer_in", "mixer_out", "up", "down")
 
 
 class CpuModel(PagedModel):
@@ -53,7 +56,7 @@ class CpuModel(PagedModel):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies anew of what can be stored, which kernels cannot."""
-        return type(self), (self.source, self.decoder, self.attention, self._group)
+        return type(self), (self.source, self.decoder, self.attention, self._group), {"kv_shape": self.kv_shape}
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
@@ -190,43 +193,52 @@ def _kernel(decoder: Decoder) -> Any:
 
 def _layers_kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.Decoder`."""
-    spec, heads = decoder.spec, next(layer.heads for layer in decoder.layers if layer.heads)
+    spec = decoder.spec
     kernel = torch.classes.oatmill.Decoder(
-        heads.heads, heads.kv_heads, heads.size, spec.activation, spec.gated_mlp,
-        spec.parallel, spec.residual_scale, spec.interleaved,
-    )  # fmt: skip
+        spec.activation, spec.gated_mlp, spec.parallel, spec.residual_scale, spec.interleaved
+    )
     for layer in decoder.layers:
         norms = [_norm_kernel(layer.norms.get(name)) for name in NORMS]
-        linears = _linear_kernel(layer.qkv), _linear_kernel(layer.output)
-        attention = None if layer.variant is None or layer.mixer else _attention_kernel(layer.spec, layer.variant)
+        linears = [None if each is None else _linear_kernel(each) for each in (
+            layer.qkv, layer.output, layer.mixer_in, layer.mixer_out, layer.up, layer.down, layer.shared_gate
+        )]  # fmt: skip
+        attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None
         mixer = layer.mixer.kernel if layer.mixer else None
-        kernel.add_layer(norms, *linears, *_feed_forward_kernels(layer), attention, mixer)
+        mixture = _mixture_kernel(layer) if layer.mixture is not None else None
+        kernel.add_layer(norms, attention, mixer, mixture, linears, [layer.scales.get(name) for name in _SCALED])
     return kernel
 
 
-def _attention_kernel(spec: LayerSpec, variant: AttentionVariant) -> Any:
+def _attention_kernel(layer: DecoderLayer, heads: AttentionHeads, variant: AttentionVariant) -> Any:
+    spec, latents = layer.spec, None
+    if layer.latents is not None:
+        of_heads = ([_linear_kernel(each) for each in part] for part in (layer.latents.keys, layer.latents.values))
+        query = None if layer.latents.query is None else _linear_kernel(layer.latents.query)
+        rotated = layer.latents.rotated
+        latents = torch.classes.oatmill.Latents(heads.size - rotated, rotated, query, *of_heads)
     return torch.classes.oatmill.Attention(
+        heads.heads, heads.kv_heads, heads.size, heads.value_size, spec.value_scale, latents,
         variant.scaling, variant.window, variant.softcap, variant.sinks, variant.alibi_slopes, variant.rounded_alibi,
         -1 if spec.rope is None else spec.rope, spec.gated, spec.grouped, spec.clip,
     )  # fmt: skip
 
 
-def _feed_forward_kernels(layer: DecoderLayer) -> tuple[list[Any], Any]:
-    """Returns the up and the down projection, if there are any, and the mixture or None."""
-    linears = layer.up, layer.down, layer.shared_gate
-    own = [_linear_kernel(each) for each in linears if each is not None]
-    if layer.mixture is None:
-        return own, None
-    assert layer.spec.mixture is not None
-    router, experts = getattr(layer.mixture, layer.spec.mixture[1]), inner(layer.mixture.experts)
+def _mixture_kernel(layer: DecoderLayer) -> Any:
+    mixture, spec = layer.mixture, layer.spec.mixture
+    assert spec is not None
+    router, experts = getattr(mixture, spec.router), inner(mixture.experts)
     kernel = experts.kernel() if isinstance(experts, Experts) else None
     if kernel is None or not FloatLinear.supports(router.weight.dtype):
         raise UnsupportedModel(
             f"layer {layer.index} has experts for which there is no kernel; start with --disable-custom-kernels"
         )
-    normalised = not layer.spec.shares_of_all and bool(getattr(router, "norm_topk_prob", True))
-    routing = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
-    return own, torch.classes.oatmill.Mixture(routing, kernel, router.top_k, normalised)
+    bias = None if spec.bias is None else operator.attrgetter(spec.bias)(mixture).float()
+    routing = torch.classes.oatmill.Routing(
+        router.top_k, spec.sigmoid, bias, spec.groups, spec.chosen_groups, spec.group_scores, spec.normalised,
+        spec.factor, spec.wide,
+    )  # fmt: skip
+    linear = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
+    return torch.classes.oatmill.Mixture(linear, kernel, routing)
 
 
 def _norm_kernel(norm: Norm | None) -> Any:

@@ -73,7 +73,8 @@ class CudaBackend(ReferenceBackend):
         else:
             probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
             self._prove_attention(model, probe)
-            if spec is not None and not spec.has_states and type(model.attention) is not GatherAttention:
+            fused = type(model.attention) is not GatherAttention
+            if fused and spec is not None and not spec.has_states and not spec.has_latents:
                 proved = self._of_spec(model, probe, spec)
         if proved is None:
             pack_quantized(self.source, self._linear)

@@ -76,6 +76,7 @@ class CudaModel(PagedModel):
         rows: AdapterRows | None,
     ) -> Tensor:
         """Returns the layer's output; it and residual are [tokens, hidden_size]."""
+        assert layer.output is not None  # models with layers that do not attend have no spec here
         normed = _normed(layer.norms.get("attention_norm"), residual)
         attended = self._attend(layer, normed, rotations, metadata, rows)
         if self._spec.parallel and "feed_forward_norm" in layer.norms:
@@ -84,7 +85,7 @@ class CudaModel(PagedModel):
         if not self._spec.parallel:
             normed = _normed(layer.norms.get("feed_forward_norm"), residual)
         if layer.mixture is not None:
-            return residual + self._mixed(layer, normed, rows)
+            return self._sum(residual, self._mixed(layer, normed, rows), layer.norms.get("fed_norm"))
         assert layer.up is not None
         assert layer.down is not None
         widened = self._widened(layer.up, normed, rows)
@@ -96,7 +97,7 @@ class CudaModel(PagedModel):
         if layer.up is None or layer.down is None:
             output = layer.mixture(x.unsqueeze(0))
             return (output[0] if isinstance(output, tuple) else output)[0]  # beside it, what the router says
-        _, shares, chosen = getattr(layer.mixture, layer.spec.mixture[1])(x)
+        _, shares, chosen = getattr(layer.mixture, layer.spec.mixture.router)(x)
         output = layer.mixture.experts(x, chosen, shares)
         shared = layer.down.adapted(self._widened(layer.up, x, rows), rows)
         return output + (shared if layer.shared_gate is None else layer.shared_gate.adapted(x, rows).sigmoid() * shared)
@@ -109,8 +110,9 @@ class CudaModel(PagedModel):
         metadata: ForwardMetadata,
         rows: AdapterRows | None,
     ) -> Tensor:
-        assert layer.heads is not None  # models with states have no spec here
+        assert layer.heads is not None
         assert layer.variant is not None
+        assert layer.qkv is not None
         heads, kv_heads, size = layer.heads.heads, layer.heads.kv_heads, layer.heads.size
         joined = layer.qkv.adapted(x, rows)
         if clip := layer.spec.clip:
@@ -141,10 +143,13 @@ class CudaModel(PagedModel):
         rows: AdapterRows | None,
     ) -> Tensor:
         """Returns residual and the linear layer's output for x, normalised and scaled where the spec says so."""
-        scale = self._spec.residual_scale
-        if norm is None and scale == 1:
+        if norm is None and self._spec.residual_scale == 1:
             return linear.adapted(x, rows, residual=residual)
-        output = _normed(norm, linear.adapted(x, rows))
+        return self._sum(residual, linear.adapted(x, rows), norm)
+
+    def _sum(self, residual: Tensor, output: Tensor, norm: Norm | None) -> Tensor:
+        """Returns residual and a part's output, normalised and scaled where the spec says so."""
+        output, scale = _normed(norm, output), self._spec.residual_scale
         return residual + (output if scale == 1 else output * scale)
 
     def _widened(self, up: PackedLinear, x: Tensor, rows: AdapterRows | None) -> Tensor:

@@ -89,22 +89,42 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """The numbers of query heads (`heads`) and of key and value heads (`kv_heads`), and the elements of a head."""
+    """The numbers of query heads (`heads`) and of key and value heads (`kv_heads`), and the elements of a head.
+
+    value_size: elements of a value, of which the output of a head has as many; the cache has zeros behind them.
+    """
 
     heads: int
     kv_heads: int
     size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayers:
+    """What a layer with latents has beside its first and last projection; heads are the shard's.
+
+    rotated: elements of a head that are turned. query: makes queries; None: the first projection does. keys: make a
+    head's query one for latents, of its other elements. values: make a head's output of the latents attended to.
+    """
+
+    rotated: int
+    query: PackedLinear | None
+    keys: Sequence[PackedLinear]
+    values: Sequence[PackedLinear]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """A layer, with the query, key and value projections joined into one, and gate and up projection.
 
-    index: its place among the layers. heads, variant: of its attention. mixer: what is in the place of attention, then
-    `qkv` are its first projections and `output` is its last one; None: it attends. norms: by their names in LayerSpec,
-    those that there are. mixture: a module of `transformers` whose experts may be packed; None: there is none.
-    up, down: the feed-forward part, or the expert that all tokens have; None: there is none. shared_gate: of that
-    expert. parts: what each linear layer is made of in `transformers`, with the numbers of outputs.
+    index: its place among the layers. heads, variant, qkv, output: of its attention; None: it does not attend. mixer,
+    mixer_in, mixer_out: of its states, with the first projections and the last one; None: it has none. latents: those
+    that it attends to; None: it attends to keys and values. norms: by their names in LayerSpec, those that there are.
+    mixture: a module of `transformers` whose experts may be packed; None: there is none. up, down: the feed-forward
+    part, or the expert that all tokens have; None: there is none. shared_gate: of that expert. parts: what each linear
+    layer is made of in `transformers`, with the numbers of outputs. scales: what the outputs of these linear layers are
+    multiplied by, [outputs] float32, where that is not 1.
     """
 
     spec: LayerSpec
@@ -112,19 +132,23 @@ class DecoderLayer:
     heads: AttentionHeads | None
     variant: AttentionVariant | None
     mixer: MixerKernel | None
+    latents: LatentLayers | None
     norms: dict[str, Norm]
-    qkv: PackedLinear
-    output: PackedLinear | RowParallel
+    qkv: PackedLinear | None
+    output: PackedLinear | RowParallel | None
+    mixer_in: PackedLinear | None
+    mixer_out: PackedLinear | RowParallel | None
     up: PackedLinear | None
     down: PackedLinear | RowParallel | None
     shared_gate: PackedLinear | None
     mixture: Any
     parts: dict[str, list[tuple[str, int]]]
+    scales: dict[str, Tensor]
 
     def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
         for name, parts in self.parts.items():
-            yield inner(getattr(self, name)), parts
+            yield inner(self.latents.query if self.latents and name == "query" else getattr(self, name)), parts
         if self.mixer is not None:
             for name, linear in self.mixer.inner.items():
                 yield linear, [(f"{self.spec.mixer}.{name}", linear.out_features)]

@@ -109,6 +109,27 @@ def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> _Rec
     )
 
 
+def _kimi(mixer: Any, linear: LinearFactory | None) -> _Made | None:
+    gate = mixer.forget_gate
+    if linear is None or not linear.takes(gate.f_b_proj) or not linear.takes(mixer.g_b_proj):
+        return None
+    inner = {"forget_gate.f_b_proj": linear(gate.f_b_proj), "g_b_proj": linear(mixer.g_b_proj)}
+    arguments = (
+        _taps(mixer.conv1d),
+        *inner.values(),
+        -gate.A_log.float().exp().flatten(),
+        gate.dt_bias.float(),
+        mixer.o_norm.weight.float(),
+        mixer.o_norm.variance_epsilon,
+    )
+    return ("kimi_delta_attention", arguments), inner
+
+
+def _states_of_kimi(mixer: Any) -> _Shapes:
+    recurrent = mixer.forget_gate.A_log.numel(), mixer.head_dim, mixer.head_dim
+    return _states_of_convolution(mixer.conv1d) | {"chunk_kimi_delta_attention": (recurrent, torch.float32)}
+
+
 def _states_of_delta_net(mixer: Any) -> _Shapes:
     recurrent = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
     return _states_of_convolution(mixer.conv1d) | {"torch_chunk_gated_delta_rule": (recurrent, torch.float32)}
@@ -209,6 +230,9 @@ _OLMO = _Family(
     _states_of_delta_net,
     "o_proj",
 )
+_KIMI = _Family(
+    ("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj"), _kimi, _states_of_kimi, "o_proj"
+)
 _MAMBA = _Family(("in_proj",), _mamba, _states_of_mamba)
 _MAMBA2 = _Family(("in_proj",), _alone(_mamba2), _states_of_mamba2)
 _SHORT = _Family(("in_proj",), _alone(_short_convolution), lambda mixer: _states_of_convolution(mixer.conv))
@@ -218,6 +242,7 @@ _FAMILIES = {
     "Qwen3_5GatedDeltaNet": _QWEN3_5,
     "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
     "OlmoHybridGatedDeltaNet": _OLMO,
+    "KimiLinearDeltaAttention": _KIMI,
     "JambaMambaMixer": _MAMBA,
     "BambaMixer": _MAMBA2,
     "FalconH1Mixer": _MAMBA2,

@@ -119,7 +119,7 @@ def _with_kernels(mixer: Any, packed: Callable[..., Tensor]) -> Callable[..., Te
             return packed(hidden_states, *others, **named)
         if factor := getattr(mixer, "ssm_in_multiplier", None):  # of Falcon-H1
             hidden_states = hidden_states * factor
-        parts = [getattr(mixer, name)(hidden_states) for name in kernel.projections]
+        parts = [mixer.get_submodule(name)(hidden_states) for name in kernel.projections]
         x = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         if (factors := getattr(mixer, "mup_vector", None)) is not None:
             x = x * factors

@@ -35,8 +35,9 @@ class ReferenceBackend(Backend):
         model, probe = found
         model.attention = self.attention(probe.shape, self._kv_format())
         proved = self._proved(model, probe, spec)
+        proved.kv_shape = probe.shape
         if (kv_format := proved.attention.kv_format).fp8:
-            make = partial(self.attention, probe.shape)
+            make = partial(self.attention, proved.attention.shape)
             choose_kv_format(proved, kv_format, make, self.config.model_path, model.positions, self.group)
         return proved
 

@@ -83,12 +83,12 @@ class PlainRope(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def repeated(tables: tuple[Tensor, Tensor], kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def repeated(tables: tuple[Tensor, Tensor] | Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines, [..., rotated], with the numbers of half of a head twice, as kernels take them.
 
     kind: how the tables that are given have them; see RopeSpec.
     """
-    cosine, sine = tables
+    cosine, sine = (tables.real, tables.imag) if isinstance(tables, Tensor) else tables
     if kind == "pairs":
         cosine, sine = cosine[..., ::2], sine[..., ::2]
     copies = 1 if kind == "halves" else 2

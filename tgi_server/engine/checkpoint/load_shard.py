@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -289,12 +289,13 @@ def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
     found: dict[str, _Kept] = {}
     for path, module in model.named_modules():
         layer = _LAYER.search(path)
-        if layer is None or not Experts.fits(module):
+        own: Any = module
+        if layer is None or not Experts.fits(module) or not own.has_gate:
             continue
-        numbers = range(len(cast(Any, module).down_proj))
+        numbers = range(len(own.down_proj))
         together = [_named(model, tensors, f"{path}.{name}") for name in ("gate_up_proj", "down_proj")]
         stacked = [tensor for tensor in together if isinstance(tensor, QuantizedTensor) and tensor.stacked]
-        if len(stacked) == len(together) and cast(Any, module).is_transposed:
+        if len(stacked) == len(together) and own.is_transposed:
             places = [[f"{path}.{place.format(n)}" for n in numbers] for place in ("gate_up.{}.0", "down.{}")]
             found[path] = list(zip(stacked, places, strict=True))
         for names in _EXPERT_NAMES:

@@ -34,11 +34,11 @@ def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None
     always. Returns the fallbacks: why experts are computed in a slower way. All shards choose the same.
     """
     fallbacks = []
-    dense: list[Any] = [module for module in model.modules() if _is_dense(module)]
+    dense: list[Any] = [module for module in model.modules() if Experts.fits(module)]
     quantized = [module for module in model.modules() if isinstance(module, Experts)]
     if dense and _waits(dense[0].down_proj):
         fault = _fault_of(dense[0], GroupedExperts, dtype)
-        fallbacks += _replaced(model, _is_dense, GroupedExperts, fault_of_any(fault, group))
+        fallbacks += _replaced(model, Experts.fits, GroupedExperts, fault_of_any(fault, group))
     if quantized:
         kind = partial(GroupedQuantizedExperts, dtype=dtype)
         fault = None if all(map(_joins, quantized)) else "those of a layer are quantized in groups of different sizes"
@@ -89,14 +89,6 @@ class GroupedExperts(nn.Module):
         widened = multiply_groups(hidden, gate_up, biases[0], groups, of_token)
         outputs = multiply_groups(self._activate(widened), down, biases[1], groups, shares=shares.flatten().float())
         return outputs.view(len(hidden), of_token, -1).sum(1)
-
-
-def _is_dense(module: nn.Module) -> bool:
-    """Returns True for the dense experts of a layer: two linear layers with a gate between them, or an activation."""
-    if Experts.fits(module):
-        return True
-    tensors = (getattr(module, "up_proj", None), getattr(module, "down_proj", None))
-    return getattr(module, "has_gate", None) is False and all(isinstance(each, nn.Parameter) for each in tensors)
 
 
 def _waits(weight: Tensor) -> bool:

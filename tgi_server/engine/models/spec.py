@@ -4,8 +4,8 @@ How a layer attends (scaling, window, soft cap, sinks) does not stand here: the 
 `transformers` say when they call attention.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from tgi_server.engine.parallel.plan import ShardingPlan
@@ -34,38 +34,84 @@ class NoSpec(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureSpec:
+    """A mixture of experts: a module of that name, with `experts` and a router that chooses some of them for a token.
+
+    router: its name in the module; it has the number of a token's experts, `top_k`. wide: it computes in float32.
+    sigmoid: an expert's score is the sigmoid of its own output of the router, not its part of the softmax over all.
+    bias: what is added to scores in the choice alone, by its name in the module; None: nothing. groups: of the experts,
+    of equal size; a token has those of the `chosen_groups` best ones alone, by the sum of the `group_scores` highest
+    scores in each. normalised: the shares of a token's experts add up to 1, and are otherwise their scores. factor: by
+    which shares are multiplied then.
+    """
+
+    name: str = "mlp"
+    router: str = "gate"
+    wide: bool = False
+    sigmoid: bool = False
+    bias: str | None = None
+    groups: int = 1
+    chosen_groups: int = 1
+    group_scores: int = 1
+    normalised: bool = True
+    factor: float = 1.0
+
+    @classmethod
+    def deepseek(cls, config: Any, name: str = "mlp") -> Self:
+        """Returns the mixture of DeepSeek-V3 (2024), which models of other families have, too."""
+        return cls(
+            name,
+            wide=True,
+            sigmoid=True,
+            bias="gate.e_score_correction_bias",
+            groups=config.n_group,
+            chosen_groups=config.topk_group,
+            group_scores=2,
+            normalised=config.norm_topk_prob,
+            factor=config.routed_scaling_factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A decoder layer, by the names of its modules. A norm that is None does not exist.
 
     mixer: a module with states, such as a gated delta net, in the place of attention; then what says how a layer
-    attends says nothing. None: the layer attends.
-    attention: the module that says the size of heads. qkv: the projections that are computed as one; they may be one in
-    the checkpoint, too. grouped: their outputs are, for each KV head, its query heads, its key and its value. clip: no
-    output of theirs is further from 0; 0: nothing is clipped.
-    query_norm, key_norm: of each head, or of all together, as their weights say.
+    attends says nothing. None: the layer attends. beside: it does both, and adds both to the residual.
+    attention: the module that says the size of heads; None: the layer does not attend. qkv: the projections that are
+    computed as one; they may be one in the checkpoint, too. grouped: their outputs are, for each KV head, its query
+    heads, its key and its value. clip: no output of theirs is further from 0; 0: nothing is clipped.
+    latents: attention is over latents (DeepSeek-V2, 2024): the last of `qkv` makes these and the turned elements of
+    keys. query: makes queries of what the first of `qkv` gives; None: that gives them.
+    query_norm, key_norm: of each head, or of all together, as their weights say; with latents, of what `query` takes,
+    and of latents.
     attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
-    up: the gate's projection first, where there is a gate.
-    mixture: a module with `experts` in the place of `up` and `down`, and the name of the router in it.
+    up: the gate's projection first, where there is a gate; none: there is no feed-forward part but the mixture, if any.
+    mixture: in the place of `up` and `down`.
     shared: beside the mixture, `up` and `down` are those of an expert that all tokens have. shared_gate: a linear layer
     whose output, by its sigmoid, is a gate of that expert's.
-    shares_of_all: shares of a token's experts are those of the softmax over all experts, and need not add up to 1.
     rope: which of the model's rotary tables turns queries and keys; None: none does.
-    scaling: of the scores, where `transformers` scales the query before it calls attention; None: as it says there.
+    value_scale: of values. scaling: of the scores, where `transformers` scales the query before it calls attention;
+    None: as it says there.
     gated: the query's projection gives a gate beside each head's query; the head's output is multiplied by its sigmoid.
+    scales: what the outputs of linear layers are multiplied by, by their names: a number, or one and the name of a
+    tensor with a further one for each output.
     """
 
     mixer: str | None = None
-    attention: str = "self_attn"
+    beside: bool = False
+    attention: str | None = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     grouped: bool = False
     clip: float = 0.0
+    latents: bool = False
+    query: str | None = None
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    mixture: tuple[str, str] | None = None
+    mixture: MixtureSpec | None = None
     shared: bool = False
     shared_gate: str | None = None
-    shares_of_all: bool = False
     attention_norm: str | None = "input_layernorm"
     query_norm: str | None = None
     key_norm: str | None = None
@@ -73,8 +119,15 @@ class LayerSpec:
     feed_forward_norm: str | None = "post_attention_layernorm"
     fed_norm: str | None = None
     rope: int | None = 0
+    value_scale: float = 1.0
     scaling: float | None = None
     gated: bool = False
+    scales: Mapping[str, float | tuple[float, str]] = field(default_factory=dict)
+
+    @property
+    def attends(self) -> bool:
+        """True if the layer has keys and values."""
+        return self.attention is not None and (self.mixer is None or self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +135,13 @@ class RopeSpec:
     """Rotary tables of some layers.
 
     layer_type: that of the layers, where the embedding of `transformers` has tables of several types. table: what that
-    returns for a head: its numbers twice ("halves"), once ("half"), or each beside itself ("pairs"). rotated: the
+    returns for a head: its numbers twice ("halves"), once ("half"), each beside itself ("pairs"), or once as complex
+    numbers ("complex"). rotated: the
     elements of a head that are turned, as in RoFormer (arXiv:2104.09864), where `transformers` has no such embedding.
     """
 
     layer_type: str | None = None
-    table: Literal["halves", "half", "pairs"] = "halves"
+    table: Literal["halves", "half", "pairs", "complex"] = "halves"
     rotated: int | None = None
 
 
@@ -96,8 +150,8 @@ class DecoderSpec:
     """A model with a causal decoder: token embedding, layers, norm, head.
 
     activation: of the feed-forward part, or of its gate, if it is gated.
-    layer_list, final_norm, positions, embedding_norm: modules of the decoder: the list of layers, the norm after them,
-    learned positions, and the norm of embeddings.
+    layer_list, final_norm, positions, embedding_norm, rotary: modules of the decoder: the list of layers, the norm
+    after them, learned positions, the norm of embeddings, and rotary positions.
     interleaved: rotary embeddings turn neighbouring elements of a head, not those half of it apart.
     parallel: the feed-forward part has the input of attention; or, where there is a `feed_forward_norm`, the layer's
     input, normalised by that. residual_scale: what layers add is multiplied by it.
@@ -112,6 +166,7 @@ class DecoderSpec:
     final_norm: str | None = "norm"
     positions: str | None = None
     embedding_norm: str | None = None
+    rotary: str = "rotary_emb"
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     interleaved: bool = False
     parallel: bool = False
@@ -124,6 +179,11 @@ class DecoderSpec:
     def has_states(self) -> bool:
         """True if there are layers with states."""
         return any(layer.mixer for layer in self.layers)
+
+    @property
+    def has_latents(self) -> bool:
+        """True if there are layers that attend to latents."""
+        return any(layer.latents for layer in self.layers)
 
     @classmethod
     def uniform(cls, config: Any, layer: LayerSpec | None = None, **facts: Any) -> Self:

@@ -63,9 +63,7 @@ def load_own_drafter(config: EngineConfig, model: PreTrainedModel, runner: Paged
     if network is None:
         return None
     runner.backend.pack(network)
-    own = PagedRunner(
-        PagedMtp(network, runner.backend.attention(kv_shape(runner.model.attention.shape))), runner.backend
-    )
+    own = PagedRunner(PagedMtp(network, runner.backend.attention(kv_shape(runner.model.kv_shape))), runner.backend)
     runner.share_block_size(own)
     runner.companion_bytes = own.bytes_per_token
     runner.hidden_states = HiddenStates([model.config.get_text_config(decoder=True).num_hidden_layers])

@@ -24,11 +24,13 @@ IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "q
 IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
 IN_ONE_CALL += ["jamba", "qwen3_5_moe_text", "qwen3_next"]
 IN_ONE_CALL += ["bloom", "falcon_40b", "gpt2", "gptj", "mpt_6_heads", "nemotron"]
+IN_ONE_CALL += ["deepseek_v3", "falcon_h1", "granitemoehybrid", "kimi_linear", "mimo_v2_flash", "nemotron_h"]
 # Their parts are those of others, so that they are slow tests.
 OF_THE_SAME_PARTS = {"cohere2", "ernie4_5", "exaone4", "helium", "olmo3", "qwen2_moe", "stablelm", "stablelm_parallel"}
 OF_THE_SAME_PARTS |= {"arcee", "bloom_6_heads", "falcon_7b", "falcon_11b", "falcon_rw", "galactica", "gpt_neox", "mpt"}
 OF_THE_SAME_PARTS |= {"gpt_bigcode_multi_head", "gpt_neox_serial", "phi", "phi_norms", "santacoder", "starcoder2"}
 OF_THE_SAME_PARTS |= {"cwm", "jais2", "ministral", "olmoe", "persimmon", "vaultgemma"}
+OF_THE_SAME_PARTS |= {"deepseek_v2", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "minicpm3", "minimax_m2", "youtu"}
 IN_ONE_CALL += sorted(OF_THE_SAME_PARTS)
 # Of the others only what gives all logits runs by default.
 GREEDY_TOO = {"gemma2", "llama", "qwen3_5_text"}

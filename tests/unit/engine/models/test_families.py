@@ -8,7 +8,7 @@ from tgi_server.engine.models.families import family_of, plan_for, spec_of
 from tgi_server.engine.models.spec import NoSpec
 
 # Tiny models of which a family has a spec that does not describe them, and words of the reason.
-REFUSED = {"granitemoehybrid": "a shared one", "opt_350m": "norms"}
+REFUSED = {"opt_350m": "norms"}
 
 
 DESCRIBED = [name for name in ARCHITECTURES if family_of(configuration(name)).spec is not None]

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,10 @@ class KVShape:
     @property
     def layers(self) -> int:
         return len(self.heads)
+
+    def joined(self) -> "KVShape":
+        """Returns the shape where a latent and what is cached beside it are both a key and its value."""
+        return replace(self, head_dim=self.head_dim + (self.value_dim or 0), value_dim=None)
 
     def head_dim_of(self, layer: int) -> int:
         return self.head_dim if self.head_dims is None else self.head_dims[layer]

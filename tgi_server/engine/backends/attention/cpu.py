@@ -10,7 +10,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, Attentio
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import PageReserve, mapped
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 LANES = 16
 
 

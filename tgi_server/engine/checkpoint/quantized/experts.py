@@ -1,21 +1,30 @@
 """The experts of a mixture as linear layers, one by one, for weights that are quantised or packed."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 from tgi_server.engine.checkpoint.quantized.layer import QuantizedLinear
 
-_SILU = (0.0, 0.0)
+# By their names in the kernels.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
 
 
 class Experts(nn.Module):
     """A layer's experts, in place of the module of `transformers` that has the weights of all in two tensors.
 
-    gate_up: for each expert the linear layers whose outputs, side by side, go through the gate. down: the one behind.
+    gate_up: for each expert the linear layers whose outputs, side by side, go through the gate or the activation. down:
+    the one behind.
     """
 
     gate_up_proj_bias: Tensor | None
@@ -29,16 +38,19 @@ class Experts(nn.Module):
         self._stacked = (stacked,)  # in a tuple, since it is not a part of this module
         self._clamps = (float(stacked.alpha), float(stacked.limit)) if hasattr(stacked, "alpha") else None
         self._kernel: Any = None
-        transposed = stacked.is_transposed
-        self.gate_up = nn.ModuleList(nn.ModuleList(gate_up(w.T if transposed else w)) for w in stacked.gate_up_proj)
+        transposed, first = stacked.is_transposed, _first(stacked)
+        self.gate_up = nn.ModuleList(nn.ModuleList(gate_up(w.T if transposed else w)) for w in getattr(stacked, first))
         self.down = nn.ModuleList(down(w.T if transposed else w) for w in stacked.down_proj)
-        for name in ("gate_up_proj_bias", "down_proj_bias"):  # [experts, outputs], where there are any
-            self.register_parameter(name, getattr(stacked, name, None))
-        del stacked.gate_up_proj, stacked.down_proj
+        # [experts, outputs], where there are any
+        self.register_parameter("gate_up_proj_bias", getattr(stacked, f"{first}_bias", None))
+        self.register_parameter("down_proj_bias", getattr(stacked, "down_proj_bias", None))
+        delattr(stacked, first)
+        del stacked.down_proj
 
     @property
     def _gate(self) -> Callable[[Tensor], Tensor]:
-        gate: Callable[[Tensor], Tensor] = self._stacked[0]._apply_gate
+        stacked = self._stacked[0]
+        gate: Callable[[Tensor], Tensor] = stacked._apply_gate if stacked.has_gate else stacked.act_fn
         return gate
 
     @classmethod
@@ -53,17 +65,17 @@ class Experts(nn.Module):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Returns True for experts that are a gate between two linear layers, and nothing else."""
-        gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
-        tensors = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
-        return gated and all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+        """Returns True for experts that are a gate or an activation between two linear layers, and nothing else."""
+        plain = hasattr(module, "has_gate") and not getattr(module, "has_post_expert_norm", False)
+        tensors = (getattr(module, name, None) for name in (_first(module), "down_proj")) if plain else (None,)
+        return all(isinstance(tensor, nn.Parameter) for tensor in tensors)
 
     def kernel(self) -> Any:
         """Returns a `torch.classes.oatmill.Experts`, or None where it does not know what these are made of."""
-        gate = self._gate_numbers()
-        if gate is None or (gate == _SILU and self.gate_up_proj_bias is not None):
+        facts = self._activation()
+        if facts is None or (not facts[2] and self.gate_up_proj_bias is not None):
             return None
-        kernel = torch.classes.oatmill.Experts(*gate)
+        kernel = torch.classes.oatmill.Experts(*facts)
         biases = (self.gate_up_proj_bias, self.down_proj_bias)
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             made = [getattr(each, "kernel", lambda: None)() for each in (*cast(nn.ModuleList, gate_up), down)]
@@ -72,18 +84,21 @@ class Experts(nn.Module):
             kernel.add(*made, *(None if bias is None else bias[expert].float() for bias in biases))
         return kernel
 
-    def _gate_numbers(self) -> tuple[float, float] | None:
-        """Returns what `torch.classes.oatmill.Experts` is made with, or None for a gate that it does not know."""
+    def _activation(self) -> tuple[str, bool, float, float] | None:
+        """Returns what `torch.classes.oatmill.Experts` is made with; None: it does not know the activation."""
+        gated = bool(self._stacked[0].has_gate)
         given = torch.linspace(-9, 9, 8).unsqueeze(0)
-        gate, other = given.chunk(2, -1)
-        gated = self._gate(given)
-        if torch.allclose(gated, silu(gate) * other):
-            return _SILU
+        gate, other = given.chunk(2, -1) if gated else (given, torch.ones(()))
+        actual = self._gate(given)
+        for name, activation in _ACTIVATIONS.items():
+            if torch.allclose(actual, activation(gate) * other):
+                return name, gated, 0.0, 0.0
         if self._clamps is None:
             return None
         alpha, limit = self._clamps
         gate, other = given[:, ::2].clamp(max=limit), given[:, 1::2].clamp(-limit, limit)
-        return self._clamps if torch.allclose(gated, (other + 1) * gate * torch.sigmoid(alpha * gate)) else None
+        known = torch.allclose(actual, (other + 1) * gate * torch.sigmoid(alpha * gate))
+        return ("silu", gated, alpha, limit) if known else None
 
     def use_kernel(self, *, wanted: bool) -> None:
         """Computes all experts in one call from now on, if `wanted` and if the kernel can."""
@@ -120,3 +135,8 @@ class Experts(nn.Module):
             widened = widened + self.gate_up_proj_bias[expert]
         output = self.down[expert](self._gate(widened))
         return output if self.down_proj_bias is None else output + self.down_proj_bias[expert]
+
+
+def _first(stacked: nn.Module) -> str:
+    """Returns the name of the first weight of the experts of `transformers`."""
+    return "gate_up_proj" if getattr(stacked, "has_gate", False) else "up_proj"

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
@@ -15,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -90,11 +92,31 @@ struct Norm : torch::CustomClassHolder {
 using NormPtr = c10::intrusive_ptr<Norm>;
 using MaybeNorm = std::optional<NormPtr>;
 
-// How a layer attends. scaling .. rounded_alibi: as in paged_attention. rotation: the number of its rotary tables; -1: it has
-// none. gated: beside each head's query stands what, by its sigmoid, is a gate of the head's output. grouped: query, key and
+// Multi-head latent attention (DeepSeek-V2, 2024): of a token the cache has what all heads share, once: `rotated` elements that
+// are turned, and a latent, the rank elements behind them. query: makes queries of what the layer's first projection gives;
+// none: that gives them. A head's query has as many turned elements in the end; keys makes of its others the rank elements
+// that it has for latents. values: makes a head's output of the latents that it attends to.
+struct Latents : torch::CustomClassHolder {
+  int64_t rank, rotated;
+  LinearPtr query;
+  std::vector<LinearPtr> keys, values;  // of each head
+
+  Latents(int64_t rank, int64_t rotated, std::optional<LinearPtr> query, std::vector<LinearPtr> keys,
+          std::vector<LinearPtr> values)
+      : rank(rank), rotated(rotated), query(query.value_or(nullptr)), keys(std::move(keys)), values(std::move(values)) {}
+};
+
+using LatentsPtr = c10::intrusive_ptr<Latents>;
+
+// How a layer attends. heads, kv_heads, head_dim: of this rank. value_dim: elements of a value, of which a head's output has
+// as many; the cache has zeros behind them. value_scale: of values. scaling .. rounded_alibi: as in paged_attention. rotation: the
+// number of its rotary tables; -1: it has none. gated: beside each head's query stands what, by its sigmoid, is a gate of the head's output. grouped: query, key and
 // value do not stand side by side; for each KV head there are its query heads, its key and its value. clip: no element of
 // them is further from 0; 0: nothing is clipped.
 struct Attention : torch::CustomClassHolder {
+  int64_t heads, kv_heads, head_dim, value_dim;
+  double value_scale;
+  LatentsPtr latents;  // or none
   double scaling;
   int64_t window;
   double softcap;
@@ -104,31 +126,58 @@ struct Attention : torch::CustomClassHolder {
   bool gated, grouped;
   double clip;
 
-  Attention(double scaling, int64_t window, double softcap, MaybeTensor sinks, MaybeTensor alibi_slopes, bool rounded_alibi,
-            int64_t rotation, bool gated, bool grouped, double clip)
-      : scaling(scaling), window(window), softcap(softcap), sinks(std::move(sinks)), alibi_slopes(std::move(alibi_slopes)),
-        rounded_alibi(rounded_alibi), rotation(rotation), gated(gated), grouped(grouped), clip(clip) {}
+  Attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t value_dim, double value_scale,
+            std::optional<LatentsPtr> latents, double scaling, int64_t window, double softcap, MaybeTensor sinks,
+            MaybeTensor alibi_slopes, bool rounded_alibi, int64_t rotation, bool gated, bool grouped, double clip)
+      : heads(heads), kv_heads(kv_heads), head_dim(head_dim), value_dim(value_dim), value_scale(value_scale),
+        latents(latents.value_or(nullptr)), scaling(scaling), window(window), softcap(softcap), sinks(std::move(sinks)),
+        alibi_slopes(std::move(alibi_slopes)), rounded_alibi(rounded_alibi), rotation(rotation), gated(gated),
+        grouped(grouped), clip(clip) {}
 };
 
 using AttentionPtr = c10::intrusive_ptr<Attention>;
 
-// Norms are none where a layer has none of the kind. qkv: query, key and value. query_norm, key_norm: of each head, or of
-// all heads together. up: with the gate before it where the feed-forward part is gated; up and down are none
-// where it is a mixture without a shared expert; shared_gate: its sigmoid multiplies the shared expert's output, or none.
-// attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
-// mixer: in the place of attention, between its projections, qkv and output; or none.
+// rows *= scale, element by element. scale: [columns] float32.
+void multiply_columns(at::Tensor& rows, const at::Tensor& scale) {
+  const int64_t columns = rows.size(1);
+  by_dtype(rows, [&]<typename T>(T*) {
+    T* to = rows.mutable_data_ptr<T>();
+    const float* factors = scale.const_data_ptr<float>();
+    for_rows(rows.size(0), columns, [&](int64_t r, int64_t last) {
+      for (; r < last; ++r)
+        for (int64_t i = 0; i < columns; ++i)
+          to[r * columns + i] = static_cast<T>(static_cast<float>(to[r * columns + i]) * factors[i]);
+    });
+  });
+}
+
+// A linear layer, whose outputs are multiplied by scale, [outputs] float32; or none.
+struct Projection {
+  LinearPtr linear;
+  MaybeTensor scale;
+
+  at::Tensor operator()(const at::Tensor& x, const MaybeTensor& adapters) const {
+    at::Tensor y = linear->adapted(x, adapters);
+    if (scale) multiply_columns(y, *scale);
+    return y;
+  }
+};
+
+// Norms are none where a layer has none of the kind. attention, with the projections of query, key and value, and of its
+// output; mixer, between its own; a layer may have either, both or none. query_norm, key_norm: of each head, or of all heads
+// together; or of what makes queries, and of latents. up: with the gate before it where the feed-forward part is gated; up and
+// down are none where it is a mixture without a shared expert, or where there is no such part; shared_gate: its sigmoid
+// multiplies the shared expert's output, or none. attended_norm, fed_norm: of what attention and the feed-forward part add to
+// the residual.
 struct Layer {
-  MaybeNorm attention_norm;
-  LinearPtr qkv;
-  MaybeNorm query_norm, key_norm;
-  LinearPtr output;
-  MaybeNorm attended_norm, feed_forward_norm;
-  LinearPtr up, down;
-  MixturePtr mixture;
-  LinearPtr shared_gate;
-  MaybeNorm fed_norm;
+  MaybeNorm attention_norm, query_norm, key_norm, attended_norm, feed_forward_norm, fed_norm;
   AttentionPtr attention;
+  Projection qkv, output;
   MixerPtr mixer;
+  Projection mixer_in, mixer_out;
+  Projection up, down;
+  LinearPtr shared_gate;
+  MixturePtr mixture;
 };
 
 void add(at::Tensor& sums, const at::Tensor& others) {
@@ -157,6 +206,29 @@ void change_each(at::Tensor& numbers, const Change& change) {
 // factor: as the dtype of the numbers has it.
 void multiply(at::Tensor& numbers, double factor) {
   change_each(numbers, [factor = static_cast<float>(factor)](float x, auto) { return x * factor; });
+}
+
+// output[:, h] = x[:, h] times the weights of head h, for all heads. x: [tokens, heads, inputs]; output: [tokens, heads, outputs].
+void multiply_heads(const std::vector<LinearPtr>& linears, const at::Tensor& x, at::Tensor output) {
+  const int64_t tokens = x.size(0);
+  if (tokens == 0) return;
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    T* to = output.mutable_data_ptr<T>();
+    parallel_for(static_cast<int64_t>(linears.size()), [&](int64_t h) {
+      const Linear& linear = *linears[h];
+      at::Tensor rows = at::empty({tokens, linear.inputs}, x.options());
+      at::Tensor products = at::empty({tokens, linear.outputs}, x.options());
+      for (int64_t t = 0; t < tokens; ++t)
+        std::copy_n(from + t * x.stride(0) + h * x.stride(1), linear.inputs, rows.mutable_data_ptr<T>() + t * linear.inputs);
+      std::vector<int64_t> tiles(ceil_div(linear.outputs, COLUMNS));
+      std::iota(tiles.begin(), tiles.end(), 0);
+      linear.write_tiles(rows, tiles, products);
+      for (int64_t t = 0; t < tokens; ++t)
+        std::copy_n(products.const_data_ptr<T>() + t * linear.outputs, linear.outputs,
+                    to + t * output.stride(0) + h * output.stride(1));
+    });
+  });
 }
 
 MaybeTensor chosen_rows(const MaybeTensor& rows, const at::Tensor& chosen) {
@@ -229,27 +301,25 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
 // not those half of it apart.
 class Decoder : public torch::CustomClassHolder {
  public:
-  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation, bool gated, bool parallel,
-          double residual_scale, bool interleaved)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), activation_(activation_named(activation)), gated_(gated),
-        parallel_(parallel), residual_scale_(residual_scale), interleaved_(interleaved) {}
+  Decoder(const std::string& activation, bool gated, bool parallel, double residual_scale, bool interleaved)
+      : activation_(activation_named(activation)), gated_(gated), parallel_(parallel), residual_scale_(residual_scale),
+        interleaved_(interleaved) {}
 
   // norms: before attention, of queries, of keys, of what attention adds, before the feed-forward part, of what that adds;
-  // each may be none. feed_forward: up and down, and in a mixture a gate or nothing; or none. A layer has either attention
-  // or a mixer.
-  void add_layer(std::vector<MaybeNorm> norms, LinearPtr qkv, LinearPtr output, std::vector<LinearPtr> feed_forward,
-                 std::optional<MixturePtr> mixture, std::optional<AttentionPtr> attention, std::optional<MixerPtr> mixer) {
-    TORCH_CHECK(attention.has_value() != mixer.has_value() && norms.size() == 6);
-    TORCH_CHECK(feed_forward.size() == 2 || (mixture && feed_forward.size() != 1));
-    Layer layer{norms[0], std::move(qkv), norms[1], norms[2], std::move(output), norms[3], norms[4]};
-    if (mixture) layer.mixture = *mixture;
-    if (!feed_forward.empty()) layer.up = feed_forward[0], layer.down = feed_forward[1];
-    if (feed_forward.size() == 3) layer.shared_gate = feed_forward[2];
-    TORCH_CHECK(!mixture || (!norms[5] && residual_scale_ == 1), "a mixture adds what it computes as it is");
-    layer.fed_norm = norms[5];
-    if (attention) layer.attention = *attention;
-    if (mixer) layer.mixer = *mixer;
-    layers_.push_back(std::move(layer));
+  // each may be none. linears: of attention, of the mixer, and up and down; then of the gate of a shared expert. Those that a
+  // layer has not are none. scales: of the outputs of the first six.
+  void add_layer(std::vector<MaybeNorm> norms, std::optional<AttentionPtr> attention, std::optional<MixerPtr> mixer,
+                 std::optional<MixturePtr> mixture, std::vector<std::optional<LinearPtr>> linears,
+                 std::vector<MaybeTensor> scales) {
+    TORCH_CHECK(norms.size() == 6 && linears.size() == 7 && scales.size() == 6);
+    const auto projection = [&](int i) { return Projection{linears[i].value_or(nullptr), std::move(scales[i])}; };
+    layers_.push_back({norms[0], norms[1], norms[2], norms[3], norms[4], norms[5], attention.value_or(nullptr),
+                       projection(0), projection(1), mixer.value_or(nullptr), projection(2), projection(3), projection(4),
+                       projection(5), linears[6].value_or(nullptr), mixture.value_or(nullptr)});
+    const Layer& layer = layers_.back();
+    TORCH_CHECK(!layer.attention || (layer.qkv.linear && layer.output.linear));
+    TORCH_CHECK(!layer.mixer || (layer.mixer_in.linear && layer.mixer_out.linear));
+    TORCH_CHECK(!layer.up.linear || layer.down.linear);
   }
 
   // From now on the layers are this rank's part of them: each computes some heads, and some features between up and down,
@@ -270,24 +340,29 @@ class Decoder : public torch::CustomClassHolder {
       const Layer& layer = layers_[i];
       if (tap != tapped.end() && *tap == static_cast<int64_t>(i)) taps.push_back(residual), ++tap;
       const MaybeTensor chosen = i + 1 == layers_.size() ? wanted : MaybeTensor{};
-      at::Tensor normed = normalised(layer.attention_norm, residual);
-      at::Tensor input = layer.qkv->adapted(normed, pass.adapters), attended;
+      at::Tensor normed, attended, mixed;
+      if (layer.attention || layer.mixer) normed = normalised(layer.attention_norm, residual);
+      if (layer.attention) {
+        TORCH_CHECK(i < caches.size(), "each layer with attention needs its cache");
+        attended = attend(layer, layer.qkv(normed, pass.adapters), pass, caches[i], chosen);
+      }
       if (layer.mixer) {
         TORCH_CHECK(i < states.size(), "each layer with a mixer needs its states");
+        const at::Tensor input = layer.mixer_in(normed, pass.adapters);
         if (projected) projected->push_back(input);
-        attended = (*layer.mixer)(input, states[i], pass.runs, pass.adapters);
-        if (chosen) attended = attended.index_select(0, *chosen);
-      } else {
-        TORCH_CHECK(i < caches.size(), "each layer with attention needs its cache");
-        attended = attend(layer, input, pass, caches[i], chosen);
+        mixed = (*layer.mixer)(input, states[i], pass.runs, pass.adapters);
+        if (chosen) mixed = mixed.index_select(0, *chosen);
       }
       const MaybeTensor adapters = chosen ? chosen_rows(pass.adapters, *chosen) : pass.adapters;
       if (chosen) residual = residual.index_select(0, *chosen);
       if (parallel_ && layer.feed_forward_norm) normed = normalised(layer.feed_forward_norm, residual);
       else if (parallel_ && chosen) normed = normed.index_select(0, *chosen);
-      residual = added(*layer.output, attended, adapters, residual, layer.attended_norm);
-      if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
-      residual = feed_forward(layer, normed, adapters, residual);
+      if (layer.attention) residual = added(layer.output, attended, adapters, residual, layer.attended_norm);
+      if (layer.mixer) residual = added(layer.mixer_out, mixed, adapters, residual, layer.attended_norm);
+      if (layer.up.linear || layer.mixture) {
+        if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
+        residual = feed_forward(layer, normed, adapters, residual);
+      }
       if (i < images.added.size()) residual.index_add_(0, images.rows, images.added[i]);
     }
     if (tap != tapped.end()) taps.push_back(residual);
@@ -312,13 +387,11 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const MaybeTensor& adapters,
                           const at::Tensor& residual) const {
     at::Tensor inner;
-    if (layer.up) {
-      inner = activate(layer.up->adapted(x, adapters), activation_, gated_);
-    }
-    if (!layer.mixture) return added(*layer.down, inner, adapters, residual, layer.fed_norm);
-    at::Tensor sum = (*layer.mixture)(x, own_residual(residual));
-    if (layer.up) {
-      at::Tensor shared = layer.down->adapted(inner, adapters);
+    if (layer.up.linear) inner = activate(layer.up(x, adapters), activation_, gated_);
+    if (!layer.mixture) return added(layer.down, inner, adapters, residual, layer.fed_norm);
+    at::Tensor sum = (*layer.mixture)(x, as_it_is(layer.fed_norm) ? own_residual(residual) : MaybeTensor());
+    if (layer.up.linear) {
+      at::Tensor shared = layer.down(inner, adapters);
       if (layer.shared_gate) {
         const at::Tensor gate = layer.shared_gate->adapted(x, adapters);
         at::Tensor rows = shared.unsqueeze(1);
@@ -326,14 +399,21 @@ class Decoder : public torch::CustomClassHolder {
       }
       add(sum, shared);
     }
-    return summed(sum);
+    return as_it_is(layer.fed_norm) ? summed(sum) : with_residual(summed(sum), residual, layer.fed_norm);
   }
 
+  // Returns true if what a layer computes is added to the residual without more ado.
+  bool as_it_is(const MaybeNorm& norm) const { return !norm && residual_scale_ == 1; }
+
   // The residual and a layer's output, normalised first where there is a norm.
-  at::Tensor added(const Linear& linear, const at::Tensor& x, const MaybeTensor& adapters, const at::Tensor& residual,
+  at::Tensor added(const Projection& last, const at::Tensor& x, const MaybeTensor& adapters, const at::Tensor& residual,
                    const MaybeNorm& norm) const {
-    if (!norm && residual_scale_ == 1) return summed(linear.adapted(x, adapters, own_residual(residual)));
-    at::Tensor sum = normalised(norm, summed(linear.adapted(x, adapters)));
+    if (as_it_is(norm) && !last.scale) return summed(last.linear->adapted(x, adapters, own_residual(residual)));
+    return with_residual(summed(last(x, adapters)), residual, norm);
+  }
+
+  at::Tensor with_residual(const at::Tensor& output, const at::Tensor& residual, const MaybeNorm& norm) const {
+    at::Tensor sum = normalised(norm, output);
     if (residual_scale_ != 1) multiply(sum, residual_scale_);
     add(sum, residual);
     return sum;
@@ -350,27 +430,63 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // qkv: [tokens, of all heads].
-  at::Tensor attend(const Layer& layer, at::Tensor qkv, const Pass& pass, Cache cache, const MaybeTensor& wanted) const {
+  at::Tensor attend(const Layer& layer, at::Tensor qkv, const Pass& pass, const Cache& cache, const MaybeTensor& wanted) const {
     const Attention& own = *layer.attention;
-    const int64_t tokens = qkv.size(0), queries = own.gated ? 2 * heads_ : heads_;
+    if (own.latents) return attend_to_latents(layer, qkv, pass, cache, wanted);
+    const int64_t heads = own.heads, kv_heads = own.kv_heads, head_dim = own.head_dim;
+    const int64_t tokens = qkv.size(0), queries = own.gated ? 2 * heads : heads;
     if (own.clip != 0)
       change_each(qkv, [clip = static_cast<float>(own.clip)](float x, auto) { return std::clamp(x, -clip, clip); });
     at::Tensor query, gate, key, value;
     if (own.grouped) {
-      const int64_t group = heads_ / kv_heads_;
-      const at::Tensor groups = qkv.view({tokens, kv_heads_, group + 2, head_dim_});
-      query = groups.narrow(2, 0, group).reshape({tokens, heads_, head_dim_});
+      const int64_t group = heads / kv_heads;
+      const at::Tensor groups = qkv.view({tokens, kv_heads, group + 2, head_dim});
+      query = groups.narrow(2, 0, group).reshape({tokens, heads, head_dim});
       key = groups.select(2, group), value = groups.select(2, group + 1);
     } else {
-      const at::Tensor joined = qkv.view({tokens, queries + 2 * kv_heads_, head_dim_});
-      query = joined.narrow(1, 0, queries), key = joined.narrow(1, queries, kv_heads_);
-      value = joined.narrow(1, queries + kv_heads_, kv_heads_);
+      const int64_t keys = queries * head_dim, values = keys + kv_heads * head_dim;
+      query = qkv.narrow(1, 0, keys).unflatten(1, {queries, head_dim});
+      key = qkv.narrow(1, keys, values - keys).unflatten(1, {kv_heads, head_dim});
+      value = qkv.narrow(1, values, kv_heads * own.value_dim).unflatten(1, {kv_heads, own.value_dim});
     }
+    if (own.value_dim < head_dim) value = at::constant_pad_nd(value, {0, head_dim - own.value_dim});
     if (own.gated) {
-      const at::Tensor pairs = query.unflatten(1, {heads_, 2});
+      const at::Tensor pairs = query.unflatten(1, {heads, 2});
       query = pairs.select(2, 0), gate = pairs.select(2, 1);
     }
     query = of_heads(layer.query_norm, query), key = of_heads(layer.key_norm, key);
+    at::Tensor attended = with_cache(own, query, key, value, pass, cache, wanted);
+    if (own.gated) multiply_by_sigmoid(attended, wanted ? gate.index_select(0, *wanted) : gate);
+    if (own.value_dim < head_dim) attended = attended.narrow(2, 0, own.value_dim).contiguous();
+    return attended.view({attended.size(0), heads * own.value_dim});
+  }
+
+  // projected: [tokens, of queries or what becomes these, a latent and the turned elements of a key].
+  at::Tensor attend_to_latents(const Layer& layer, const at::Tensor& projected, const Pass& pass, const Cache& cache,
+                               const MaybeTensor& wanted) const {
+    const Attention& own = *layer.attention;
+    const Latents& latents = *own.latents;
+    const int64_t tokens = projected.size(0), rank = latents.rank, rotated = latents.rotated;
+    const int64_t of_query = projected.size(1) - rank - rotated;
+    at::Tensor made = projected.narrow(1, 0, of_query);
+    if (latents.query) made = latents.query->adapted(normalised(layer.query_norm, made).contiguous(), pass.adapters);
+    made = made.unflatten(1, {own.heads, made.size(1) / own.heads});
+    const int64_t plain = made.size(2) - rotated;
+    at::Tensor query = at::empty({tokens, own.heads, rotated + rank}, projected.options());
+    at::Tensor key = at::empty({tokens, 1, rotated + rank}, projected.options());
+    query.narrow(2, 0, rotated).copy_(made.narrow(2, plain, rotated));
+    multiply_heads(latents.keys, made.narrow(2, 0, plain), query.narrow(2, rotated, rank));
+    key.select(1, 0).narrow(1, 0, rotated).copy_(projected.narrow(1, of_query + rank, rotated));
+    key.select(1, 0).narrow(1, rotated, rank).copy_(normalised(layer.key_norm, projected.narrow(1, of_query, rank)));
+    const at::Tensor attended = with_cache(own, query, key, key, pass, cache, wanted).narrow(2, rotated, rank);
+    at::Tensor output = at::empty({attended.size(0), own.heads, latents.values[0]->outputs}, projected.options());
+    multiply_heads(latents.values, attended, output);
+    return output.flatten(1);
+  }
+
+  // Turns queries and keys, and writes keys and values. Returns what the wanted queries attend to, [rows, heads, head_dim].
+  at::Tensor with_cache(const Attention& own, at::Tensor query, const at::Tensor& key, const at::Tensor& value,
+                        const Pass& pass, Cache cache, const MaybeTensor& wanted) const {
     if (own.rotation >= 0)
       rotate_and_write(query, key, value, pass.cos.at(own.rotation), pass.sin.at(own.rotation), cache.keys,
                        cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
@@ -378,12 +494,9 @@ class Decoder : public torch::CustomClassHolder {
       write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
     if (wanted) query = query.index_select(0, *wanted);
     const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
-    at::Tensor attended = paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
-                                          attending.query_starts, own.scaling, own.window, own.softcap, own.alibi_slopes,
-                                          own.rounded_alibi, own.sinks, cache.key_scale, cache.value_scale, 0,
-                                          attending.ends);
-    if (own.gated) multiply_by_sigmoid(attended, wanted ? gate.index_select(0, *wanted) : gate);
-    return attended.view({query.size(0), heads_ * head_dim_});
+    return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths, attending.query_starts,
+                           own.scaling, own.window, own.softcap, own.alibi_slopes, own.rounded_alibi, own.sinks,
+                           cache.key_scale, cache.value_scale * own.value_scale, 0, attending.ends);
   }
 
   // x: [tokens, heads, head_dim]. The norm is of each head, or of all heads of a token together.
@@ -395,7 +508,6 @@ class Decoder : public torch::CustomClassHolder {
     return (whole ? (*norm)->over_ranks(together, *ranks_) : (**norm)(together)).view(x.sizes());
   }
 
-  int64_t heads_, kv_heads_, head_dim_;
   Activation activation_;
   bool gated_, parallel_;
   double residual_scale_;
@@ -655,14 +767,17 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("all_gather", &Ranks::all_gather);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double, bool, int64_t, int64_t>());
   library.class_<Experts>("Experts")
-      .def(torch::init<double, double>())
+      .def(torch::init<std::string, bool, double, double>())
       .def("add", &Experts::add)
       .def("forward", &Experts::forward);
+  library.class_<Routing>("Routing").def(
+      torch::init<int64_t, bool, MaybeTensor, int64_t, int64_t, int64_t, bool, double, bool>());
   library.class_<Mixture>("Mixture")
-      .def(torch::init<LinearPtr, ExpertsPtr, int64_t, bool>())
+      .def(torch::init<LinearPtr, ExpertsPtr, RoutingPtr>())
       .def("forward", &Mixture::operator());
   library.class_<Mixer>("Mixer")
       .def_static("gated_delta_net", &gated_delta_net)
+      .def_static("kimi_delta_attention", &kimi_delta_attention)
       .def_static("mamba2", &mamba2_mixer)
       .def_static("mamba", &mamba_mixer)
       .def_static("short_convolution", &short_convolution)
@@ -670,10 +785,13 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
                          const at::Tensor& runs, const at::Tensor& saves) {
         return (*self)(projected, states, read_runs(runs, saves, states.at(0).size(0), projected.size(0)), {});
       });
+  library.class_<Latents>("Latents").def(
+      torch::init<int64_t, int64_t, std::optional<LinearPtr>, std::vector<LinearPtr>, std::vector<LinearPtr>>());
   library.class_<Attention>("Attention")
-      .def(torch::init<double, int64_t, double, MaybeTensor, MaybeTensor, bool, int64_t, bool, bool, double>());
+      .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, std::optional<LatentsPtr>, double, int64_t, double, MaybeTensor, MaybeTensor, bool, int64_t, bool,
+                       bool, double>());
   library.class_<Decoder>("Decoder")
-      .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, bool, double, bool>())
+      .def(torch::init<std::string, bool, bool, double, bool>())
       .def("add_layer", &Decoder::add_layer);
   library.class_<CausalLM>("CausalLM")
       .def(torch::init<DecoderPtr, at::Tensor, std::optional<LinearPtr>, double, MaybeTensor, MaybeNorm, MaybeNorm,

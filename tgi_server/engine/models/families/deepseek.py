@@ -1,9 +1,14 @@
-"""DeepSeek-V2, and families with its attention over latents, which `transformers` computes."""
+"""DeepSeek-V2, and families with its attention over latents.
 
+Those that choose the tokens attended to (DeepSeek-V3.2, GLM-5), `transformers` computes.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.families.glm import with_experts
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, GATED, HEAD, Splits
 from tgi_server.engine.parallel.plan import (
     ShardingPlan,
@@ -14,6 +19,71 @@ from tgi_server.engine.parallel.plan import (
     vocab_parallel_embedding,
 )
 from tgi_server.engine.parallel.shares import Heads, of_heads, query_heads, sections
+
+_DELTA = LayerSpec(mixer="self_attn", rope=None)
+
+
+def dense(config: Any) -> DecoderSpec:
+    """Returns the spec of a model without experts."""
+    return DecoderSpec.uniform(
+        config, _layer(config), activation=activation(config.hidden_act), interleaved=config.rope_interleave
+    )
+
+
+def deepseek_v2(config: Any) -> DecoderSpec:
+    """Experts' scores are a softmax, and not normalised; those of a group are together as good as the best one."""
+    grouped = config.topk_method == "group_limited_greedy"
+    groups = {"groups": config.n_group, "chosen_groups": config.topk_group} if grouped else {}
+    mixture = MixtureSpec(wide=True, normalised=False, factor=config.routed_scaling_factor, **groups)
+    spec = _with_experts(config, lambda layer: replace(with_experts(layer, config), mixture=mixture))
+    return replace(spec, ropes=(RopeSpec(table="complex"),), interleaved=True)
+
+
+def deepseek_v3(config: Any) -> DecoderSpec:
+    spec = _with_experts(config, lambda layer: with_experts(layer, config))
+    return replace(spec, interleaved=config.rope_interleave)
+
+
+def kimi(config: Any) -> DecoderSpec:
+    """Most layers have Kimi's delta attention; the others attend to latents. Nothing is turned."""
+    attending = replace(_layer(config), rope=None)
+    kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
+    layers = (
+        with_experts(layer, config) if feeds == "sparse" else layer
+        for layer, feeds in ((attending if mixes == "full_attention" else _DELTA, feeds) for mixes, feeds in kinds)
+    )
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), ropes=())
+
+
+def minicpm3(config: Any) -> DecoderSpec:
+    return DecoderSpec.uniform(
+        config,
+        _layer(config),
+        activation=activation(config.hidden_act),
+        embedding_scale=config.scale_emb,
+        residual_scale=config.scale_depth / config.num_hidden_layers**0.5,
+        logits_divisor=config.logits_scaling,
+    )
+
+
+def _layer(config: Any) -> LayerSpec:
+    """Large models make queries of latents, too."""
+    layer = LayerSpec(
+        latents=True,
+        qkv=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+        key_norm="self_attn.kv_a_layernorm",
+    )
+    if config.q_lora_rank is None:
+        return layer
+    qkv = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+    return replace(layer, qkv=qkv, query="self_attn.q_b_proj", query_norm="self_attn.q_a_layernorm")
+
+
+def _with_experts(config: Any, mixed: Callable[[LayerSpec], LayerSpec]) -> DecoderSpec:
+    """Returns the spec of a model whose first layers have a plain feed-forward part. mixed: gives a layer a mixture."""
+    plain, first = _layer(config), config.first_k_dense_replace
+    layers = (plain if index < first else mixed(plain) for index in range(config.num_hidden_layers))
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
 
 
 def _plan(config: Any) -> ShardingPlan:
@@ -56,8 +126,13 @@ _OF_KIMI_HEADS = (
     *("q_conv1d", "k_conv1d", "v_conv1d"),
 )
 
-_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu")
 FAMILIES = {
-    **dict.fromkeys(_TYPES, Family(plan=_plan, attention="latents")),
-    "kimi_linear": Family(plan=_kimi_plan, attention="latents"),
+    "deepseek_v2": Family(deepseek_v2, _plan, attention="latents"),
+    "deepseek_v3": Family(deepseek_v3, _plan, attention="latents"),
+    "deepseek_v32": Family(plan=_plan, attention="latents"),
+    "glm4_moe_lite": Family(deepseek_v3, _plan, attention="latents"),
+    "glm_moe_dsa": Family(plan=_plan, attention="latents"),
+    "minicpm3": Family(minicpm3, _plan, attention="latents"),
+    "youtu": Family(dense, _plan, attention="latents"),
+    "kimi_linear": Family(kimi, _kimi_plan, attention="latents"),
 }

@@ -6,7 +6,7 @@ In a gated delta net, several value heads share a key head. A shard has some val
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, Splits, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, of_heads, query_heads, sections
@@ -17,7 +17,7 @@ _LAYER = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", g
 # Beside its own experts every token has one that all have.
 _MIXED = replace(
     _LAYER,
-    mixture=("mlp", "gate"),
+    mixture=MixtureSpec(),
     shared=True,
     shared_gate="mlp.shared_expert_gate",
     up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -43,11 +43,9 @@ def qwen3_next(config: Any) -> DecoderSpec:
 
 
 def _qwen(config: Any, layers: list[LayerSpec]) -> DecoderSpec:
-    if (gate := activation(config.hidden_act)) != "silu":
-        raise NoSpec(f"experts with {gate} as their gate are not known")
     kinds = zip(layers, config.layer_types, strict=True)
     mixers = (replace(each, mixer="linear_attn" if kind == "linear_attention" else None) for each, kind in kinds)
-    return DecoderSpec(tuple(mixers), activation=gate)
+    return DecoderSpec(tuple(mixers), activation=activation(config.hidden_act))
 
 
 _OLMO = LayerSpec(

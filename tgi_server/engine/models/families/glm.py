@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel
 from tgi_server.engine.parallel.shares import halves
@@ -27,6 +27,22 @@ def glm4v(config: Any) -> DecoderSpec:
     return replace(glm4(config), ropes=(RopeSpec(table="pairs"),))
 
 
+def glm4_moe(config: Any) -> DecoderSpec:
+    """GLM-4.5: Llama's attention; in all layers but the first ones a mixture, beside which there is a shared expert."""
+    plain = LayerSpec()
+    if config.use_qk_norm:
+        plain = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+    layers = (plain if index < config.first_k_dense_replace else with_experts(plain, config)
+              for index in range(config.num_hidden_layers))  # fmt: skip
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+
+
+def with_experts(layer: LayerSpec, config: Any) -> LayerSpec:
+    """Returns a layer with a mixture, beside which there is a shared expert, in place of the feed-forward part."""
+    up = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    return replace(layer, mixture=MixtureSpec.deepseek(config), shared=True, up=up, down="mlp.shared_experts.down_proj")
+
+
 def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, {"gate_up_proj": column_parallel(halves)})
 
@@ -40,5 +56,5 @@ FAMILIES = {
     "glm": Family(glm, _plan),
     "glm4": Family(glm4, _plan),
     "glm4v_text": Family(glm4v, _plan),
-    "glm4_moe": Family(plan=_moe_plan),
+    "glm4_moe": Family(glm4_moe, _moe_plan),
 }

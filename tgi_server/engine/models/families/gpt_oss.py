@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec
 from tgi_server.engine.models.splits import llama_plan
 from tgi_server.engine.parallel.layers import RowParallel
 from tgi_server.engine.parallel.plan import FIRST_ONLY, ShardingPlan, Slice, Split
@@ -10,7 +10,7 @@ from tgi_server.engine.parallel.shares import pairs, parts, query_heads
 
 
 def gpt_oss(config: Any) -> DecoderSpec:
-    return DecoderSpec.uniform(config, LayerSpec(mixture=("mlp", "router")), ropes=(RopeSpec(table="half"),))
+    return DecoderSpec.uniform(config, LayerSpec(mixture=MixtureSpec(router="router")), ropes=(RopeSpec(table="half"),))
 
 
 def _plan(config: Any) -> ShardingPlan:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec
 from tgi_server.engine.models.splits import EXPERTS, attention, feed_forward, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import parts, sections
@@ -24,6 +24,17 @@ def lfm2(config: Any) -> DecoderSpec:
     return DecoderSpec(tuple(layers), final_norm="embedding_norm")
 
 
+def lfm2_moe(config: Any) -> DecoderSpec:
+    """The first layers have a plain feed-forward part."""
+    bias = "expert_bias" if config.use_expert_bias else None
+    mixture = MixtureSpec(
+        "feed_forward", sigmoid=True, bias=bias, normalised=config.norm_topk_prob, factor=config.routed_scaling_factor
+    )
+    spec, dense = lfm2(config), config.num_dense_layers
+    mixed = (replace(layer, mixture=mixture) for layer in spec.layers[dense:])
+    return replace(spec, layers=(*spec.layers[:dense], *mixed), rotary="pos_emb")
+
+
 def _plan(config: Any) -> ShardingPlan:
     """Each channel is convolved alone, so that a shard may have any of them."""
     thirds = sections(*3 * [(config.hidden_size, parts)])
@@ -38,4 +49,4 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, splits, whole=("gate",))
 
 
-FAMILIES = {"lfm2": Family(lfm2, _plan), "lfm2_moe": Family(plan=_plan)}
+FAMILIES = {"lfm2": Family(lfm2, _plan), "lfm2_moe": Family(lfm2_moe, _plan)}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, NoSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, HEAD, Splits, attention, feed_forward, heads_of, llama_plan
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.layers import RowParallel, ShardedGatedNorm
@@ -42,13 +42,38 @@ def bamba(config: Any) -> DecoderSpec:
     return DecoderSpec(layers, activation=activation(config.hidden_act), final_norm="final_layernorm")
 
 
+def falcon(config: Any) -> DecoderSpec:
+    """Each layer attends and has a Mamba-2 as well; what linear layers give is multiplied by numbers of config.json."""
+    if config.attention_bias or config.mamba_proj_bias:
+        raise NoSpec("its inputs are multiplied before layers with a bias")
+    into, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    scales: dict[str, float | tuple[float, str]] = {
+        "self_attn.q_proj": into,
+        "self_attn.k_proj": into * config.key_multiplier,
+        "self_attn.v_proj": into,
+        "self_attn.o_proj": config.attention_out_multiplier,
+        "mamba.in_proj": (config.ssm_in_multiplier, "mamba.mup_vector"),
+        "mamba.out_proj": config.ssm_out_multiplier,
+        "feed_forward.gate_proj": gate,
+        "feed_forward.down_proj": down,
+    }
+    return DecoderSpec.uniform(
+        config,
+        replace(_BAMBA, mixer="mamba", beside=True, scales=scales),
+        activation=activation(config.hidden_act),
+        final_norm="final_layernorm",
+        embedding_scale=config.embedding_multiplier,
+        logits_divisor=1 / config.lm_head_multiplier,
+    )
+
+
 def granite(config: Any) -> DecoderSpec:
     """Returns the spec of Granite 4; with experts, every token has a shared one beside its own."""
-    if config.num_local_experts:
-        raise NoSpec("experts beside a shared one are not known")
     rotary = config.position_embedding_type == "rope"
+    mixture = MixtureSpec("block_sparse_moe", "router") if config.num_local_experts else None
+    layer = replace(_GRANITE, rope=0 if rotary else None, mixture=mixture, shared=mixture is not None)
     return DecoderSpec(
-        _with_mamba(replace(_GRANITE, rope=0 if rotary else None), config.layer_types),
+        _with_mamba(layer, config.layer_types),
         activation=activation(config.hidden_act),
         ropes=(RopeSpec(),) if rotary else (),
         embedding_scale=config.embedding_multiplier,
@@ -59,16 +84,48 @@ def granite(config: Any) -> DecoderSpec:
 
 def jamba(config: Any) -> DecoderSpec:
     """Nothing is rotated: Mamba knows the order of tokens."""
-    if activation(config.hidden_act) != "silu":
-        raise NoSpec(f"experts with {config.hidden_act} as their gate are not known")
     plain = replace(_BAMBA, rope=None)
-    mixed = replace(plain, mixture=("feed_forward", "router"), shares_of_all=True)
+    mixed = replace(plain, mixture=MixtureSpec("feed_forward", "router", normalised=False))
     experts = config.layers_num_experts or [1] * config.num_hidden_layers
     layers = [mixed if count > 1 else plain for count in experts]
     kinds = zip(layers, config.layer_types, strict=True)
     return DecoderSpec(
         tuple(layer for each, kind in kinds for layer in _with_mamba(each, [kind])),
+        activation=activation(config.hidden_act),
         final_norm="final_layernorm",
+        ropes=(),
+    )
+
+
+def nemotron(config: Any) -> DecoderSpec:
+    """A layer has one part: Mamba, attention, a mixture or a plain feed-forward part."""
+    if config.moe_latent_size is not None:
+        raise NoSpec("its experts compute in latents")
+    without = LayerSpec(attention=None, attention_norm=None, up=(), feed_forward_norm=None, rope=None)
+    kinds = {
+        "linear_attention": replace(without, mixer="mixer", attention_norm="norm"),
+        "full_attention": replace(
+            without,
+            attention="mixer",
+            qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+            output="mixer.o_proj",
+            attention_norm="norm",
+        ),
+        "mlp": replace(without, up=("mixer.up_proj",), down="mixer.down_proj", feed_forward_norm="norm"),
+        "moe": replace(
+            without,
+            mixture=MixtureSpec.deepseek(config, "mixer"),
+            shared=True,
+            up=("mixer.shared_experts.up_proj",),
+            down="mixer.shared_experts.down_proj",
+            feed_forward_norm="norm",
+        ),
+    }
+    return DecoderSpec(
+        tuple(kinds[kind] for kind in config.layers_block_type),
+        activation=activation(config.mlp_hidden_act),
+        gated_mlp=False,
+        final_norm="norm_f",
         ropes=(),
     )
 
@@ -159,7 +216,7 @@ def _jamba_plan(config: Any) -> ShardingPlan:
 FAMILIES = {
     "bamba": Family(bamba, _plan),
     "granitemoehybrid": Family(granite, _plan),
-    "falcon_h1": Family(plan=_plan),
-    "nemotron_h": Family(plan=_nemotron_plan),
+    "falcon_h1": Family(falcon, _plan),
+    "nemotron_h": Family(nemotron, _nemotron_plan),
     "jamba": Family(jamba, _jamba_plan),
 }

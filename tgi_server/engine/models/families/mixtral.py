@@ -3,28 +3,25 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, NoSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, attention, heads_of, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split
 from tgi_server.engine.parallel.shares import Heads, query_heads
 
-_MIXTURE = ("mlp", "gate")
-
 
 def mixtral(config: Any) -> DecoderSpec:
-    _check_gate(config)
-    return DecoderSpec.uniform(config, LayerSpec(mixture=_MIXTURE))
+    return DecoderSpec.uniform(config, LayerSpec(mixture=MixtureSpec()), activation=activation(config.hidden_act))
 
 
 def qwen3_moe(config: Any) -> DecoderSpec:
     """Some layers may have a plain feed-forward part."""
-    _check_gate(config)
     mixed = [
         config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     ]
     plain = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
-    layers = (replace(plain, mixture=_MIXTURE) if each else plain for each in mixed)
+    mixture = MixtureSpec(normalised=config.norm_topk_prob)
+    layers = (replace(plain, mixture=mixture) if each else plain for each in mixed)
     return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
 
 
@@ -33,7 +30,7 @@ def qwen2_moe(config: Any) -> DecoderSpec:
     spec = qwen3_moe(config)
     plain = LayerSpec()
     mixed = LayerSpec(
-        mixture=_MIXTURE,
+        mixture=MixtureSpec(normalised=config.norm_topk_prob),
         shared=True,
         shared_gate="mlp.shared_expert_gate",
         up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -43,16 +40,30 @@ def qwen2_moe(config: Any) -> DecoderSpec:
 
 
 def olmoe(config: Any) -> DecoderSpec:
-    _check_gate(config)
     if config.clip_qkv is not None:
         raise NoSpec("queries, keys and values are clipped after their norms")
-    layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", mixture=_MIXTURE)
-    return DecoderSpec.uniform(config, layer)
+    mixture = MixtureSpec(normalised=config.norm_topk_prob)
+    layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", mixture=mixture)
+    return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act))
 
 
-def _check_gate(config: Any) -> None:
-    if activation(config.hidden_act) != "silu":
-        raise NoSpec(f"experts with {config.hidden_act} as their gate are not known")
+def minimax(config: Any) -> DecoderSpec:
+    mixture = MixtureSpec(sigmoid=True, bias="e_score_correction_bias")
+    layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", mixture=mixture)
+    return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act))
+
+
+def mimo(config: Any) -> DecoderSpec:
+    """Some layers have windows and rotary tables of their own, and some a plain feed-forward part."""
+    types = sorted(set(config.layer_types))
+    layer = LayerSpec(value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale)
+    kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
+    layers = (
+        replace(layer, rope=types.index(attends), mixture=MixtureSpec.deepseek(config) if feeds == "sparse" else None)
+        for attends, feeds in kinds
+    )
+    ropes = tuple(RopeSpec(each) for each in types)
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), ropes=ropes)
 
 
 def _plan(config: Any) -> ShardingPlan:
@@ -84,8 +95,8 @@ def _qwen2_moe(config: Any) -> ShardingPlan:
 
 
 FAMILIES = {
-    "mimo_v2_flash": Family(plan=_mimo),
-    "minimax_m2": Family(plan=_minimax),
+    "mimo_v2_flash": Family(mimo, _mimo),
+    "minimax_m2": Family(minimax, _minimax),
     "mixtral": Family(mixtral, _plan),
     "olmoe": Family(olmoe, _minimax),
     "qwen2_moe": Family(qwen2_moe, _qwen2_moe),

@@ -114,7 +114,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
                            int64_t chunk, const std::optional<at::Tensor>& ends) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
-  TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 512");
+  TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to ", MAX_HEAD_DIM);
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
   TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1);
   TORCH_CHECK(!ends || (ends->numel() == query.size(0) && ends->is_contiguous()), "each query has one end");

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -66,22 +67,48 @@ void convert(const From* from, To* to, int64_t numbers) {
   for (; i < numbers; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
 }
 
-// The `chosen` largest of a token's outputs of the router, with their shares. scratch: room for all shares.
-template <typename T>
-void choose(const T* logits, std::vector<float>& scratch, int64_t chosen, bool normalised, Choice* choices) {
-  std::copy_n(logits, scratch.size(), scratch.begin());
-  const float largest = *std::max_element(scratch.begin(), scratch.end());
-  float total = 0;
-  for (float& share : scratch) total += share = std::exp(share - largest);
-  if (!(total > 0)) std::fill(scratch.begin(), scratch.end(), 0.0f);  // NaN: some experts, with shares that are NaN, too
-  if (normalised) total = 0;
-  for (int64_t c = 0; c < chosen; ++c) {
-    const auto best = std::max_element(scratch.begin(), scratch.end());
-    choices[c] = {best - scratch.begin(), *best};
-    if (normalised) total += *best;
-    *best = -1;
+// Leaves the ranks of the best groups of experts as they are; the others become minus infinity.
+void keep_groups(const Routing& routing, std::vector<float>& ranks) {
+  const int64_t size = static_cast<int64_t>(ranks.size()) / routing.groups;
+  std::vector<float> goodness(routing.groups), highest(routing.group_scores);
+  for (int64_t g = 0; g < routing.groups; ++g) {
+    const auto group = ranks.begin() + g * size;
+    std::partial_sort_copy(group, group + size, highest.begin(), highest.end(), std::greater<>());
+    goodness[g] = std::accumulate(highest.begin(), highest.end(), 0.0f);
   }
-  for (int64_t c = 0; c < chosen; ++c) choices[c].share /= total;
+  std::vector<int64_t> order(routing.groups);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return goodness[a] > goodness[b]; });
+  for (auto g = order.begin() + routing.chosen_groups; g != order.end(); ++g)
+    std::fill_n(ranks.begin() + *g * size, size, -INFINITY);
+}
+
+// The experts of a token, with their shares, by the router's outputs. scores, ranks: room for a number of each expert.
+template <typename T>
+void choose(const T* logits, const Routing& routing, std::vector<float>& scores, std::vector<float>& ranks,
+            Choice* choices) {
+  std::copy_n(logits, scores.size(), scores.begin());
+  const float largest = *std::max_element(scores.begin(), scores.end());
+  float total = 0;
+  for (float& score : scores) total += score = routing.sigmoid ? 1 / (1 + std::exp(-score)) : std::exp(score - largest);
+  if (!(total > 0)) std::fill(scores.begin(), scores.end(), 0.0f);  // NaN: some experts, with shares that are NaN, too
+  else if (routing.sigmoid) total = 1;
+  ranks = scores;
+  if (routing.bias)
+    for (size_t i = 0; i < ranks.size(); ++i) ranks[i] += routing.bias->const_data_ptr<float>()[i];
+  if (routing.groups > 1) keep_groups(routing, ranks);
+  if (routing.normalised) total = 0;
+  for (int64_t c = 0; c < routing.chosen; ++c) {
+    const auto best = std::max_element(ranks.begin(), ranks.end());
+    const int64_t expert = best - ranks.begin();
+    choices[c] = {expert, scores[expert]};
+    if (routing.normalised) total += scores[expert];
+    *best = -INFINITY;
+  }
+  for (int64_t c = 0; c < routing.chosen; ++c) {
+    choices[c].share /= total;
+    if (routing.factor != 1) choices[c].share *= static_cast<float>(routing.factor);
+  }
 }
 
 }  // namespace
@@ -91,13 +118,14 @@ void Experts::add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bia
     return !bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == linear->outputs);
   };
   TORCH_CHECK(fits(up_bias, up) && fits(down_bias, down), "a bias is a float32 number for each output");
-  TORCH_CHECK(up->outputs == 2 * down->inputs, "an expert's gate and what it multiplies are of the size of its inner layer");
-  TORCH_CHECK(alpha_ != 0 || !up_bias, "experts with a SiLU gate have no bias before it");
+  TORCH_CHECK(up->outputs == (gated_ ? 2 : 1) * down->inputs,
+              "an expert's gate and what it multiplies are of the size of its inner layer");
+  TORCH_CHECK(alpha_ != 0 || !up_bias, "experts with this activation have no bias before it");
   experts_.push_back({std::move(up), std::move(down), std::move(up_bias), std::move(down_bias)});
 }
 
-at::Tensor Experts::gated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const {
-  if (alpha_ == 0) return activate(up, Activation::silu, true);
+at::Tensor Experts::activated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const {
+  if (alpha_ == 0) return activate(up, activation_, gated_);
   const std::vector<float> zeros(bias ? 0 : up.size(1));
   return clamped_gate(up, bias ? bias->const_data_ptr<float>() : zeros.data(), alpha_, limit_);
 }
@@ -123,7 +151,7 @@ void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
     work.up = at::empty({rows, work.expert->up->outputs}, x.options());
     work.output = at::empty(work.rows.sizes(), x.options());
   };
-  const auto gate = [&](Work& work) { work.rows = gated(work.up, work.expert->up_bias); };
+  const auto gate = [&](Work& work) { work.rows = activated(work.up, work.expert->up_bias); };
   const auto multiply = [&](const Linear& linear, const at::Tensor& rows, int64_t share, at::Tensor& output) {
     const int64_t tiles = ceil_div(linear.outputs, COLUMNS), first = tiles * share / shares;
     std::vector<int64_t> own(tiles * (share + 1) / shares - first);
@@ -191,21 +219,30 @@ at::Tensor Experts::sum(const at::Tensor& x, const std::vector<Choice>& choices,
   return output;
 }
 
-Mixture::Mixture(LinearPtr router, ExpertsPtr experts, int64_t chosen, bool normalised)
-    : router_(std::move(router)), experts_(std::move(experts)), chosen_(chosen), normalised_(normalised) {
-  TORCH_CHECK(experts_->count() == router_->outputs, "a router of ", router_->outputs, " for ", experts_->count(), " experts");
-  TORCH_CHECK(0 < chosen_ && chosen_ <= router_->outputs, "a token cannot have ", chosen_, " of ", router_->outputs, " experts");
+Mixture::Mixture(LinearPtr router, ExpertsPtr experts, RoutingPtr routing)
+    : router_(std::move(router)), experts_(std::move(experts)), routing_(std::move(routing)) {
+  const int64_t count = router_->outputs, groups = routing_->groups;
+  TORCH_CHECK(experts_->count() == count, "a router of ", count, " for ", experts_->count(), " experts");
+  TORCH_CHECK(0 < groups && count % groups == 0 && 0 < routing_->chosen_groups && routing_->chosen_groups <= groups &&
+                  routing_->group_scores <= count / groups,
+              count, " experts are not in ", groups, " groups");
+  const int64_t most = routing_->chosen_groups * (count / groups);
+  TORCH_CHECK(0 < routing_->chosen && routing_->chosen <= most, "a token cannot have ", routing_->chosen, " of ", most,
+              " experts");
+  TORCH_CHECK(!routing_->bias || (routing_->sigmoid && routing_->bias->scalar_type() == at::kFloat &&
+                                  routing_->bias->is_contiguous() && routing_->bias->numel() == count),
+              "a bias is a float32 number for each expert, whose score is a sigmoid");
 }
 
 at::Tensor Mixture::operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const {
-  const at::Tensor logits = (*router_)(x);
-  const int64_t tokens = x.size(0), experts = experts_->count();
-  std::vector<Choice> choices(tokens * chosen_);
+  const at::Tensor logits = (*router_)(routing_->wide ? x.to(at::kFloat) : x);
+  const int64_t tokens = x.size(0), experts = experts_->count(), chosen = routing_->chosen;
+  std::vector<Choice> choices(tokens * chosen);
   by_dtype(logits, [&]<typename T>(T*) {
     const T* from = logits.const_data_ptr<T>();
-    for_rows(tokens, experts * chosen_, [&](int64_t t, int64_t last) {
-      std::vector<float> scratch(experts);
-      for (; t < last; ++t) choose(from + t * experts, scratch, chosen_, normalised_, choices.data() + t * chosen_);
+    for_rows(tokens, experts * chosen, [&](int64_t t, int64_t last) {
+      std::vector<float> scores(experts), ranks(experts);
+      for (; t < last; ++t) choose(from + t * experts, *routing_, scores, ranks, choices.data() + t * chosen);
     });
   });
   return experts_->sum(x, choices, residual);

@@ -7,9 +7,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "gemm/linear.h"
+#include "ops/ops.h"
 
 namespace oatmill {
 
@@ -25,11 +28,14 @@ struct Expert {
   std::optional<at::Tensor> up_bias, down_bias;
 };
 
-// Of an expert's up projection, half of the outputs are a gate, and the others are multiplied by it. The gate is SiLU, and
-// its half comes first; or, if alpha is not 0, it is that of gpt-oss: x * sigmoid(alpha * x) of numbers up to `limit`, and
-// its outputs stand before each of the others, which are kept between -limit and limit, and 1 is added to them.
+// An expert is an activation between two projections. Where it is gated, half of the outputs of the first one are a gate, and
+// the others are multiplied by that. The gate's half comes first; or, if alpha is not 0, the gate is that of gpt-oss:
+// x * sigmoid(alpha * x) of numbers up to `limit`, and its outputs stand before each of the others, which are kept between
+// -limit and limit, and 1 is added to them.
 struct Experts : torch::CustomClassHolder {
-  Experts(double alpha, double limit) : alpha_(static_cast<float>(alpha)), limit_(static_cast<float>(limit)) {}
+  Experts(const std::string& activation, bool gated, double alpha, double limit)
+      : activation_(activation_named(activation)), gated_(gated), alpha_(static_cast<float>(alpha)),
+        limit_(static_cast<float>(limit)) {}
 
   // Adds the next expert.
   void add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bias, std::optional<at::Tensor> down_bias);
@@ -57,18 +63,38 @@ struct Experts : torch::CustomClassHolder {
   // outputs of one of its layers: threads meet a few times, and not for every layer of every expert.
   void compute(const at::Tensor& x, std::vector<Work>& works) const;
 
-  at::Tensor gated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
+  at::Tensor activated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
 
+  Activation activation_;
+  bool gated_;
   float alpha_, limit_;
   std::vector<Expert> experts_;
 };
 
 using ExpertsPtr = c10::intrusive_ptr<Experts>;
 
-// router: has an output for each expert. chosen: how many a token has, those of the largest outputs. normalised: their
-// shares add up to 1, and are otherwise what the softmax over all experts gives them.
+// How a token chooses experts by the outputs of a router. Their scores are a softmax over all, or the sigmoid of each.
+struct Routing : torch::CustomClassHolder {
+  int64_t chosen;                  // experts of a token: those with the highest scores
+  bool sigmoid;
+  std::optional<at::Tensor> bias;  // [experts] float32, added to scores in the choice alone; or none
+  int64_t groups, chosen_groups;   // a token has experts of so many groups of neighbours alone
+  int64_t group_scores;            // a group is as good as so many of its highest scores together
+  bool normalised;                 // shares add up to 1, and are otherwise the scores
+  double factor;                   // of shares
+  bool wide;                       // the router computes in float32, whatever the model does
+
+  Routing(int64_t chosen, bool sigmoid, std::optional<at::Tensor> bias, int64_t groups, int64_t chosen_groups,
+          int64_t group_scores, bool normalised, double factor, bool wide)
+      : chosen(chosen), sigmoid(sigmoid), bias(std::move(bias)), groups(groups), chosen_groups(chosen_groups),
+        group_scores(group_scores), normalised(normalised), factor(factor), wide(wide) {}
+};
+
+using RoutingPtr = c10::intrusive_ptr<Routing>;
+
+// router: has an output for each expert.
 struct Mixture : torch::CustomClassHolder {
-  Mixture(LinearPtr router, ExpertsPtr experts, int64_t chosen, bool normalised);
+  Mixture(LinearPtr router, ExpertsPtr experts, RoutingPtr routing);
 
   // x, residual: as in Experts::sum.
   at::Tensor operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const;
@@ -76,8 +102,7 @@ struct Mixture : torch::CustomClassHolder {
  private:
   LinearPtr router_;
   ExpertsPtr experts_;
-  int64_t chosen_;
-  bool normalised_;
+  RoutingPtr routing_;
 };
 
 using MixturePtr = c10::intrusive_ptr<Mixture>;

@@ -231,7 +231,67 @@ struct GatedDeltaNet : Mixer {
   }
 };
 
+// Kimi's delta attention (Kimi Linear, 2025): a gated delta net with a decay for each element of a key. The projections give
+// query, key and value, [tokens, heads, size] each, what `decays` and `gate` take, and rates before their sigmoid, [tokens,
+// heads]. bases: [heads] float32, negative, and bias: [heads * size] float32, of decays. weight: [size] float32, of the norm.
+// States: as those of a gated delta net.
+struct KimiDeltaAttention : Mixer {
+  at::Tensor taps;
+  LinearPtr decays, gate;
+  at::Tensor bases, bias, weight;
+  double eps;
+
+  KimiDeltaAttention(at::Tensor taps, LinearPtr decays, LinearPtr gate, at::Tensor bases, at::Tensor bias,
+                     at::Tensor weight, double eps)
+      : taps(std::move(taps)), decays(std::move(decays)), gate(std::move(gate)), bases(std::move(bases)),
+        bias(std::move(bias)), weight(std::move(weight)), eps(eps) {}
+
+  at::Tensor operator()(const at::Tensor& projected, std::vector<at::Tensor>& states, const Runs& runs,
+                        const std::optional<at::Tensor>& adapters) const override {
+    TORCH_CHECK(states.size() == 2 && states[1].dim() == 4 && states[1].size(2) == states[1].size(3));
+    const int64_t tokens = projected.size(0), heads = states[1].size(1), size = states[1].size(2), all = heads * size;
+    const int64_t of_gate = 3 * all + decays->inputs, of_rates = of_gate + gate->inputs;
+    TORCH_CHECK(projected.size(1) == of_rates + heads && decays->outputs == all && gate->outputs == all);
+    TORCH_CHECK(bases.is_contiguous() && bias.is_contiguous() && bases.numel() == heads && bias.numel() == all);
+    TORCH_CHECK(weight.is_contiguous() && weight.numel() == size);
+    const at::Tensor convolved = convolve(projected.narrow(1, 0, 3 * all), taps, {}, states[0], runs, true);
+    const auto made = [&](const Linear& linear, int64_t first) {
+      return linear.adapted(projected.narrow(1, first, linear.inputs).contiguous(), adapters);
+    };
+    const at::Tensor decay_rows = made(*decays, 3 * all), gates = made(*gate, of_gate);
+    const auto part = [&](int64_t i) { return convolved.narrow(1, i * all, all).view({tokens, heads, size}); };
+    at::Tensor output = at::empty({tokens, all}, projected.options());
+    by_dtype(projected, [&]<typename T>(T*) {
+      const Inputs<T> in{TokenRows<T>(part(0)), TokenRows<T>(part(1)), TokenRows<T>(part(2)), heads, 1, size, size, true};
+      const TokenRows<T> rate_rows(projected.narrow(1, of_rates, heads));
+      const float *base = bases.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
+      const T *before = decay_rows.const_data_ptr<T>(), *gate_rows = gates.const_data_ptr<T>();
+      T* to = output.mutable_data_ptr<T>();
+      compute<true>(in, runs, states[1], [&](int64_t token, int64_t head, float* decay) {
+        for (int64_t i = 0; i < size; ++i) {
+          const float x = static_cast<float>(before[token * all + head * size + i]) + shift[head * size + i];
+          decay[i] = std::exp(base[head] * softplus(x));
+        }
+        const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
+        return static_cast<float>(static_cast<T>(rate));
+      }, [&](int64_t token, int64_t head, const float* row) {
+        const int64_t place = token * all + head * size;
+        write_row(to + place, row, size);
+        normalise_gated(to + place, gate_rows + place, weight.const_data_ptr<float>(), to + place, size,
+                        static_cast<float>(eps), false, true);
+      });
+    });
+    return output;
+  }
+};
+
 }  // namespace
+
+MixerPtr kimi_delta_attention(at::Tensor taps, LinearPtr decays, LinearPtr gate, at::Tensor bases, at::Tensor bias,
+                              at::Tensor weight, double eps) {
+  return c10::make_intrusive<KimiDeltaAttention>(std::move(taps), std::move(decays), std::move(gate), std::move(bases),
+                                                 std::move(bias), std::move(weight), eps);
+}
 
 MixerPtr gated_delta_net(int64_t key_heads, bool grouped, at::Tensor taps, at::Tensor bases, at::Tensor bias,
                          double rate_scale, at::Tensor weight, double eps) {

@@ -27,6 +27,9 @@ using MixerPtr = c10::intrusive_ptr<Mixer>;
 MixerPtr gated_delta_net(int64_t key_heads, bool grouped, at::Tensor taps, at::Tensor bases, at::Tensor bias,
                          double rate_scale, at::Tensor weight, double eps);
 
+MixerPtr kimi_delta_attention(at::Tensor taps, LinearPtr decays, LinearPtr gate, at::Tensor bases, at::Tensor bias,
+                              at::Tensor weight, double eps);
+
 MixerPtr mamba2_mixer(at::Tensor taps, std::optional<at::Tensor> taps_bias, at::Tensor rates, at::Tensor skip,
                       at::Tensor steps_bias, double least, double most, std::optional<at::Tensor> weight, double eps,
                       int64_t group, bool gate_first, int64_t groups);

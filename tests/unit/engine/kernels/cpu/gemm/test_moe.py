@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tgi_server.engine.kernels import load_kernels
@@ -32,17 +34,56 @@ def block_of(architecture: str) -> nn.Module:
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "experts_implementation": "eager"}
     if architecture == "mixtral":
         return MixtralSparseMoeBlock(MixtralConfig(intermediate_size=WIDENED, num_local_experts=EXPERTS, **sizes))
+    if architecture in GROUPED:
+        return WithoutShared(GROUPED[architecture](sizes))
     normalised = architecture == "qwen3_moe"
     return Qwen3MoeSparseMoeBlock(
         Qwen3MoeConfig(moe_intermediate_size=WIDENED, num_experts=EXPERTS, norm_topk_prob=normalised, **sizes)
     )
 
 
-def kernel_of(block: Any) -> Any:
+class WithoutShared(nn.Module):
+    """A mixture whose experts are in groups of two or three, without its shared expert."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = block.gate, block.experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, shares, chosen = self.gate(x)
+        return self.experts(x.flatten(0, 1), chosen, shares).view(x.shape)
+
+
+def deepseek_v2(sizes: dict[str, Any]) -> nn.Module:
+    groups = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
+    sizes = sizes | {"num_attention_heads": 4, "moe_intermediate_size": WIDENED, "n_routed_experts": EXPERTS}
+    return DeepseekV2Moe(DeepseekV2Config(**sizes, **groups))
+
+
+def nemotron_h(sizes: dict[str, Any]) -> nn.Module:
+    groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    made = NemotronHMoE(NemotronHConfig(moe_intermediate_size=WIDENED, n_routed_experts=EXPERTS, **sizes, **groups))
+    nn.init.normal_(made.gate.e_score_correction_bias, std=0.3)
+    return made
+
+
+GROUPED = {"deepseek_v2": deepseek_v2, "nemotron_h": nemotron_h}
+
+
+def kernel_of(block: Any, chosen: int = CHOSEN) -> Any:
     router = router_of(block)
-    normalised = getattr(router, "norm_topk_prob", True)
     kernel = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
-    return torch.classes.oatmill.Mixture(kernel, experts_of(block), CHOSEN, normalised)
+    return torch.classes.oatmill.Mixture(kernel, experts_of(block), routing_of(router, chosen))
+
+
+def routing_of(router: Any, chosen: int = CHOSEN) -> Any:
+    bias, groups = getattr(router, "e_score_correction_bias", None), getattr(router, "num_group", 1)
+    grouped, with_bias = groups > 1, bias is not None
+    normalised = getattr(router, "norm_topk_prob", not grouped)
+    return torch.classes.oatmill.Routing(
+        chosen, with_bias, bias.float() if with_bias else None, groups, getattr(router, "topk_group", 1),
+        2 if with_bias else 1, normalised, getattr(router, "routed_scaling_factor", 1.0), grouped,
+    )  # fmt: skip
 
 
 def router_of(block: Any) -> Any:
@@ -51,16 +92,18 @@ def router_of(block: Any) -> Any:
 
 def experts_of(block: Any) -> Any:
     experts = block.experts
-    other = isinstance(block, GptOssMLP)
-    kernel = torch.classes.oatmill.Experts(*((experts.alpha, experts.limit) if other else (0.0, 0.0)))
-    for number, (up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+    other, gated = isinstance(block, GptOssMLP), experts.has_gate
+    activation, numbers = "silu" if gated else "relu2", (experts.alpha, experts.limit) if other else (0.0, 0.0)
+    kernel = torch.classes.oatmill.Experts(activation, gated, *numbers)
+    up_projections = experts.gate_up_proj if gated else experts.up_proj
+    for number, (up, down) in enumerate(zip(up_projections, experts.down_proj, strict=True)):
         biases = [bias[number].float() for bias in (experts.gate_up_proj_bias, experts.down_proj_bias)] if other else []
         layers = (up.T.contiguous(), down.T.contiguous()) if other else (up, down)
         kernel.add(*(FloatLinear(layer).kernel() for layer in layers), *(biases or [None, None]))
     return kernel
 
 
-@pytest.fixture(params=["gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe without shares that add up to 1"])
+@pytest.fixture(params=["gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe without shares that add up to 1", *GROUPED])
 def block(request: pytest.FixtureRequest) -> Any:
     assert load_kernels()
     torch.manual_seed(0)
@@ -127,10 +170,16 @@ def test_choices_that_another_router_made(block) -> None:
 
 
 def test_experts_that_there_are_not_are_refused(block) -> None:
-    router, experts = FloatLinear(router_of(block).weight).kernel(), experts_of(block)
-    with pytest.raises(RuntimeError, match="cannot have 7 of 6 experts"):
-        torch.classes.oatmill.Mixture(router, experts, 7, True)
-    with pytest.raises(RuntimeError, match="a router of 6 for 0 experts"):
-        torch.classes.oatmill.Mixture(router, torch.classes.oatmill.Experts(0.0, 0.0), 2, True)
+    experts, router = experts_of(block), router_of(block)
+    most = EXPERTS * getattr(router, "topk_group", 1) // getattr(router, "num_group", 1)
+    with pytest.raises(RuntimeError, match=f"cannot have 7 of {most} experts"):
+        kernel_of(block, chosen=7)
     with pytest.raises(IndexError, match="there is no expert 6 of 6"):
         experts.forward(torch.randn(1, HIDDEN), torch.tensor([[0, 6]]), torch.ones(1, 2))
+    linear = FloatLinear(router.weight).kernel()
+    none = torch.classes.oatmill.Experts("silu", True, 0.0, 0.0)
+    with pytest.raises(RuntimeError, match="a router of 6 for 0 experts"):
+        torch.classes.oatmill.Mixture(linear, none, routing_of(router))
+    one = torch.classes.oatmill.Routing(1, True, None, 4, 1, 1, True, 1.0, False)
+    with pytest.raises(RuntimeError, match="6 experts are not in 4 groups"):
+        torch.classes.oatmill.Mixture(linear, experts, one)
