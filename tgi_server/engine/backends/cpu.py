@@ -100,13 +100,7 @@ class CpuBackend(ReferenceBackend):
             if load_kernels():
                 install_norm_kernels(self.source)
                 install_gated_mlp_kernels(self.source, self.source.dtype)
-                if model.states is not None:
-                    model.states.compute_in_kernels(wanted=True)
         fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)
-        if fault and proved.states is not None and proved.states.in_kernels:
-            proved.states.compute_in_kernels(wanted=False)
-            self.fallbacks.append(f"plain torch computes the layers with states: {fault}")
-            fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)
         if fault:
             raise UnsupportedModel(f"{self.source.config.model_type}: {fault}; start with --disable-custom-kernels")
         return proved

@@ -16,7 +16,6 @@ from tgi_server.engine.backends.build import NORMS
 from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
-from tgi_server.engine.backends.recurrent import Runs
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding
 from tgi_server.engine.errors import UnsupportedModel
@@ -137,7 +136,7 @@ class CpuModel(PagedModel):
         if states is None:
             return None, None, False
         self._attach_states()
-        runs = Runs.of_pass(metadata, states)
+        runs, saves = _runs(metadata, states)
         drafted = [
             (chunk, slot)
             for chunk, slot in zip(metadata.chunks, metadata.state_slots[metadata.decoding :], strict=True)
@@ -145,7 +144,7 @@ class CpuModel(PagedModel):
         ]
         for chunk, slot in drafted:
             states.draft(slot, partial(self._kernel.advance, slot, chunk.start))
-        return runs.runs, runs.saves, bool(drafted)
+        return runs, saves, bool(drafted)
 
     def _finished(self, output: Tensor, taps: list[Tensor], adapters: Tensor | None, top: TopOnly | None) -> Tensor:
         """Returns logits. output: those, or the head's input where there are masks, which may not be ready yet."""
@@ -166,6 +165,20 @@ class CpuModel(PagedModel):
         """Returns the rows of the tables for positions of time, height and width: [3, tokens]."""
         tables = [kind.gathered(self._like, length, positions) for kind in self.decoder.ropes]
         return [cosines for cosines, _ in tables], [sines for _, sines in tables]
+
+
+def _runs(metadata: ForwardMetadata, states: SequenceStates) -> tuple[Tensor, Tensor]:
+    """Returns the runs of neighbouring tokens of the same text in a pass, [runs, 4] int64, and saves, [saves, 3] int64.
+
+    A run is its first token, number of tokens, slot, and 1 if the slot gets the state behind them. A save is a copy of
+    the state on the way: the run, the number of its tokens before, and the slot.
+    """
+    rows, saves = metadata.decoding, []
+    runs = [(row, 1, slot, 1) for row, slot in enumerate(metadata.state_slots[:rows])]
+    for chunk, slot in zip(metadata.chunks, metadata.state_slots[rows:], strict=True):
+        saves += [(len(runs), tokens, states.slot_of(snapshot)) for tokens, snapshot in chunk.saves]
+        runs.append((chunk.start, chunk.length, slot, int(not chunk.drafted)))
+    return torch.tensor(runs), torch.tensor(saves, dtype=torch.int64).view(-1, 3)
 
 
 def _kernel(decoder: Decoder) -> Any:

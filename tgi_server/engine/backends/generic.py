@@ -6,7 +6,6 @@ LoRA deltas to linear layers and read hidden states.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,9 +32,6 @@ from tgi_server.engine.linear import PackedLinear
 _OF_EXPERTS = ".experts."
 # Layers whose weight the model reads without calling them, of Mamba; and those that choose experts.
 _NOT_FOR_ROWS = (".dt_proj", ".router")
-# Mixers make hundreds of short loops of a prompt, too. With more threads than this, waiting for each
-# other costs more than threads beside the first one save.
-_FEW_THREADS = 4
 
 
 class CurrentRows:
@@ -58,8 +54,6 @@ class GenericModel(PagedModel):
         self.states = SequenceStates() if has_mixers(source) else None
         self._cache = PagedCache(attention, self.states)
         self._cache.attach(source)
-        few_threads = torch.get_num_threads() <= _FEW_THREADS
-        self._few_tokens = sys.maxsize if self.states is not None and few_threads else FEW_TOKENS
         self.threads_of_few_tokens: Callable[[], AbstractContextManager[None]] = nullcontext
         self._keep: Keep | None = None
         self._tapped: list[Tensor] = []
@@ -72,7 +66,7 @@ class GenericModel(PagedModel):
         self._cache.positions = inputs.positions
         self._current.rows = inputs.adapters
         self._images = inputs.images
-        with self.threads_of_few_tokens() if len(inputs.tokens) <= self._few_tokens else nullcontext():
+        with self.threads_of_few_tokens() if len(inputs.tokens) <= FEW_TOKENS else nullcontext():
             output = self.source(
                 **self._embedded(inputs),
                 position_ids=_position_ids(inputs),

@@ -8,7 +8,6 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.backends.recurrent import Runs, mamba_parts
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
@@ -18,6 +17,9 @@ from tgi_server.engine.parallel.layers import ShardedGatedNorm
 # Shape and dtype of one slot's states, by the name of the function that has them; None: the dtype of the model.
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 
+
+# Parts of a Mamba layer's channels that threads compute by themselves: as many as divide its channels.
+_MAMBA_PARTS = (16, 8, 4, 2, 1)
 
 # How a `torch.classes.oatmill.Mixer` is made: the name of a function there, and its arguments. A linear layer stands
 # for its kernel.
@@ -31,13 +33,13 @@ class _Family:
     """The mixers of some families.
 
     projections: the names of the first ones, whose outputs stand side by side for the kernel. make: returns the recipe
-    of a mixer's kernel, and the linear layers in it that adapters may change. It takes what packs linear layers, or
-    None where hooks may change these; it returns None if there is no kernel. shapes: of a mixer's states, in the order
+    of a mixer's kernel, and the linear layers in it that adapters may change. It takes what packs linear layers, and
+    returns None if there is no kernel. shapes: of a mixer's states, in the order
     in which the kernel takes them. output: the name of the last projection.
     """
 
     projections: tuple[str, ...]
-    make: Callable[[Any, LinearFactory | None], _Made | None]
+    make: Callable[[Any, LinearFactory], _Made | None]
     shapes: Callable[[Any], _Shapes]
     output: str = "out_proj"
 
@@ -67,11 +69,8 @@ class MixerKernel:
         return type(self), (self.projections, self.output, self._recipe, self.inner, self.layer, self._shapes)
 
     @classmethod
-    def of(cls, mixer: Any, linear: LinearFactory | None = None) -> Self | None:
-        """Returns the kernel of a mixer of `transformers`; None if there is none. The kernels must be loaded.
-
-        linear: packs layers in between; None: these must stay as they are.
-        """
+    def of(cls, mixer: Any, linear: LinearFactory) -> Self | None:
+        """Returns the kernel of a mixer of `transformers`; None if there is none. linear: packs layers in between."""
         family = _FAMILIES.get(type(mixer).__name__)
         if family is None or getattr(mixer, "activation", "silu") not in ("silu", "swish"):
             return None
@@ -84,12 +83,6 @@ class MixerKernel:
         return [
             states.all_slots((self.layer, name), shape, own or dtype) for name, (shape, own) in self._shapes.items()
         ]
-
-    def compute(self, states: SequenceStates, projected: Mapping[str, Tensor], runs: Runs) -> Tensor:
-        """Returns the input of the last projection, [1, tokens, size]. projected: "x", of the first projections."""
-        x = projected["x"][0]
-        computed: Tensor = self.kernel.forward(x, self.states(states, x.dtype), runs.runs, runs.saves)
-        return computed.unsqueeze(0)
 
 
 def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> _Recipe | None:
@@ -109,9 +102,9 @@ def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> _Rec
     )
 
 
-def _kimi(mixer: Any, linear: LinearFactory | None) -> _Made | None:
+def _kimi(mixer: Any, linear: LinearFactory) -> _Made | None:
     gate = mixer.forget_gate
-    if linear is None or not linear.takes(gate.f_b_proj) or not linear.takes(mixer.g_b_proj):
+    if not linear.takes(gate.f_b_proj) or not linear.takes(mixer.g_b_proj):
         return None
     inner = {"forget_gate.f_b_proj": linear(gate.f_b_proj), "g_b_proj": linear(mixer.g_b_proj)}
     arguments = (
@@ -166,9 +159,9 @@ def _states_of_mamba2(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"mamba2_chunk_scan": (recurrent, torch.float32)}
 
 
-def _mamba(mixer: Any, linear: LinearFactory | None) -> _Made | None:
+def _mamba(mixer: Any, linear: LinearFactory) -> _Made | None:
     steps = mixer.dt_proj.unpacked() if isinstance(mixer.dt_proj, QuantizedLinear) else mixer.dt_proj
-    if linear is None or not linear.takes(mixer.x_proj) or type(steps) is not nn.Linear or steps.bias is None:
+    if not linear.takes(mixer.x_proj) or type(steps) is not nn.Linear or steps.bias is None:
         return None
     inner = linear(mixer.x_proj)
     norms = [getattr(mixer, f"{name}_layernorm") for name in ("dt", "b", "c")]
@@ -188,7 +181,7 @@ def _mamba(mixer: Any, linear: LinearFactory | None) -> _Made | None:
 
 def _states_of_mamba(mixer: Any) -> _Shapes:
     channels, size = mixer.A_log.shape
-    parts = mamba_parts(channels)
+    parts = next(each for each in _MAMBA_PARTS if channels % each == 0)
     recurrent = parts, size, channels // parts
     return _states_of_convolution(mixer.conv1d) | {"mamba_selective_scan": (recurrent, torch.float32)}
 
@@ -197,10 +190,10 @@ def _short_convolution(mixer: Any) -> _Recipe:
     return "short_convolution", (_taps(mixer.conv), _bias(mixer.conv))
 
 
-def _alone(make: Callable[[Any], _Recipe | None]) -> Callable[[Any, LinearFactory | None], _Made | None]:
+def _alone(make: Callable[[Any], _Recipe | None]) -> Callable[[Any, LinearFactory], _Made | None]:
     """Returns what makes the recipes of kernels without linear layers in them."""
 
-    def made(mixer: Any, _: LinearFactory | None) -> _Made | None:
+    def made(mixer: Any, _: LinearFactory) -> _Made | None:
         recipe = make(mixer)
         return None if recipe is None else (recipe, {})
 

@@ -23,11 +23,10 @@ class SequenceStates:
 
     A part comes to be when it is first written, since only its function knows the shape of a state.
 
-    in_kernels: the functions are those of `recurrent.py`. generation: changes when the tensors are other ones.
+    generation: changes when the tensors are other ones.
     """
 
     def __init__(self) -> None:
-        self.in_kernels = False
         self.generation = 0
         self._slots = 1
         self._first_snapshot = 1
@@ -38,13 +37,6 @@ class SequenceStates:
     def slot_bytes(self) -> int:
         """The bytes of one slot, of those parts that have been written so far."""
         return sum(part[0].nbytes for part in self._parts.values())
-
-    def compute_in_kernels(self, *, wanted: bool) -> None:
-        """Chooses who computes from now on. Drops all states, whose shapes differ."""
-        self.in_kernels = wanted
-        self.generation += 1
-        self._parts.clear()
-        self._drafted.clear()
 
     def allocate(self, slots: int, snapshots: int = 0) -> None:
         """Allocates slots 0 .. slots - 1 with zeros, and snapshots behind them. Drops the earlier contents."""

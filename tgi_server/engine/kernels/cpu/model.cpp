@@ -780,11 +780,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def_static("kimi_delta_attention", &kimi_delta_attention)
       .def_static("mamba2", &mamba2_mixer)
       .def_static("mamba", &mamba_mixer)
-      .def_static("short_convolution", &short_convolution)
-      .def("forward", [](const MixerPtr& self, const at::Tensor& projected, std::vector<at::Tensor> states,
-                         const at::Tensor& runs, const at::Tensor& saves) {
-        return (*self)(projected, states, read_runs(runs, saves, states.at(0).size(0), projected.size(0)), {});
-      });
+      .def_static("short_convolution", &short_convolution);
   library.class_<Latents>("Latents").def(
       torch::init<int64_t, int64_t, std::optional<LinearPtr>, std::vector<LinearPtr>, std::vector<LinearPtr>>());
   library.class_<Attention>("Attention")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
-from tgi_server.engine.backends.recurrent import Convolution, DeltaRule, KernelFunction, Mamba, Mamba2, Runs
 from tgi_server.engine.backends.states import causal_convolution, delta_rule, selective_scan
 from tgi_server.engine.kernels import load_kernels
 
@@ -19,6 +18,8 @@ RUNS = [(0, 1, 1, 1), (1, 1, 2, 1), (2, 70, 3, 1), (72, 5, 4, 0), (77, 13, 5, 1)
 SAVES = [(2, 40, 6), (2, 70, 0)]
 
 Reference = Callable[..., tuple[Tensor, Tensor]]
+# Takes the arguments of the function of `transformers`, [1, tokens, ...] each; and states, runs and saves.
+Kernel = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +32,7 @@ class Case:
     """A function, its arguments for a pass, and which of them have something for each token, in dimension `dim`."""
 
     def __init__(
-        self, kernel: KernelFunction, reference: Reference, arguments: dict[str, Any], inputs: list[str], dim: int
+        self, kernel: Kernel, reference: Reference, arguments: dict[str, Any], inputs: list[str], dim: int
     ) -> None:
         self.kernel, self.reference, self.arguments, self.inputs, self.dim = kernel, reference, arguments, inputs, dim
 
@@ -47,14 +48,38 @@ class Case:
         first: int = 0,
         tokens: int = TOKENS,
     ) -> Tensor:
-        made = Runs(torch.tensor(runs), torch.tensor(saves, dtype=torch.int64).view(-1, 3))
-        assert self.kernel.supports(self.arguments)
+        places = torch.tensor(runs), torch.tensor(saves, dtype=torch.int64).view(-1, 3)
+        return self.kernel(self.of(first, tokens), states, *places)
 
-        def states_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            assert (shape, dtype) == (states.shape[1:], states.dtype)
-            return states
 
-        return self.kernel(self.of(first, tokens), states_of, made)
+def run_convolution(of: dict[str, Any], states: Tensor, runs: Tensor, saves: Tensor) -> Tensor:
+    taps, bias = of["weight"].float().t().contiguous(), of["bias"]
+    x, activate = of["hidden_states"][0].t(), of["activation"] is not None
+    bias = None if bias is None else bias.float()
+    return torch.ops.oatmill.convolve(x, taps, bias, states, runs, saves, activate).t().unsqueeze(0)
+
+
+def run_delta_rule(of: dict[str, Any], states: Tensor, runs: Tensor, saves: Tensor) -> Tensor:
+    query, key, value = (of[name][0] for name in ("query", "key", "value"))
+    gates, rates = (of[name][0].float().contiguous() for name in ("g", "beta"))
+    return torch.ops.oatmill.delta_rule(query, key, value, gates, rates, states, runs, saves, True).unsqueeze(0)
+
+
+def run_mamba2(of: dict[str, Any], states: Tensor, runs: Tensor, saves: Tensor) -> Tensor:
+    x, into, out_of, steps = (of[name][0] for name in ("hidden_states", "B", "C", "dt"))
+    skip, bias = (None if of[name] is None else of[name].float() for name in ("D", "dt_bias"))
+    places = states, runs, saves
+    limits = of["dt_limit"]
+    return torch.ops.oatmill.mamba2(x, steps, of["A"], into, out_of, skip, bias, *places, True, *limits).unsqueeze(0)
+
+
+def run_mamba(of: dict[str, Any], states: Tensor, runs: Tensor, saves: Tensor) -> Tensor:
+    x, into, out_of = (of[name][0].t() for name in ("hidden_states", "B", "C"))
+    steps = torch.nn.functional.softplus(of["dt"] + of["delta_bias"].to(of["dt"].dtype)[..., None])[0].t().contiguous()
+    gates = None if of["z"] is None else of["z"][0].t()
+    rates = of["A"].t().contiguous()
+    places = states, runs, saves
+    return torch.ops.oatmill.mamba(x, steps, rates, into, out_of, of["D"], gates, *places).t().unsqueeze(0)
 
 
 def convolution(dtype: torch.dtype, *, bias: bool = True, activation: str | None = "silu", channels: int = 300) -> Case:
@@ -69,7 +94,7 @@ def convolution(dtype: torch.dtype, *, bias: bool = True, activation: str | None
         output, state = causal_convolution(initial_state=initial_state.transpose(1, 2), **arguments)
         return output, state.transpose(1, 2)
 
-    return Case(Convolution(), reference, arguments, ["hidden_states"], 2)
+    return Case(run_convolution, reference, arguments, ["hidden_states"], 2)
 
 
 def delta(
@@ -82,8 +107,8 @@ def delta(
         query, key = (each.repeat_interleave(heads // 2, dim=2) for each in (query, key))
     gates = -torch.rand(1, TOKENS, heads, *(size,) * by_channel)
     arguments = {"query": query, "key": key, "value": value.unflatten(-1, (heads, value_size)), "g": gates}
-    arguments |= {"beta": torch.rand(1, TOKENS, heads, dtype=dtype), "use_qk_l2norm_in_kernel": True}
-    return Case(DeltaRule(), delta_rule, arguments, ["query", "key", "value", "g", "beta"], 1)
+    arguments |= {"beta": torch.rand(1, TOKENS, heads, dtype=dtype)}
+    return Case(run_delta_rule, delta_rule, arguments, ["query", "key", "value", "g", "beta"], 1)
 
 
 def mamba2(dtype: torch.dtype, *, bias: bool = True, size: int = 20, columns: int = 24) -> Case:
@@ -106,7 +131,7 @@ def mamba2(dtype: torch.dtype, *, bias: bool = True, size: int = 20, columns: in
         output, state = mamba2_chunk_scan(initial_states=initial_state.transpose(2, 3), **arguments)
         return output, state.transpose(2, 3)
 
-    return Case(Mamba2(), reference, arguments, ["hidden_states", "dt", "B", "C"], 1)
+    return Case(run_mamba2, reference, arguments, ["hidden_states", "dt", "B", "C"], 1)
 
 
 def mamba(dtype: torch.dtype, *, gated: bool = True, channels: int = 72, size: int = 6) -> Case:
@@ -129,7 +154,7 @@ def mamba(dtype: torch.dtype, *, gated: bool = True, channels: int = 72, size: i
         return output, state.unflatten(1, (parts, -1)).transpose(2, 3)
 
     inputs = ["hidden_states", "dt", "B", "C", *["z"] * gated]
-    return Case(Mamba(), reference, arguments, inputs, 2)
+    return Case(run_mamba, reference, arguments, inputs, 2)
 
 
 KINDS = {
