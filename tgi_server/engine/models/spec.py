@@ -199,12 +199,14 @@ class Family:
     plan: how the model is split among ranks; None: it cannot be split.
     relative: positions are relative, so that nothing bounds the length of a text.
     attention: the module of `paged_attention` by which a model attends that does not go through `AttentionInterface`.
+    mtp: checkpoints may have a layer that predicts further tokens (DeepSeek-V3, 2024).
     """
 
     spec: Callable[[Any], DecoderSpec] | None = None
     plan: Callable[[Any], ShardingPlan] | None = None
     relative: bool = False
     attention: str | None = None
+    mtp: bool = False
 
     def positions(self, config: Any) -> int | None:
         """Returns the most positions that a model of this text configuration has; None: nothing bounds them.

@@ -121,7 +121,7 @@ def read_mtp(
     then the layer is split as the model is. Raises InvalidWeights.
     """
     text = model.config.get_text_config(decoder=True)
-    if text.model_type not in _TYPES:
+    if not family_of(text).mtp:
         return None
     plan = plan_for(text) if group else None
     share = share_of(group.rank, group.world_size, plan.heads) if group and plan else None
@@ -139,18 +139,6 @@ def read_mtp(
         surround(network.layer, plan, share, group, text)
     substitute_attention(network.layer, family_of(text).attention)
     return network.eval().requires_grad_(False)
-
-
-_TYPES = {
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm_moe_dsa",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-}
 
 
 def _prefixes(tensors: Checkpoint, layers: int) -> list[str] | None:

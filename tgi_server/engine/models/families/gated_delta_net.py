@@ -117,8 +117,8 @@ def _olmo_plan(config: Any) -> ShardingPlan:
 
 
 FAMILIES = {
-    "qwen3_5_text": Family(qwen3_5, _qwen_plan),
-    "qwen3_5_moe_text": Family(qwen3_5_moe, _qwen_plan),
-    "qwen3_next": Family(qwen3_next, _qwen_plan),
+    "qwen3_5_text": Family(qwen3_5, _qwen_plan, mtp=True),
+    "qwen3_5_moe_text": Family(qwen3_5_moe, _qwen_plan, mtp=True),
+    "qwen3_next": Family(qwen3_next, _qwen_plan, mtp=True),
     "olmo_hybrid": Family(olmo, _olmo_plan),
 }

@@ -56,5 +56,5 @@ FAMILIES = {
     "glm": Family(glm, _plan),
     "glm4": Family(glm4, _plan),
     "glm4v_text": Family(glm4v, _plan),
-    "glm4_moe": Family(glm4_moe, _moe_plan),
+    "glm4_moe": Family(glm4_moe, _moe_plan, mtp=True),
 }
