@@ -10,8 +10,11 @@ def test_the_parameters_of_a_request() -> None:
         "max_new_tokens": 7,
         "grammar": None,
         "adapter_id": None,
+        "stop": None,
         "return_full_text": False,
     }
+    drawn = GenerationParameters(7, sampling={"temperature": 0.7, "do_sample": True}, stop=["."]).parameters()
+    assert (drawn["temperature"], drawn["do_sample"], drawn["stop"]) == (0.7, True, ["."])
     with_grammar = GenerationParameters(7, Grammar(regex="[0-9]+"), grammar_is_optional=True)
     assert with_grammar.parameters()["grammar"] == {"type": "regex", "value": "[0-9]+"}
     assert with_grammar.without_grammar() == GenerationParameters(7)
