@@ -25,6 +25,13 @@ def qwen3_moe(config: Any) -> DecoderSpec:
     return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
 
 
+def qwen3_vl_moe(config: Any) -> DecoderSpec:
+    """The shares of a token's experts add up to one, whatever `norm_topk_prob` says."""
+    spec = qwen3_moe(config)
+    layers = (replace(each, mixture=MixtureSpec()) if each.mixture else each for each in spec.layers)
+    return replace(spec, layers=tuple(layers))
+
+
 def qwen2_moe(config: Any) -> DecoderSpec:
     """Beside its own experts every token has one that all have."""
     spec = qwen3_moe(config)
@@ -101,5 +108,5 @@ FAMILIES = {
     "olmoe": Family(olmoe, _minimax),
     "qwen2_moe": Family(qwen2_moe, _qwen2_moe),
     "qwen3_moe": Family(qwen3_moe, _plan),
-    "qwen3_vl_moe_text": Family(qwen3_moe, _plan),
+    "qwen3_vl_moe_text": Family(qwen3_vl_moe, _plan),
 }
