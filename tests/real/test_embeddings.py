@@ -35,7 +35,7 @@ QUERIES = {
     "Which hosts may images be downloaded from?": "`--allowed-media-domains` takes a list",
     "How is randomness seeded, so that the same seed gives the same text?": "`SplitMix64(seed, step)`",
     "Which GGUF quantization should I download?": "Q4_K_M is the usual compromise",
-    "Store the KV cache in 8 bits to save memory": "keeps keys and values in 8 bits",
+    "Store the KV cache in 8 bits to save memory": "stores keys and values in 8 bits",
     "When does the circuit breaker open?": "The circuit of an endpoint opens",
 }
 
