@@ -102,7 +102,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayers:
-    """What a layer with latents has beside its first and last projection; heads are the shard's.
+    """Holds what a layer with latents has beside its first and last projection; heads are the shard's.
 
     rotated: elements of a head that are turned. query: makes queries; None: the first projection does. keys: make a
     head's query one for latents, of its other elements. values: make a head's output of the latents attended to.

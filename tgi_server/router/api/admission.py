@@ -10,6 +10,7 @@ from starlette.requests import Request
 from tgi_server.router.api.access import key_of, tenant_of
 from tgi_server.router.api.body import SMALL, read_body, read_json
 from tgi_server.router.api.connections import network_of
+from tgi_server.router.api.event_stream import until_disconnected
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.request_record import RequestRecord
 from tgi_server.router.errors import ClientGone, RouterError
@@ -73,7 +74,7 @@ class Admission:
         """Returns what `work` returns. Cancels it as soon as the client closes its connection, and waits for its end,
         so that the request keeps its places until then. Raises ClientGone.
         """
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._disconnected())
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnected(self.request.receive))
         try:
             await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -83,10 +84,6 @@ class Admission:
             gone.cancel()
             if task.cancel():
                 await asyncio.wait((task,))
-
-    async def _disconnected(self) -> None:
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
 
     def release(self) -> None:
         """Ends what is still generated and gives the places back, though the answer may not have been read."""

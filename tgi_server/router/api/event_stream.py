@@ -18,6 +18,12 @@ _LARGEST_BACKLOG = 2**20
 _LARGEST_EVENTS = 4
 
 
+async def until_disconnected(receive: Receive) -> None:
+    """Waits until the client has closed its connection. receive: of a request whose body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Outbox:
     """The events of one response, written by the scheduler's task and sent by the response's.
 
@@ -161,8 +167,7 @@ class EventStream(Response):
         self._on_close(self._outbox.error)
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_disconnected(receive)
         self._outbox.abandon(ClientGone("the client disconnected"))
 
     async def _keep_alive(self) -> None:

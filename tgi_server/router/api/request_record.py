@@ -39,7 +39,7 @@ Fields = dict[str, str | int | float]  # of a line of the log, or of a span
 
 
 class RequestRecord:
-    """What is known of a request: when it came, what of it was ignored, what was generated, how it ended.
+    """Notes what is known of a request: when it came, what of it was ignored, what was generated, how it ended.
 
     model: the name that the span has for the model. read_tokens: of texts that were only read, for a request that
     generates nothing. progress: how far a cancelled request had come.
@@ -112,7 +112,7 @@ class RequestRecord:
 
     @property
     def times(self) -> RequestTimes:
-        """Where the time went that the client waited for the slowest sequence."""
+        """Returns where the time went that the client waited for the slowest sequence."""
         slowest = self._slowest
         inference = slowest.ended_at - slowest.started_at
         return RequestTimes(
