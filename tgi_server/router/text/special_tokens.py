@@ -112,7 +112,8 @@ class RenderedPrompt:
         literal = self.literal
         if literal is None or literal.describes(encoding.ids):
             return self.text, encoding
-        return literal.tokens.encode(self._hidden(literal))
+        hidden = self._hidden(literal)
+        return literal.tokens.show(hidden), literal.tokens.encode(hidden)
 
     def last_ids(self, tokens: int, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the last tokens of the prompt, `tokens` at most: of what `encode` makes of the text, unless that has
@@ -125,7 +126,7 @@ class RenderedPrompt:
             ids = last_ids(encode, self.text, tokens)
             if literal is None or literal.ends_with(ids):
                 return ids
-        return last_ids(lambda part: literal.tokens.encode(part)[1].ids, self._hidden(literal), tokens)
+        return last_ids(lambda part: literal.tokens.encode(part).ids, self._hidden(literal), tokens)
 
     def _hidden(self, literal: Literal) -> str:
         if literal.hidden is None:
@@ -190,11 +191,14 @@ class SpecialTokens:
         """Returns the special token of this spelling; None if there is none."""
         return self._spelled.get(text)
 
-    def encode(self, hidden: str) -> tuple[str, Encoding]:
-        """Returns a prompt with private spellings as it is read, and its tokens."""
+    def encode(self, hidden: str) -> Encoding:
+        """Returns the tokens of a prompt with private spellings."""
         assert self._literal is not None
-        shown = _replaced(self._spellings, hidden, self._longest, lambda found: self._shown[found[0][0]])
-        return shown, self._literal.encode_batch([hidden], add_special_tokens=False)[0]
+        return self._literal.encode_batch([hidden], add_special_tokens=False)[0]
+
+    def show(self, hidden: str) -> str:
+        """Returns a prompt with private spellings as it is read."""
+        return _replaced(self._spellings, hidden, self._longest, lambda found: self._shown[found[0][0]])
 
     def in_text(self, text: str) -> list[int]:
         """Returns the special tokens in a text."""
