@@ -7,7 +7,7 @@ from typing import Any
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.errors import RouterError
-from tgi_server.router.submission import ValidRequest
+from tgi_server.router.submission import PreparedRequest
 
 
 class RecordingSink:
@@ -71,19 +71,18 @@ def recorded_request(
     tenant: str = "",
     weight: float = 1.0,
     **options: Any,
-) -> tuple[ValidRequest, RecordingSink]:
-    """Returns a request, and the sink that it carries. It ignores the end-of-sequence token by default."""
+) -> tuple[PreparedRequest, RecordingSink]:
+    """Returns a request, and a sink for it. It ignores the end-of-sequence token by default."""
     sink = RecordingSink(stop_after, on_end)
     stopping = StoppingParameters(max_new_tokens, ignore_eos)
     report = ReportParameters(top_n_tokens=top_n_tokens, prefill_logprobs=prefill_logprobs)
     chosen = GenerationOptions(stopping=stopping, report=report, **options)
-    request = ValidRequest(
-        request_id,
+    request = PreparedRequest(
         list(input_ids),
         chosen,
-        sink,
-        cache_namespace,
-        trace_context or {},
+        id=request_id,
+        cache_namespace=cache_namespace,
+        trace_context=trace_context or {},
         deadline=deadline,
         first_token_by=first_token_by,
         tenant=tenant,

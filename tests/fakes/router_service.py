@@ -22,7 +22,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.options import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
-from tgi_server.router.submission import Limits, ValidRequest
+from tgi_server.router.submission import Limits, PreparedRequest, Sink
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
@@ -67,14 +67,14 @@ class ScriptedScheduler:
         self.error: RouterError | None = None
         self.held = False
         self.progress = ""
-        self.submitted: list[ValidRequest] = []
+        self.submitted: list[PreparedRequest] = []
         self.cancelled: list[int] = []
         self._tokenizer = tokenizer
 
-    def submit(self, request: ValidRequest) -> None:
+    def submit(self, request: PreparedRequest, sink: Sink) -> None:
         self.submitted.append(request)
         if not self.held:
-            asyncio.get_running_loop().call_soon(self._answer, request, self._next_text())
+            asyncio.get_running_loop().call_soon(self._answer, request, sink, self._next_text())
 
     def cancel(self, request_id: int) -> str:
         self.cancelled.append(request_id)
@@ -83,10 +83,10 @@ class ScriptedScheduler:
     def _next_text(self) -> str:
         return self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
 
-    def _answer(self, request: ValidRequest, text: str) -> None:
-        request.sink.started(0)
+    def _answer(self, request: PreparedRequest, sink: Sink, text: str) -> None:
+        sink.started(0)
         if self.error is not None:
-            request.sink.failed(self.error)
+            sink.failed(self.error)
             return
         ids = self._tokenizer.encode(text + self.end, add_special_tokens=False).ids
         reason = FinishReason.EOS_TOKEN
@@ -98,11 +98,11 @@ class ScriptedScheduler:
             )
             if position == len(ids) - 1:
                 generation.finish_reason = finish_reason_to_message(reason)
-            stopped = request.sink.push(generation)
+            stopped = sink.push(generation)
             if stopped is not None:
-                request.sink.finished(stopped)
+                sink.finished(stopped)
                 return
-        request.sink.finished(reason)
+        sink.finished(reason)
 
 
 class Shards:

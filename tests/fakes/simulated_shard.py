@@ -23,7 +23,7 @@ from shared.stubs.generate_pb2_grpc import (
     add_GrammarServiceServicer_to_server,
     add_TextGenerationServiceServicer_to_server,
 )
-from tgi_server.router.submission import ValidRequest
+from tgi_server.router.submission import PreparedRequest
 
 EOS = 0
 VOCABULARY = 24
@@ -52,7 +52,7 @@ def _next_token(entries: Iterable[int], position: int, seed: int) -> int:
     return _mix(sum(entries), position, seed) % VOCABULARY
 
 
-def expected_tokens(request: ValidRequest, *, stop_after: int | None = None) -> list[int]:
+def expected_tokens(request: PreparedRequest, *, stop_after: int | None = None) -> list[int]:
     """Returns what the request generates. stop_after: the token count at which its sink ends it."""
     entry, entries = _adapter(request.options.adapter_id or ""), []
     tokens = list(request.input_ids)

@@ -16,7 +16,7 @@ from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
-from tgi_server.router.submission import Limits, ValidRequest
+from tgi_server.router.submission import Limits, PreparedRequest
 
 # Methods of memory, batch and queue that a simulation can break for one request.
 BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")
@@ -192,7 +192,7 @@ class Simulation:
         self.memory = self.batch.memory
         self._unanswered: deque[StepPlan | FilterPlan] = deque()
         self.sent: list[StepPlan | FilterPlan] = []
-        self.requests: dict[int, tuple[ValidRequest, RecordingSink, int | None]] = {}
+        self.requests: dict[int, tuple[PreparedRequest, RecordingSink, int | None]] = {}
         self._faults: dict[int, tuple[str, bool]] = {}
         for part in (self.memory, self.batch, self.waiting):
             for method in BREAKABLE:
@@ -206,7 +206,7 @@ class Simulation:
             len(self.requests) + 1, input_ids, max_new_tokens, stop_after=stop_after, **parameters
         )
         self.requests[request.id] = (request, sink, stop_after)
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, sink)
         assert not isinstance(sink.error, InvalidRequest), f"the test asks for too much: {sink.error}"
         return sink
 

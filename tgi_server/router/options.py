@@ -7,7 +7,7 @@ docs/reference/options.md are made from this table.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import cache, lru_cache
 from struct import Struct
@@ -108,6 +108,7 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Spelling | None]] = {
             names=("max_tokens",),
             bounds=Bounds(least=0, most=2**32 - 1),
             note="Required. 0: none; the prompt is computed for later requests.",
+            streams=False,  # with 0: there would be nothing in it
         ),
     },
     "top_n_tokens": {
@@ -390,7 +391,12 @@ def _openai_limits(limits: Limits) -> Limits:
 def _check_rows(request: BaseModel, given: Given, *, streams: bool) -> None:
     """Raises InvalidRequest when an option has two values, by different names, or breaks a rule of its row."""
     # Values with which an option may stand beside any other.
-    unused = {"best_of": given.values.get("n", 1), "top_n_tokens": 0, "prefill_logprobs": False}
+    unused = {
+        "best_of": given.values.get("n", 1),
+        "top_n_tokens": 0,
+        "prefill_logprobs": False,
+        "max_new_tokens": given.values.get("max_new_tokens") or None,  # any but 0
+    }
     for row in rows(given.dialect):
         if row.option not in given.values:
             continue
@@ -401,16 +407,9 @@ def _check_rows(request: BaseModel, given: Given, *, streams: bool) -> None:
         if given.values[row.option] == unused.get(row.option):
             continue
         if streams and not row.streams:
-            raise InvalidRequest.at(given.name(row.option), "cannot be used when streaming")
+            verb = "used" if given.values[row.option] else "0"
+            raise InvalidRequest.at(given.name(row.option), f"cannot be {verb} when streaming")
         if row.needs and not getattr(request, row.needs):
             raise InvalidRequest.at(given.name(row.option), f"needs `{row.needs}`")
         if row.refused_with and given.values.get(row.refused_with) not in (None, []):
             raise InvalidRequest.at(given.name(row.option), f"cannot be used with `{given.name(row.refused_with)}`")
-
-
-def with_seeds(options: GenerationOptions, sequences: int) -> list[GenerationOptions]:
-    """Returns one copy of the options for each sequence, with seeds counting up from the request's."""
-    if sequences == 1:
-        return [options]
-    seeds = ((options.sampling.seed + index) % 2**64 for index in range(sequences))
-    return [replace(options, sampling=replace(options.sampling, seed=seed)) for seed in seeds]

@@ -50,21 +50,26 @@ class KeptPrefix:
     seconds: float
 
 
-@dataclass(slots=True)
-class ValidRequest:
-    """A request that keeps every limit of the server.
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt as tokens, and options that keep every limit of the server.
 
-    input_ids: the prompt's tokens. For encoder-decoder models, of the encoder.
-    cache_namespace: requests of different ones share nothing in the prefix cache.
-    deadline: the time after which nobody waits for the answer. first_token_by: the same for its first token. Both are
-    `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of its share. keep:
-    its prompt stays in the prefix cache. images: of the prompt, in the order of their tokens.
+    input_ids: the prompt, cut to `truncate`. For encoder-decoder models, of the encoder. characters: of its whole text.
+    unenforced: constraints of the grammar that are left to the model, each as a line. images: of the prompt, in the
+    order of their tokens.
+
+    The fields after that are set when the request is queued. id: 0 until then. cache_namespace: requests of different
+    ones share nothing in the prefix cache. deadline: the time after which nobody waits for the answer. first_token_by:
+    the same for its first token. Both are `perf_counter` seconds. tenant: the name of the API key, where there are
+    several. weight: of its share. keep: its prompt stays in the prefix cache.
     """
 
-    id: int
     input_ids: list[int]
     options: GenerationOptions
-    sink: Sink
+    characters: int = 0
+    unenforced: tuple[str, ...] = ()
+    images: tuple[Image, ...] = ()
+    id: int = 0
     cache_namespace: str = ""
     trace_context: dict[str, str] = field(default_factory=dict)
     deadline: float = inf
@@ -72,14 +77,31 @@ class ValidRequest:
     tenant: str = ""
     weight: float = 1.0
     keep: KeptPrefix | None = None
-    images: tuple[Image, ...] = ()
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that `details` reports; None when tokens are not sampled."""
+        return self.options.sampling.seed if self.options.sampling.do_sample else None
+
+    @property
+    def logprobs(self) -> int | None:
+        """The number of alternatives that are reported for each token; None where no log-probabilities are."""
+        return self.options.report.top_n_tokens if self.options.report.logprobs else None
+
+    def times(self, sequences: int) -> "list[PreparedRequest]":
+        """Returns copies of the request, each with a seed of its own: the request's, and those after it."""
+        if sequences == 1:
+            return [self]
+        options, sampling = self.options, self.options.sampling
+        seeds = ((sampling.seed + index) % 2**64 for index in range(sequences))
+        return [replace(self, options=replace(options, sampling=replace(sampling, seed=seed))) for seed in seeds]
 
 
 class Submitter(Protocol):
     """The part of the scheduler that the API uses."""
 
-    def submit(self, request: ValidRequest) -> None:
-        """Queues the request; its sink hears of it from then on. Never waits."""
+    def submit(self, request: PreparedRequest, sink: Sink) -> None:
+        """Queues the request; the sink hears of it from then on. Never waits."""
 
     def cancel(self, request_id: int) -> str:
         """Forgets the request within one step; its sink hears nothing more.

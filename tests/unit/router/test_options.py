@@ -123,6 +123,15 @@ def test_what_a_stream_cannot_have(sent: dict[str, Any]):
     read(**sent)
 
 
+def test_a_stream_of_no_tokens_is_refused():
+    body = {"model": "any", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0}
+    request = validate(MessagesRequest, body)
+    assert OptionReader(LIMITS, VOCAB_SIZE).read(request, Dialect.MESSAGES).stopping.max_new_tokens == 0
+    with pytest.raises(InvalidRequest, match="`max_tokens` cannot be 0 when streaming") as error:
+        OptionReader(LIMITS, VOCAB_SIZE).read(request, Dialect.MESSAGES, streams=True)
+    assert error.value.param == "max_tokens"
+
+
 @pytest.mark.parametrize("sent", [{"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.5}, {"typical_p": 0.5}])
 def test_sampling_is_on_when_it_is_shaped(sent: dict[str, Any]):
     assert read(**sent).sampling.do_sample

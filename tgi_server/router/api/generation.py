@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -13,8 +13,8 @@ from tgi_server.router.api.encoding import compute_headers, json_response, timin
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.time_limits import TimeLimits
 from tgi_server.router.errors import InvalidRequest, RouterError
-from tgi_server.router.submission import KeptPrefix, ValidRequest
-from tgi_server.router.text.preparation import PreparedRequest
+from tgi_server.router.submission import KeptPrefix, PreparedRequest
+from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
 
 # Bytes of a stream that may wait for a client who reads.
@@ -84,7 +84,7 @@ class RequestGeneration:
         stream = TokenStream(
             service.text.tokenizer,
             prepared.input_ids,
-            prepared.stop_sequences,
+            StopSequences(options.stop, reveal=options.include_stop) if options.stop else None,
             output,
             on_end,
             stop_ids=frozenset(options.stop_token_ids),
@@ -99,11 +99,9 @@ class RequestGeneration:
             self._record.arrived, options.timeout_ms, streams=isinstance(on_end, StreamEnd)
         )
         service.submitter.submit(
-            ValidRequest(
+            replace(
+                prepared,
                 id=request_id,
-                input_ids=prepared.input_ids,
-                options=options,
-                sink=stream,
                 cache_namespace=cache_namespace(admission.tenant, options.cache_salt),
                 trace_context=service.tracer.context(self._record.span),
                 deadline=deadline,
@@ -111,8 +109,8 @@ class RequestGeneration:
                 tenant=admission.tenant,
                 weight=1.0 if admission.key is None else admission.key.weight,
                 keep=keep,
-                images=prepared.images,
-            )
+            ),
+            stream,
         )
         return stream
 

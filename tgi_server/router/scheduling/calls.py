@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy, Grammar, Image, StateSave
-from tgi_server.router.submission import ValidRequest
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.wire import (
     block_copy_to_message,
     grammar_to_message,
@@ -15,7 +15,7 @@ from tgi_server.wire import (
 )
 
 
-def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
+def request_message(request: PreparedRequest, adapter_key: str = "") -> pb.Request:
     """Returns everything about a request that does not change while it is scheduled, but for its grammar and images.
 
     adapter_key: the name that the shards know its adapter by; empty: it has none.

@@ -32,7 +32,7 @@ from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
 from tgi_server.router.scheduling.sequence import MOST_WHOLE, SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
-from tgi_server.router.submission import Limits, ValidRequest
+from tgi_server.router.submission import Limits, PreparedRequest, Sink
 
 logger = logging.getLogger(__name__)
 
@@ -164,19 +164,19 @@ class Scheduler:
         self._answered.clear()
         await self._answered.wait()
 
-    def submit(self, request: ValidRequest) -> None:
+    def submit(self, request: PreparedRequest, sink: Sink) -> None:
         """Queues the request; fails it at once when the shards are not there, or could never take or hold it."""
         if self._unhealthy is not None:
-            tell_end(request, self._unhealthy)
+            tell_end(request.id, sink, self._unhealthy)
             return
         try:
             adapter = self._adapters.find(request.options.adapter_id) if request.options.adapter_id else None
-            sequence = Sequence(request, self._speculates, adapter, self._clock())
+            sequence = Sequence(request, sink, self._speculates, adapter, self._clock())
             self.batch.memory.check_length(sequence)
             self._check_images(request)
             self._check_time(sequence)
         except (InvalidRequest, NoSuchAdapter, CannotBeInTime, RequestTimedOut) as error:
-            tell_end(request, error)
+            tell_end(request.id, sink, error)
         else:
             self._alarm.add(sequence.deadline)
             if unseen := self.batch.memory.unseen(sequence) if request.images else []:
@@ -186,7 +186,7 @@ class Scheduler:
 
     def _queue(self, sequence: Sequence) -> None:
         if self._unhealthy is not None:
-            tell_end(sequence.request, self._unhealthy)
+            sequence.finish(self._unhealthy)
             return
         self._order.enter(sequence, (*self.waiting, *self.batch))
         sequence.likely_cached = self.batch.memory.cached(sequence)
@@ -196,7 +196,7 @@ class Scheduler:
         self._metrics.batches.queue_size(len(self.waiting))
         self._metrics.gateway.waiting = len(self.waiting)
 
-    def _check_images(self, request: ValidRequest) -> None:
+    def _check_images(self, request: PreparedRequest) -> None:
         """Raises InvalidRequest for an image that is too large for a step, if none may be cut."""
         longest = max((image.length for image in request.images), default=0)
         if self._longest_image is not None and longest > self._longest_image:

@@ -13,7 +13,7 @@ from tgi_server.contract import BlockCopy, FinishReason, Image
 from tgi_server.router.errors import GrammarFailed, InvalidRequest, RequestTimedOut, RouterError
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter
-from tgi_server.router.submission import ValidRequest
+from tgi_server.router.submission import PreparedRequest, Sink
 from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class Sequence:
         a higher one, and within it the earlier deadline. closing: its grammar is ending the text.
     """
 
-    request: ValidRequest
+    request: PreparedRequest
+    sink: Sink
     speculates: bool = False
     adapter: Adapter | None = None
     submitted_at: float = 0.0
@@ -277,7 +278,7 @@ class Sequence:
             return False
         self.started = True
         shared = not self.request.cache_namespace
-        self.request.sink.started(self.cached - self.cached % _CACHED_TOKENS_STEP if shared else self.cached)
+        self.sink.started(self.cached - self.cached % _CACHED_TOKENS_STEP if shared else self.cached)
         return True
 
     def compute(self, tokens: int, step: int) -> None:
@@ -305,7 +306,7 @@ class Sequence:
         if generation.hidden:
             _drop_hidden(generation)
         try:
-            stop = self.request.sink.push(generation)
+            stop = self.sink.push(generation)
         except SINK_FAULTS:
             logger.exception("the tokens of request %d could not be handled", self.id)
             return RouterError("the generated tokens could not be handled")
@@ -322,7 +323,7 @@ class Sequence:
     def finish(self, outcome: Outcome | None) -> None:
         """Tells the sink how the request ended. outcome: None if nobody waits for it any more."""
         if outcome is not None:
-            tell_end(self.request, outcome)
+            tell_end(self.request.id, self.sink, outcome)
 
 
 def _keys_of(image: Image) -> bytes:
@@ -332,17 +333,17 @@ def _keys_of(image: Image) -> bytes:
     return (keys | int.from_bytes(b"\0\0\0\x80" * image.length, "little")).to_bytes(size, "little")
 
 
-def tell_end(request: ValidRequest, outcome: Outcome) -> None:
-    """Tells a request's sink how it ended. A sink that raises harms nobody else."""
+def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:
+    """Tells the sink of a request how it ended. A sink that raises harms nobody else."""
     try:
         if isinstance(outcome, FinishReason):
-            request.sink.finished(outcome)
+            sink.finished(outcome)
         else:
-            request.sink.failed(outcome)
+            sink.failed(outcome)
     except SINK_FAULTS:
-        logger.exception("the end of request %d could not be handled", request.id)
+        logger.exception("the end of request %d could not be handled", request_id)
         if isinstance(outcome, FinishReason):
-            tell_end(request, RouterError("the end of the generation could not be handled"))
+            tell_end(request_id, sink, RouterError("the end of the generation could not be handled"))
 
 
 def _drop_hidden(generation: pb.Generation) -> None:

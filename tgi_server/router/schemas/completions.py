@@ -58,6 +58,7 @@ class CompletionRequest(SharedParameters):
         "include_reasoning": (True,),
         "messages": ([],),
         "reasoning_effort": ("none",),
+        "suffix": ("",),
         "tool_choice": ("auto", "none"),
         "tools": ([],),
         "top_logprobs": (0,),

@@ -1,55 +1,19 @@
 """Makes of a prompt and its options what the scheduler takes: tokens, a length that fits, a compiled grammar."""
 
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from tgi_server.contract import GenerationOptions, Grammar, GrammarKind, Image
+from tgi_server.contract import GenerationOptions, Grammar, GrammarKind
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.media.images import ImageReader
-from tgi_server.router.options import Dialect, refusal, with_seeds
+from tgi_server.router.options import Dialect, refusal
 from tgi_server.router.scheduling.adapter_registry import Adapters
-from tgi_server.router.submission import Limits
+from tgi_server.router.submission import Limits, PreparedRequest
 from tgi_server.router.text.grammar import token_grammar, with_text
 from tgi_server.router.text.reasoning import ReasoningTags, thought_budget
 from tgi_server.router.text.special_tokens import RenderedPrompt
-from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.truncation import end_characters, tokenised_characters
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A prompt as tokens, and options that keep every rule.
-
-    input_ids: the prompt, cut to `truncate`. characters: of its whole text. unenforced: constraints of the grammar that
-    are left to the model, each as a line. images: of the prompt.
-    """
-
-    input_ids: list[int]
-    options: GenerationOptions
-    characters: int
-    unenforced: tuple[str, ...] = ()
-    images: tuple[Image, ...] = ()
-
-    @property
-    def seed(self) -> int | None:
-        """The seed that `details` reports; None when tokens are not sampled."""
-        return self.options.sampling.seed if self.options.sampling.do_sample else None
-
-    @property
-    def logprobs(self) -> int | None:
-        """The number of alternatives that are reported for each token; None where no log-probabilities are."""
-        return self.options.report.top_n_tokens if self.options.report.logprobs else None
-
-    @property
-    def stop_sequences(self) -> StopSequences | None:
-        """What watches the text; None without stop sequences."""
-        options = self.options
-        return StopSequences(options.stop, reveal=options.include_stop) if options.stop else None
-
-    def times(self, sequences: int) -> "list[PreparedRequest]":
-        """Returns copies of the request, each with a seed of its own: the request's, and those after it."""
-        return [replace(self, options=options) for options in with_seeds(self.options, sequences)]
 
 
 class Preparer:

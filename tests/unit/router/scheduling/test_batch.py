@@ -5,7 +5,7 @@ from tgi_server.router.scheduling.sequence import Sequence
 
 
 def _sequence(request_id: int) -> Sequence:
-    return Sequence(recorded_request(request_id, [1])[0])
+    return Sequence(*recorded_request(request_id, [1]))
 
 
 def _filled(*ids: int) -> WaitingQueue:
@@ -47,7 +47,7 @@ def _batch(*ids: int) -> Batch:
     """A batch of sequences whose prompts, of three tokens each, the first step computes."""
     batch = Batch(PagedMemory(20, 4))
     for request_id in ids:
-        sequence = Sequence(recorded_request(request_id, [request_id, 2, 3])[0])
+        sequence = Sequence(*recorded_request(request_id, [request_id, 2, 3]))
         assert batch.admit(sequence, 100) is Verdict.ADMITTED
         batch.compute(sequence, 100)
     batch.sent()
@@ -96,7 +96,7 @@ def test_nothing_of_a_disowned_sequence_is_kept() -> None:
 
 def test_a_chunk_is_at_most_the_budget() -> None:
     batch = _batch()
-    sequence = Sequence(recorded_request(1, [1] * 10)[0])
+    sequence = Sequence(*recorded_request(1, [1] * 10))
     batch.admit(sequence, 100)
     assert [batch.compute(sequence, 4) for _ in range(3)] == [4, 4, 2]
     assert batch.prefilling() == []

@@ -28,7 +28,7 @@ class EncodingShards:
 
 
 def sequence(request_id: int) -> Sequence:
-    return Sequence(recorded_request(request_id, [1, 2, 3], 8)[0])
+    return Sequence(*recorded_request(request_id, [1, 2, 3], 8))
 
 
 async def test_requests_with_the_same_image_wait_for_one_computation() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from tests.fakes.recording_sink import recorded_request
@@ -10,7 +12,7 @@ PLENTY = 10_000
 
 
 def _sequence(request_id: int, prompt: list[int], max_new_tokens: int = 8) -> Sequence:
-    return Sequence(recorded_request(request_id, prompt, max_new_tokens)[0])
+    return Sequence(*recorded_request(request_id, prompt, max_new_tokens))
 
 
 def _computed(memory: PagedMemory, sequence: Sequence) -> Sequence:
@@ -113,9 +115,9 @@ def test_a_padded_batch_is_as_long_as_its_longest_sequence_in_every_row() -> Non
 
 def _with_image(request_id: int, digest: bytes, after: int = 9) -> Sequence:
     """A sequence of 3 tokens, an image of 10, and 4 more."""
-    request = recorded_request(request_id, [1, 2, 3, *[7] * 10, 4, 5, 6, after])[0]
-    request.images = (Image(digest, 3, 10, (Tensor("pixel_values", "float32", (1,), b"1234"),)),)
-    return Sequence(request)
+    request, sink = recorded_request(request_id, [1, 2, 3, *[7] * 10, 4, 5, 6, after])
+    image = Image(digest, 3, 10, (Tensor("pixel_values", "float32", (1,), b"1234"),))
+    return Sequence(replace(request, images=(image,)), sink)
 
 
 def test_images_are_told_apart_by_what_they_show() -> None:

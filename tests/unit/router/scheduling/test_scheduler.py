@@ -19,7 +19,7 @@ from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
-from tgi_server.router.submission import ValidRequest
+from tgi_server.router.submission import PreparedRequest
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class House:
 
     def submit(
         self, input_ids: list[int], max_new_tokens: int = 8, **parameters: Any
-    ) -> tuple[ValidRequest, RecordingSink, asyncio.Event]:
+    ) -> tuple[PreparedRequest, RecordingSink, asyncio.Event]:
         ended = asyncio.Event()
         request, sink = recorded_request(next(self.ids), input_ids, max_new_tokens, on_end=ended.set, **parameters)
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, sink)
         return request, sink, ended
 
     async def until(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
@@ -337,7 +337,7 @@ async def test_stopping_fails_what_has_not_ended(shards: int) -> None:
         await asyncio.wait_for(there.scheduler.stop(), 5)
         assert all(isinstance(sink.error, GenerationFailed) for sink in sinks)
         late, sink = recorded_request(99, [1])
-        there.scheduler.submit(late)
+        there.scheduler.submit(late, sink)
         assert sink.error is not None
 
 

@@ -13,7 +13,7 @@ from tgi_server.router.scheduling.sequence import Sequence
 def _running(max_new_tokens: int = 8, **parameters: Any) -> tuple[Sequence, RecordingSink]:
     """A sequence with a prompt of three tokens, which step 5 computes."""
     request, sink = recorded_request(1, [1, 2, 3], max_new_tokens, **parameters)
-    sequence = Sequence(request)
+    sequence = Sequence(request, sink)
     sequence.admit([7])
     sequence.start()
     sequence.compute(3, step=5)
@@ -25,7 +25,7 @@ def _generation(*token_ids: int, **fields: Any) -> pb.Generation:
 
 
 def test_the_message_has_what_the_sequence_has_when_it_joins() -> None:
-    sequence = Sequence(recorded_request(1, [1, 2, 3, 4], prefill_logprobs=True)[0])
+    sequence = Sequence(*recorded_request(1, [1, 2, 3, 4], prefill_logprobs=True))
     sequence.admit([7, 8], cached=3, copy=BlockCopy(5, 7, 1))
     message = sequence.message
     assert (list(message.block_ids), message.cached_tokens, message.copy.target) == ([7, 8], 3, 7)
@@ -47,7 +47,7 @@ def test_a_preempted_sequence_joins_again_with_what_it_generated() -> None:
 @pytest.mark.parametrize("parameters", [{"sampling": SamplingParameters(top_k=2**32)}, {"top_n_tokens": -1}])
 def test_what_no_message_can_hold_is_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="the shards cannot take"):
-        Sequence(recorded_request(1, [1], **parameters)[0])
+        Sequence(*recorded_request(1, [1], **parameters))
 
 
 def test_the_step_at_which_its_blocks_are_full_is_known_in_advance() -> None:

@@ -12,8 +12,9 @@ from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.grammar import token_grammar
-from tgi_server.router.text.preparation import PreparedRequest, Preparer, grammar_refusal
+from tgi_server.router.text.preparation import Preparer, grammar_refusal
 from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads

@@ -33,9 +33,9 @@ from tgi_server.router.schemas.chat import (
 )
 from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
 from tgi_server.router.text.free_form import ClientTool
-from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 

@@ -21,6 +21,7 @@ from tgi_server.router.schemas.chat_tools import (
     ToolChoice,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.conversation import (
     Conversation,
     PastCall,
@@ -30,7 +31,6 @@ from tgi_server.router.text.conversation import (
     thinking_switches,
 )
 from tgi_server.router.text.free_form import ClientTool, ToolKind, free_form_arguments, free_form_tool
-from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.templated_reader import Reader
 from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools

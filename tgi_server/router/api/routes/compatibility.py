@@ -28,7 +28,7 @@ from tgi_server.router.schemas.generate import (
     StreamResponse,
 )
 from tgi_server.router.service import Service
-from tgi_server.router.text.preparation import PreparedRequest
+from tgi_server.router.submission import PreparedRequest
 
 
 def compatibility_routes(service: Service) -> APIRouter:

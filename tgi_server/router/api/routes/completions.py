@@ -37,7 +37,7 @@ from tgi_server.router.schemas.completions import (
 )
 from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
-from tgi_server.router.text.preparation import PreparedRequest
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
@@ -123,8 +123,6 @@ async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
     options = openai_options(service, request, Dialect.COMPLETIONS)
     choices, attempts = options.n, options.best_of or options.n
     logprobs = options.report.top_n_tokens if options.report.logprobs else None
-    if request.suffix:
-        raise InvalidRequest.at("suffix", "is not supported; put it into the prompt in the model's own format")
     most = service.options.limits_of(Dialect.COMPLETIONS).max_client_batch_size
     check_sequences(len(prompts), most, "the number of prompts")
     product = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"

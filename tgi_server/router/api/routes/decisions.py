@@ -42,6 +42,7 @@ from tgi_server.router.schemas.decisions import (
 )
 from tgi_server.router.schemas.response_input import CallOutput, FunctionCall, ResponsesFreeFormCall
 from tgi_server.router.service import Service
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.conversation import Conversation, Turn, thinking_switches
 from tgi_server.router.text.decisions import (
     NEUTRAL,
@@ -59,7 +60,6 @@ from tgi_server.router.text.decisions import (
     score_of,
     with_question,
 )
-from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream
 

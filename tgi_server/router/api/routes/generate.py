@@ -33,8 +33,8 @@ from tgi_server.router.schemas.generate import (
     Token,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.grammar import requested_grammar
-from tgi_server.router.text.preparation import PreparedRequest
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
 

@@ -49,8 +49,8 @@ from tgi_server.router.schemas.messages import (
     SentToolUse,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.preparation import PreparedRequest
 
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",

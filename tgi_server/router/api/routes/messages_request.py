@@ -36,8 +36,6 @@ def requested_message(service: Service, request: MessagesRequest, edits: Context
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = service.options.read(request, Dialect.MESSAGES, streams=request.stream)
     if Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0:
-        if request.stream:
-            raise InvalidRequest.at("stream", "is not supported with `max_tokens: 0`, whose answer is empty")
         options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))
     config = request.output_config
     form = None if config is None else config.format

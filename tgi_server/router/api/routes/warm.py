@@ -19,8 +19,7 @@ from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.warm import WarmChatRequest, WarmCompletionRequest, WarmRequest, WarmResponse
 from tgi_server.router.service import Service
-from tgi_server.router.submission import KeptPrefix
-from tgi_server.router.text.preparation import PreparedRequest
+from tgi_server.router.submission import KeptPrefix, PreparedRequest
 from tgi_server.router.text.token_stream import CollectedTokens
 
 # No request is served after one of this class.

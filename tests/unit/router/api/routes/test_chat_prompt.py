@@ -18,7 +18,7 @@ from tgi_server.router.api.routes.chat_prompt import (
 )
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.text.preparation import PreparedRequest
+from tgi_server.router.submission import PreparedRequest
 
 TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
 
