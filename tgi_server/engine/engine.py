@@ -42,7 +42,7 @@ from tgi_server.engine.sampling.masks import MaskBuilder, PendingMask
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
 from tgi_server.engine.speculation import Draft, DraftCheck
 from tgi_server.engine.step import Step
-from tgi_server.grammar import GrammarCompiler, LimitedThoughts
+from tgi_server.grammar import GrammarCompiler, InvalidGrammar, LimitedThoughts
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,11 @@ class Engine:
             )
         sequence.constraint = grammar
         if sequence.thought_budget is not None:
-            spelling = self.grammars.tokenizer.spelling
+            try:
+                spelling = self.grammars.tokenizer.spelling
+            except InvalidGrammar as error:
+                sequence.fault = str(error)
+                return
             sequence.constraint = LimitedThoughts(
                 sequence.thought_budget, spelling, grammar, self._eos, generated, ignore_eos=stopping.ignore_eos
             )

@@ -93,7 +93,7 @@ class GrammarCompiler:
         self._eos = eos
         self._stack_bytes = stack_bytes
         self.cache = CompiledGrammars(cache_bytes)
-        self._tokenizer: GrammarTokenizer | None = None
+        self._tokenizer: GrammarTokenizer | InvalidGrammar | None = None
         self._tokenizer_lock = threading.Lock()
 
     @property
@@ -101,7 +101,12 @@ class GrammarCompiler:
         """The model's tokenizer. Raises InvalidGrammar when it cannot be used."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
+                try:
+                    self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
+                except InvalidGrammar as error:
+                    self._tokenizer = error  # no step may spend seconds on reading it again
+            if isinstance(self._tokenizer, InvalidGrammar):
+                raise InvalidGrammar(str(self._tokenizer))
             return self._tokenizer
 
     def compiled(self, grammar: Grammar, leniency: int = 0) -> tuple[GrammarSource, LLMatcher]:

@@ -17,10 +17,12 @@ from tgi_server.contract import (
     ReportParameters,
     SamplingParameters,
     StoppingParameters,
+    ThoughtBudget,
 )
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.driver import BATCH_ID, Driver
 from tgi_server.engine.errors import InvalidCall
+from tgi_server.grammar import GrammarCompiler
 
 PROMPTS = [[1, 40, 77, 300], [1, *range(50, 90)], [1, 5], [1, *range(400, 480)], [1, 99, 98, 97, 96, 95]]
 NEW = 24
@@ -248,3 +250,20 @@ def test_before_the_warm_up_there_is_no_step() -> None:
     engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
     with pytest.raises(InvalidCall, match="warm up before the first step"):
         engine.step(BATCH_ID, [sequence(0, [1])])
+
+
+def test_a_tokenizer_that_cannot_be_used_fails_budgets_of_thoughts_alone_and_is_read_once(
+    engine, tmp_path, monkeypatch
+) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    monkeypatch.setattr(engine, "grammars", GrammarCompiler(tmp_path, TOKENIZER_VOCAB_SIZE, [1]))
+    driver = Driver(engine)
+    for first in (0, 2):
+        budget = ThoughtBudget(1, "<think>", "</think>", (5,))
+        driver.add(sequence(first, PROMPTS[0], new=2, thought_budget=budget))
+        driver.add(sequence(first + 1, PROMPTS[1], new=2))
+        driver.run()
+        assert "tokenizer cannot be read" in driver.outputs[first].error
+        assert len(driver.outputs[first + 1].tokens) == 2
+        file.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 
-from tgi_server.contract import GenerationOptions, Grammar, GrammarKind
+from tgi_server.contract import GenerationOptions, Grammar
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.options import Dialect, refusal
@@ -48,7 +48,6 @@ class Preparer:
         self._adapters = adapters
         self._end_tokens = frozenset(end_tokens)
         self._thoughts = thoughts
-        self._tokenizer_read = False  # by the shards
 
     async def prepare(
         self,
@@ -105,10 +104,6 @@ class Preparer:
         unenforced = await self._compile(grammar, client)
         if budget is not None and self._grammar_refusal is not None:
             raise refusal("thinking_token_budget", dialect, f"cannot be used: {self._grammar_refusal}")
-        if budget is not None and not self._tokenizer_read:
-            # The shards need the model's tokenizer for it, and must not read it in a step.
-            await self._compile(Grammar(GrammarKind.LARK, r"start: /(.|\n)*/"), client)
-            self._tokenizer_read = True
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
