@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("shared", "llm_functionalities", "tgi_server/grammar", "tgi_server/router", "tgi_server/shard")
 # Expressions that the automaton does not describe, and what makes them linear.
 ACCEPTED = {
-    "tgi_server/router/text/answer_frame.py": (
+    "tgi_server/router/answers/frame.py": (
         "_PORTABLE",
         "atomic and possessive: what has matched is not tried again",
     ),

@@ -13,6 +13,8 @@ from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import BOS, EOS, byte_level
 from tests.grammars import no_fault
 from tgi_server.contract import FinishReason
+from tgi_server.router.answers.formats import tool_format
+from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import REFUSE
@@ -27,8 +29,6 @@ from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
-from tgi_server.router.text.tool_formats import tool_format
-from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.wire import finish_reason_to_message
 

@@ -59,7 +59,7 @@ REPORTS = (
     Report(
         "a value's closing tag on the value's own line",
         "vLLM, the tool parser of Qwen3-Coder",
-        ("tests/unit/router/text/test_tool_formats.py::test_tags_stand_on_lines_of_their_own_or_not",),
+        ("tests/unit/router/answers/test_formats.py::test_tags_stand_on_lines_of_their_own_or_not",),
     ),
     Report(
         "a tool's result without a name, where the template needs one",
@@ -127,7 +127,7 @@ REPORTS = (
     Report(
         "schemas without type and without additionalProperties",
         "text-generation-inference, the guide to Guidance",
-        ("tests/unit/router/text/test_schema_reading.py::test_objects_are_closed_unless_they_are_opened",),
+        ("tests/unit/router/answers/test_schema_reading.py::test_objects_are_closed_unless_they_are_opened",),
     ),
     Report(
         "a host name of the environment that no name server knows",

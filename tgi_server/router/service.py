@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.errors import Overloaded
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
@@ -19,7 +20,6 @@ from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import TokenizerConfig
-from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.tracing import RequestTracer
 
 # Bytes, and number, of requests that come from this process itself.

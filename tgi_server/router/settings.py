@@ -11,49 +11,11 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, LogLevel, Port, RefusedSetting, ServiceSettings, synonyms
 from tgi_server.router.adapter_source import AdapterSources
+from tgi_server.router.answers.formats import FORMAT_NAMES
+from tgi_server.router.answers.reasoning import REASONING_NAMES
 
-# `router/text/tool_formats.py` has these forms.
-ToolCallParser = Literal[
-    "auto",
-    "tgi",
-    "hermes",
-    "qwen3_coder",
-    "glm45",
-    "glm47",
-    "minimax_m2",
-    "seed_oss",
-    "gemma4",
-    "kimi_k2",
-    "olmo3",
-    "granite",
-    "phi4_mini",
-    "functools",
-    "lfm2",
-    "pythonic",
-    "mistral",
-    "mistral_args",
-    "llama3_json",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "deepseek_v4",
-    "harmony",
-    "functionary",
-    "json",
-]
-ReasoningParser = Literal[
-    "auto",
-    "none",
-    "deepseek_r1",
-    "qwen3",
-    "harmony",
-    "gemma4",
-    "granite",
-    "granite33",
-    "kimi_vl",
-    "mistral",
-    "seed_oss",
-]
+ToolCallParser = Literal["auto", *FORMAT_NAMES]  # type: ignore[valid-type]
+ReasoningParser = Literal["auto", "none", *REASONING_NAMES]  # type: ignore[valid-type]
 
 # vLLM's names of these forms, where they differ.
 _VLLM_PARSERS = {

@@ -18,6 +18,10 @@ from shared.settings import package_version
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs import generate_pb2 as pb
 from tgi_server import demo_model
+from tgi_server.router.answers.formats import TGI_FORMAT, tool_format
+from tgi_server.router.answers.reasoning import ReasoningTags, reasoning_tags
+from tgi_server.router.answers.response_template import ResponseTemplate
+from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import ReplaceableApp, create_app, loading_app, metrics_app
 from tgi_server.router.api.connections import Connections, connection_limits
@@ -42,12 +46,8 @@ from tgi_server.router.text.decisions import read_decision_config
 from tgi_server.router.text.encoder import Encoders, ServedEncoder
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
-from tgi_server.router.text.reasoning import ReasoningTags, reasoning_tags
-from tgi_server.router.text.response_template import ResponseTemplate
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
-from tgi_server.router.text.tool_formats import TGI_FORMAT, tool_format
-from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from tests.grammars import following_fault
 from tests.integration.router.conftest import Router, events, running_router
 from tests.published_tokenizers import PUBLISHED, Published
 from tgi_server.grammar import GrammarCompiler
-from tgi_server.router.text.reasoning import reasoning_tags
-from tgi_server.router.text.tool_formats import NUMBER, tool_format
+from tgi_server.router.answers.formats import NUMBER, tool_format
+from tgi_server.router.answers.reasoning import reasoning_tags
 from tgi_server.wire import grammar_from_message
 
 # The last one's calls are in a form that only a flag names.

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.conftest import ServerFactory
 from tests.published_tokenizers import PUBLISHED, Published
-from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.answers.reasoning import reasoning_tags
 
 MESSAGES: Any = [{"role": "user", "content": "What of <b>Paris</b>?"}]
 SCHEMA = {

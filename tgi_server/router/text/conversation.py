@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from shared.logging import one_line
+from tgi_server.router.answers.tools import ToolSpec
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.text.chat_template import (
@@ -20,7 +21,6 @@ from tgi_server.router.text.chat_template import (
     as_parts,
 )
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
-from tgi_server.router.text.tools import ToolSpec
 
 _DEVELOPER = "developer"
 # Between instructions that are joined.

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.router.answers.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas import grammar as schemas
-from tgi_server.router.text.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
 
 ANY_OBJECT = {"type": "object"}
 _SPAN = '"x-span"'

@@ -3,17 +3,21 @@
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 
-from tgi_server.contract import GenerationOptions, Grammar
+from tgi_server.contract import GenerationOptions, Grammar, ThoughtBudget
+from tgi_server.router.answers.reasoning import ReasoningTags
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.options import Dialect, refusal
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits, PreparedRequest
 from tgi_server.router.text.grammar import token_grammar, with_text
-from tgi_server.router.text.reasoning import ReasoningTags, thought_budget
 from tgi_server.router.text.special_tokens import RenderedPrompt
-from tgi_server.router.text.tokenizer import TokenizerThreads
+from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.truncation import end_characters, tokenised_characters
+
+# So many last tokens of a prompt have the beginning of a thought, if one has begun there.
+_LAST_TOKENS = 32
+_UNLIMITED = -1
 
 
 class Preparer:
@@ -98,7 +102,7 @@ class Preparer:
         max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens, dialect)
         budget = None
         if (most := options.thinking_token_budget) is not None:
-            budget = thought_budget(
+            budget = _thought_budget(
                 most, self._thoughts, self._threads.tokenizer, input_ids, grammar, thinking=thinking
             )
         unenforced = await self._compile(grammar, client)
@@ -181,3 +185,37 @@ def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:
     if not supported:
         return "grammars are not supported by this server's shards for this model"
     return None
+
+
+def _thought_budget(
+    tokens: int,
+    tags: ReasoningTags | None,
+    tokenizer: TextTokenizer,
+    prompt: list[int],
+    grammar: Grammar | None,
+    *,
+    thinking: bool = False,
+) -> ThoughtBudget | None:
+    """Returns the budget of an answer's thoughts; None where there is no bound, or the grammar allows no thoughts.
+
+    thinking: thoughts are known to have begun in the prompt.
+
+    Raises InvalidRequest for a model that has no thoughts.
+    """
+    if tags is None:
+        raise InvalidRequest.at(
+            "thinking_token_budget",
+            "cannot be used: this model's reasoning is not separated from its answers",
+        )
+    if tokens == _UNLIMITED or (grammar is not None and not grammar.frame):
+        return None
+    # A frame says itself what follows a thought.
+    closing = tags.end if grammar is not None else tags.end + tags.opening
+    return ThoughtBudget(
+        tokens,
+        tags.begin,
+        tags.end,
+        tuple(tokenizer.encode(closing, add_special_tokens=False).ids),
+        open=thinking or tags.open_in(tokenizer.decode(prompt[-_LAST_TOKENS:])),
+        repeats=tags.repeats,
+    )

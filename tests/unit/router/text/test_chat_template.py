@@ -5,6 +5,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tgi_server import demo_model
+from tgi_server.router.answers.tools import TGI_TOOL_PROMPT, ToolSpec, ToolUse
 from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
 from tgi_server.router.schemas.chat import ChatRequest
@@ -12,7 +13,6 @@ from tgi_server.router.text import template_allowance
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from tgi_server.router.text.tools import TGI_TOOL_PROMPT, ToolSpec, ToolUse
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

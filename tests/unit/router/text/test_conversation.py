@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from tests.published_tokenizers import PUBLISHED
+from tgi_server.router.answers.tools import ToolUse
 from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from tgi_server.router.text.tools import ToolUse
 
 SHOW = "[{{ m.role }}]{{ m.content }}"
 # Templates that show instructions only as the first message: refused, dropped or shown elsewhere if they come later.

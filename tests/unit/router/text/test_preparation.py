@@ -8,6 +8,7 @@ from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault, left_to_model
 from tests.unit.router.test_options import LIMITS
 from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.router.answers.reasoning import reasoning_tags
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
@@ -15,7 +16,6 @@ from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.grammar import token_grammar
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
-from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
 

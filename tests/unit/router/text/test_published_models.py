@@ -9,14 +9,14 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.published_tokenizers import PUBLISHED, Published
+from tgi_server.router.answers.formats import tool_format
+from tgi_server.router.answers.reasoning import reasoning_tags
 from tgi_server.router.api.routes.chat_prompt import conversation_of, tools_of
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
-from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.tokenizer import load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
-from tgi_server.router.text.tool_formats import tool_format
 
 TEXT = 'say "größe 🌳" <b>x</b>\n\n{"a": "b"}'
 MESSAGES = [

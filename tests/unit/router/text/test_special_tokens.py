@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normal
 
 from tests.fakes.vocabularies import byte_level, sentence_piece
 from tgi_server import demo_model
+from tgi_server.router.answers.tools import ToolUse
 from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest
@@ -18,7 +19,6 @@ from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, load_tokenizer
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from tgi_server.router.text.tools import ToolUse
 
 START, END, PLAIN = "<|im_start|>", "<|im_end|>", "<tool_call>"
 LETTERS = "BEGIN"  # special tokens may begin with a letter

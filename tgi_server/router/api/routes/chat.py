@@ -7,6 +7,8 @@ from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.responses import Response
 
+from tgi_server.router.answers.free_form import ClientTool
+from tgi_server.router.answers.reader import AnswerPart, Piece
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.encoding import event
@@ -34,8 +36,6 @@ from tgi_server.router.schemas.chat import (
 from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
-from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.free_form import ClientTool
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 

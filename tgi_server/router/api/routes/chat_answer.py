@@ -9,6 +9,9 @@ from msgspec import UNSET
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
+from tgi_server.router.answers.free_form import ClientTool, ToolKind, free_form_input
+from tgi_server.router.answers.reader import AnswerPart, Piece
+from tgi_server.router.answers.templated_reader import Reader
 from tgi_server.router.api.encoding import known_logprob
 from tgi_server.router.api.routes.openai import finish_reason
 from tgi_server.router.schemas.chat import (
@@ -28,9 +31,6 @@ from tgi_server.router.schemas.chat import (
     ToolCallDelta,
     ToolCallMessage,
 )
-from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.free_form import ClientTool, ToolKind, free_form_input
-from tgi_server.router.text.templated_reader import Reader
 from tgi_server.router.text.token_stream import AnyStream
 from tgi_server.router.text.tokenizer import TextTokenizer
 

@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tgi_server.contract import GenerationOptions
+from tgi_server.router.answers.free_form import ClientTool, ToolKind, free_form_arguments, free_form_tool
+from tgi_server.router.answers.templated_reader import Reader
+from tgi_server.router.answers.tools import Choice, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.api.routes.prompt_images import check_images, with_images
@@ -30,10 +33,7 @@ from tgi_server.router.text.conversation import (
     template_variables,
     thinking_switches,
 )
-from tgi_server.router.text.free_form import ClientTool, ToolKind, free_form_arguments, free_form_tool
 from tgi_server.router.text.special_tokens import RenderedPrompt
-from tgi_server.router.text.templated_reader import Reader
-from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 
 
 @dataclass(frozen=True, slots=True)

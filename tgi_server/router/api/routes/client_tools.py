@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tgi_server.router.text.tools import ToolSpec
+from tgi_server.router.answers.tools import ToolSpec
 
 _TEXT: Mapping[str, str] = {"type": "string"}
 _LINE: Mapping[str, str] = {"type": "integer"}

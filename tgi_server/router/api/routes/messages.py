@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.contract import FinishReason
+from tgi_server.router.answers.reader import AnswerPart, Piece
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.documentation import ANTHROPIC_ERRORS
 from tgi_server.router.api.encoding import named_event
@@ -50,7 +51,6 @@ from tgi_server.router.schemas.messages import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
-from tgi_server.router.text.answer_reader import AnswerPart, Piece
 
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+from tgi_server.router.answers.tools import Choice, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.api.routes.chat_prompt import Chat
 from tgi_server.router.api.routes.client_tools import client_tool
 from tgi_server.router.api.routes.context_edits import ContextEdits
@@ -25,7 +26,6 @@ from tgi_server.router.text.conversation import (
     thinking_switches,
 )
 from tgi_server.router.text.grammar import WHOLE_SCHEMA, json_grammar
-from tgi_server.router.text.tools import Choice, ToolSpec, ToolUse, chosen_tools
 
 # The beginning of a block that Claude Code puts before its instructions: it differs with each request, so no prompt
 # with it would be found in the prefix cache, and it says nothing to a model.

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import UNSET
 
+from tgi_server.router.answers.free_form import ClientTool, ToolKind, read_arguments
+from tgi_server.router.answers.reader import AnswerPart, Piece
 from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
@@ -20,8 +22,6 @@ from tgi_server.router.schemas.responses import (
     OutputText,
     ReasoningText,
 )
-from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.free_form import ClientTool, ToolKind, read_arguments
 
 # Sends an event, given its type and its members.
 Emit = Callable[[str, dict[str, Any]], None]

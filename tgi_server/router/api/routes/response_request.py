@@ -7,6 +7,8 @@ import msgspec
 from pydantic_core import from_json
 
 from tgi_server.contract import Grammar
+from tgi_server.router.answers.free_form import LOCAL_SHELL, free_form_arguments, name_for_model
+from tgi_server.router.answers.tools import ToolUse, chosen_tools
 from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.routes.chat_prompt import Chat
 from tgi_server.router.api.routes.openai import openai_options
@@ -37,9 +39,7 @@ from tgi_server.router.schemas.response_input import (
 from tgi_server.router.schemas.responses import ResponsesRequest, TextOptions
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation, PastCall, Turn, template_variables
-from tgi_server.router.text.free_form import LOCAL_SHELL, free_form_arguments, name_for_model
 from tgi_server.router.text.grammar import ANY_OBJECT, WHOLE_SCHEMA, json_grammar
-from tgi_server.router.text.tools import ToolUse, chosen_tools
 
 LOGPROBS = "message.output_text.logprobs"
 # The kinds of ids of items.

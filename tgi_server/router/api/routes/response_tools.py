@@ -3,6 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tgi_server.router.answers.free_form import (
+    LOCAL_SHELL,
+    ClientTool,
+    ToolKind,
+    free_form_tool,
+    local_shell_tool,
+    name_for_model,
+)
+from tgi_server.router.answers.tools import Choice, ToolSpec
 from tgi_server.router.schemas.response_tools import (
     AllowedTool,
     ChosenLocalShell,
@@ -17,15 +26,6 @@ from tgi_server.router.schemas.response_tools import (
     ResponseTool,
 )
 from tgi_server.router.schemas.responses import ResponsesRequest
-from tgi_server.router.text.free_form import (
-    LOCAL_SHELL,
-    ClientTool,
-    ToolKind,
-    free_form_tool,
-    local_shell_tool,
-    name_for_model,
-)
-from tgi_server.router.text.tools import Choice, ToolSpec
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgi_server.router.answers.tools import chosen_tools
 from tgi_server.router.api.access import tenant_of
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.body import SMALL
@@ -62,7 +63,6 @@ from tgi_server.router.schemas.responses import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation
-from tgi_server.router.text.tools import chosen_tools
 
 _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],

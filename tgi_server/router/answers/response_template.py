@@ -15,8 +15,8 @@ from typing import Any
 
 import regex
 
-from tgi_server.router.text.answer_reader import AnswerPart
-from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.answers.reader import AnswerPart
+from tgi_server.router.answers.reasoning import ReasoningTags
 
 # CPU seconds that the regular expressions of a template may take for one answer, and for each of their searches in
 # addition. They come from strangers.

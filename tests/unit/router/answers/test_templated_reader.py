@@ -13,11 +13,11 @@ from transformers.utils.chat_parsing import parse_response
 
 from tests.grammars import takes
 from tgi_server.contract import Grammar, GrammarKind
-from tgi_server.router.text.answer_reader import AnswerPart, Piece
-from tgi_server.router.text.response_template import ANSWER_SECONDS, ResponseTemplate, SearchBudget
-from tgi_server.router.text.templated_reader import TemplatedReader
-from tgi_server.router.text.tool_formats import TGI_FORMAT
-from tgi_server.router.text.tools import AnswerForm, ToolSpec, ToolUse
+from tgi_server.router.answers.formats import TGI_FORMAT
+from tgi_server.router.answers.reader import AnswerPart, Piece
+from tgi_server.router.answers.response_template import ANSWER_SECONDS, ResponseTemplate, SearchBudget
+from tgi_server.router.answers.templated_reader import TemplatedReader
+from tgi_server.router.answers.tools import AnswerForm, ToolSpec, ToolUse
 
 SCHEMA = {
     "type": "object",

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tgi_server.router.text.json_reader import BLANKS, JsonReader
+from tgi_server.router.answers.json_reader import BLANKS, JsonReader
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
 _ANNOTATIONS = frozenset(

@@ -2,14 +2,6 @@
 
 from dataclasses import dataclass
 
-from tgi_server.contract import Grammar, ThoughtBudget
-from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.text.tokenizer import TextTokenizer
-
-# So many last tokens of a prompt have the beginning of a thought, if one has begun there.
-_LAST_TOKENS = 32
-UNLIMITED = -1
-
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
@@ -63,49 +55,15 @@ _PARSERS = {
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
 }
-REASONING_PARSERS = ("auto", "none", *_PARSERS)
+REASONING_NAMES = tuple(_PARSERS)
 
 
 def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     """Returns the tags around reasoning; None if reasoning is not separated from the text.
 
-    parser: one of REASONING_PARSERS; `auto` goes by the source of the chat template.
+    parser: one of REASONING_NAMES, or `none`; `auto` goes by the source of the chat template.
     """
     if parser != "auto":
         return _PARSERS.get(parser)
     own = (tags for tags in _PARSERS.values() if tags is not _THINK)
     return next((tags for tags in (*own, _THINK) if tags.named_in(template)), None)
-
-
-def thought_budget(
-    tokens: int,
-    tags: ReasoningTags | None,
-    tokenizer: TextTokenizer,
-    prompt: list[int],
-    grammar: Grammar | None,
-    *,
-    thinking: bool = False,
-) -> ThoughtBudget | None:
-    """Returns the budget of an answer's thoughts; None where there is no bound, or the grammar allows no thoughts.
-
-    thinking: thoughts are known to have begun in the prompt.
-
-    Raises InvalidRequest for a model that has no thoughts.
-    """
-    if tags is None:
-        raise InvalidRequest.at(
-            "thinking_token_budget",
-            "cannot be used: this model's reasoning is not separated from its answers",
-        )
-    if tokens == UNLIMITED or (grammar is not None and not grammar.frame):
-        return None
-    # A frame says itself what follows a thought.
-    closing = tags.end if grammar is not None else tags.end + tags.opening
-    return ThoughtBudget(
-        tokens,
-        tags.begin,
-        tags.end,
-        tuple(tokenizer.encode(closing, add_special_tokens=False).ids),
-        open=thinking or tags.open_in(tokenizer.decode(prompt[-_LAST_TOKENS:])),
-        repeats=tags.repeats,
-    )

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
-from tgi_server.router.text.response_template import Mark, Region, ResponseTemplate, SearchBudget
+from tgi_server.router.answers.reader import AnswerPart, AnswerReader, Piece
+from tgi_server.router.answers.response_template import Mark, Region, ResponseTemplate, SearchBudget
 
 # Characters of a text in which a mark may have begun, before it is taken for none.
 _LONGEST_MARK = 10_000

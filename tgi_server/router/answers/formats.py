@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags
+from tgi_server.router.answers.tagged_arguments import Arguments, ArgumentTags
 
 
 @dataclass(frozen=True, slots=True)

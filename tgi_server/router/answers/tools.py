@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.router.answers.formats import TGI_FORMAT, ToolFormat
+from tgi_server.router.answers.frame import Calls, FrameWriter
+from tgi_server.router.answers.reader import AnswerReader, CallHeads
+from tgi_server.router.answers.reasoning import ReasoningTags
+from tgi_server.router.answers.response_template import ResponseTemplate
+from tgi_server.router.answers.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
+from tgi_server.router.answers.tagged_arguments import Arguments, TaggedParameter, tagged_parameters
+from tgi_server.router.answers.templated_reader import Reader, TemplatedReader
 from tgi_server.router.errors import InvalidTool
-from tgi_server.router.text.answer_frame import Calls, FrameWriter
-from tgi_server.router.text.answer_reader import AnswerReader, CallHeads
-from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.response_template import ResponseTemplate
-from tgi_server.router.text.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
-from tgi_server.router.text.tagged_arguments import Arguments, TaggedParameter, tagged_parameters
-from tgi_server.router.text.templated_reader import Reader, TemplatedReader
-from tgi_server.router.text.tool_formats import TGI_FORMAT, ToolFormat
 
 TGI_TOOL_PROMPT = (
     "You may call one of the functions above. If one of them helps, answer with JSON only, which names it and has a "

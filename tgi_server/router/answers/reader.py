@@ -8,22 +8,22 @@ from enum import Enum
 
 import regex
 
-from tgi_server.router.text.json_reader import BLANKS, JsonReader
-from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tagged_arguments import (
-    Arguments,
-    Beginnings,
-    TaggedArgumentsReader,
-    Tags,
-    beginning_held,
-)
-from tgi_server.router.text.tool_formats import (
+from tgi_server.router.answers.formats import (
     JSON_FORMAT,
     NUMBER,
     TEXT_ARGUMENTS,
     TEXT_BETWEEN,
     ToolFormat,
     json_name,
+)
+from tgi_server.router.answers.json_reader import BLANKS, JsonReader
+from tgi_server.router.answers.reasoning import ReasoningTags
+from tgi_server.router.answers.tagged_arguments import (
+    Arguments,
+    Beginnings,
+    TaggedArgumentsReader,
+    Tags,
+    beginning_held,
 )
 
 # The number of a call, complete or not.

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from tgi_server.router.text.tools import ToolSpec
+from tgi_server.router.answers.tools import ToolSpec
 
 _INPUT = "input"
 _LARK = "x-lark"

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.response_template import Mark
-from tgi_server.router.text.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
-from tgi_server.router.text.tool_formats import (
+from tgi_server.router.answers.formats import (
     DOUBLED_BRACES,
     JSON_PARTS,
     NUMBER,
@@ -18,6 +15,9 @@ from tgi_server.router.text.tool_formats import (
     TEXT_END,
     ToolFormat,
 )
+from tgi_server.router.answers.reasoning import ReasoningTags
+from tgi_server.router.answers.response_template import Mark
+from tgi_server.router.answers.tagged_arguments import Arguments, ArgumentTags, TaggedParameter
 
 # Regular expressions without anchors, references and conditions, which are the same in grammars.
 _PORTABLE = re.compile(
