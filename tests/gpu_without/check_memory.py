@@ -10,9 +10,9 @@ from tests.gpu_without.fake_gpu import CONTEXT, FakeGpu
 from tests.unit.engine.linear.test_quantized import random_weight
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import RunningSequence
-from tgi_server.engine.engine import MOST_DEMANDING
 from tgi_server.engine.linear.triton_quantized import TritonLinear
 from tgi_server.engine.runners import prompt_graphs
+from tgi_server.engine.sampling.choice import MOST_DEMANDING
 
 ROWS = 256
 PREFILL = 4096

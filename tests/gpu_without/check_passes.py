@@ -8,8 +8,8 @@ from tests.tiny_models import ARCHITECTURES, ONE_BY_ONE, PLAIN_ON_GPUS
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
-from tgi_server.engine.engine import MOST_DEMANDING
 from tgi_server.engine.runners import prompt_graphs
+from tgi_server.engine.sampling.choice import MOST_DEMANDING
 
 PAGED = sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED)
 STOPPING = StoppingParameters(60, ignore_eos=True)

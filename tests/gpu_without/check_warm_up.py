@@ -10,9 +10,9 @@ from tgi_server.contract import ReportParameters, SamplingParameters, StoppingPa
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine import engine as engine_module
 from tgi_server.engine.backends.lora import LoraDelta
-from tgi_server.engine.engine import MOST_DEMANDING
 from tgi_server.engine.lora.loaded import ReadAdapter
 from tgi_server.engine.runners import prompt_graphs
+from tgi_server.engine.sampling.choice import MOST_DEMANDING
 
 ROWS, PREFILL = 80, 512
 LONG = {"max_position_embeddings": 4 * PREFILL}

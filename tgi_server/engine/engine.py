@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.contract import ReportParameters, SamplingParameters, StateSave
-from tgi_server.engine.backends.attention.base import TopOnly
+from tgi_server.contract import StateSave
+from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.checkpoint.load_model import load_config
 from tgi_server.engine.config import EngineConfig
@@ -22,20 +22,17 @@ from tgi_server.engine.images import PromptImages
 from tgi_server.engine.load_parts import load_parts
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
-from tgi_server.engine.parallel import fault_of_any, share_cores
+from tgi_server.engine.parallel import share_cores
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.sampling import (
-    CpuSampler,
     PendingTokens,
-    Sampler,
+    SamplerChoice,
     ScoredReport,
     TokenMask,
     Tokens,
-    TorchSampler,
     WatermarkSettings,
     most_logits,
     prompt_logprobs,
-    row_kernel_fault,
     scored_logprobs,
 )
 from tgi_server.engine.sampling.masks import MaskBuilder, PendingMask
@@ -45,22 +42,6 @@ from tgi_server.engine.step import Step
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar, LimitedThoughts
 
 logger = logging.getLogger(__name__)
-
-# A request whose sampling takes the most memory.
-MOST_DEMANDING = SamplingParameters(
-    do_sample=True,
-    temperature=0.7,
-    top_k=1000,
-    top_p=0.9,
-    typical_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    frequency_penalty=0.1,
-    presence_penalty=0.1,
-    count_penalty=0.1,
-    watermark=True,
-    seed=1,
-)
 
 
 class Engine:
@@ -86,8 +67,6 @@ class Engine:
         parts = load_parts(config, model)
         self._device = config.resolve_device()
         self._group = config.group
-        self._custom_kernels = config.custom_kernels
-        self._row_kernel = False  # that samples: True once it is proved
         self._runner, self._backend = parts.runner, parts.runner.backend
         self.info, self.tower, self.speculation = parts.info, parts.tower, parts.speculation
         self.adapters = LoadedAdapters(
@@ -99,7 +78,14 @@ class Engine:
             max_rank=config.max_lora_rank,
             trust_remote_code=config.trust_remote_code,
         )
-        self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
+        self._samplers = SamplerChoice(
+            self.info.vocab_size,
+            self._device,
+            WatermarkSettings(config.watermark_gamma, config.watermark_delta),
+            config.group,
+            on_cpu=self._backend.samples_on_cpu,
+            custom_kernels=config.custom_kernels,
+        )
         self._batch: RunningBatch | None = None
         self._capacity: CacheCapacity | None = None
         self.grammars = (
@@ -135,7 +121,6 @@ class Engine:
         adapters which are not there yet. Raises NotEnoughMemory.
         """
         self.clear()
-        self._row_kernel = False
         sample = None
         image_bytes = 0
         if self.tower is not None:
@@ -156,38 +141,19 @@ class Engine:
         logger.info(
             "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
         )
-        self._sampler = self._new_sampler(max_batch_size, row_kernel=self._row_kernel)
+        self._sampler = self._samplers.create(max_batch_size)
         if self.speculation is not None:
             self.speculation.warm_up(self._runner, self._capacity)
         return self._capacity
 
-    def _new_sampler(self, rows: int, *, row_kernel: bool) -> Sampler:
-        if self._backend.samples_on_cpu:
-            return CpuSampler(rows, self.info.vocab_size, self._watermark)
-        return self._new_torch_sampler(rows, row_kernel=row_kernel)
-
-    def _new_torch_sampler(self, rows: int, *, row_kernel: bool) -> TorchSampler:
-        return TorchSampler(rows, self.info.vocab_size, self._device, self._watermark, row_kernel=row_kernel)
-
     def _rehearse_sampling(self, logits: Tensor) -> None:
-        """Samples from logits, [rows, vocab_size], as requests that use every option.
-
-        Then proves the kernel that samples, where there is one; a fall-back is noted where it fails.
-        """
-        rows = range(len(logits))
-        sampler = self._new_torch_sampler(len(logits), row_kernel=False)
-        for row in rows:
-            sampler.add(row, MOST_DEMANDING, ReportParameters(logprobs=True, top_n_tokens=5), [0], [])
-        sampler.accept(sampler.sample(logits, rows).token_ids, rows)
-        if not self._custom_kernels:
+        """Samples from logits, [rows, vocab_size], in every way; notes it if the kernel that samples is not used."""
+        if (fault := self._samplers.rehearse(logits)) is None:
             return
-        fault = fault_of_any(row_kernel_fault(partial(self._new_torch_sampler, len(logits)), logits), self._group)
-        self._row_kernel = fault is None
-        if fault is not None:
-            fallback = f"sampling runs in plain torch, which is slower: {fault}"
-            logger.warning(fallback)
-            if fallback not in self._runner.fallbacks:
-                self._runner.fallbacks.append(fallback)
+        fallback = f"sampling runs in plain torch, which is slower: {fault}"
+        logger.warning(fallback)
+        if fallback not in self._runner.fallbacks:
+            self._runner.fallbacks.append(fallback)
 
     @torch.inference_mode()
     def check_device(self) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata, KVShape, TopOnly
+from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows, LoraBackend
 from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.models.spec import DecoderSpec, Family
+from tgi_server.engine.sampling.masks import PendingMask
 
 # Takes the head's input, [rows, hidden_size], and the inputs of some layers, [tokens, hidden_size] each.
 Keep = Callable[[Sequence[Tensor]], None]
@@ -37,6 +38,18 @@ class ImageTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class TopOnly:
+    """Marks a pass that needs only the largest logits of each row; the others may be minus infinity.
+
+    count: how many; those that are equal to the last of them once they are rounded are needed, too. mask: of rows with
+    a grammar; they need the largest of the logits that it allows.
+    """
+
+    count: int
+    mask: PendingMask | None
+
+
+@dataclass(frozen=True, slots=True)
 class PassInput:
     """The tokens of a step, with their positions, adapters and metadata.
 
@@ -44,6 +57,7 @@ class PassInput:
     adapters: of the tokens; None: none has one. images: None: there are none.
     rotary: the positions by which queries and keys are turned, [tokens] int64, or [3, tokens] of time, height and width
     (Qwen2-VL, arXiv:2409.12191); None: `positions`.
+    top: None: every logit of the wanted tokens is needed.
     """
 
     tokens: Tensor
@@ -53,6 +67,7 @@ class PassInput:
     adapters: AdapterRows | None = None
     images: ImageTokens | None = None
     rotary: Tensor | None = None
+    top: TopOnly | None = None
 
 
 class PagedModel(ABC):

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, TopOnly
+from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata
 from tgi_server.engine.backends.attention.cpu import CpuAttention
-from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput
+from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput, TopOnly
 from tgi_server.engine.backends.build import NORMS
 from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
@@ -102,7 +102,7 @@ class CpuModel(PagedModel):
     def forward(self, inputs: PassInput) -> Tensor:
         """Returns logits. It is fastest if the wanted tokens are each sequence's last ones, in order."""
         metadata, adapters = inputs.metadata, inputs.adapters.numbers if inputs.adapters else None
-        top = metadata.top
+        top = inputs.top
         turns = inputs.positions if inputs.rotary is None else inputs.rotary
         if turns.dim() == 1:
             tables = self._tables(metadata.max_kv_length)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tgi_server.contract import StateSave, StoppingParameters
-from tgi_server.engine.backends.attention.base import TopOnly
-from tgi_server.engine.backends.base import Backend, MakeLora
+from tgi_server.engine.backends.base import Backend, MakeLora, TopOnly
 from tgi_server.engine.backends.lora import AdaptedLinear
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.errors import InvalidCall

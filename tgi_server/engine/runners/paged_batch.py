@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata, TopOnly
-from tgi_server.engine.backends.attention.block_tables import BlockTables
-from tgi_server.engine.backends.base import PassInput
+from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.base import PassInput, TopOnly
 from tgi_server.engine.backends.lora import AdapterRows
 from tgi_server.engine.backends.states import SCRATCH_SLOT
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.block_tables import BlockTables
 
 NO_TOKEN = -1
 
@@ -182,13 +182,12 @@ class PagedBatch:
             decoding=rows,
             chunks=[],
             max_kv_length=self.longest(rows) if longest is None else longest,
-            top=top,
             state_slots=self.state_slots[:rows],
             row_slots=self.row_slots[:rows],
         )
         present = None if any_adapters else self.adapted(rows)
         adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
-        return PassInput(self.tokens[:rows], positions, metadata, None, adapters, rotary=self.rotary(rows))
+        return PassInput(self.tokens[:rows], positions, metadata, None, adapters, rotary=self.rotary(rows), top=top)
 
     def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], top: TopOnly | None) -> PassInput:
         """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
@@ -206,15 +205,13 @@ class PagedBatch:
             decoding=decoding,
             chunks=prompts.spans,
             max_kv_length=max(self.longest(decoding), *(span.kv_length for span in prompts.spans)),
-            top=top,
             state_slots=self.state_slots[:decoding] + [chunk.sequence.state_slot for chunk in chunks],
             row_slots=self.row_slots[:decoding],
         )
         tokens = torch.cat([self.tokens[:decoding], prompts.tokens])
         places = torch.cat([positions, prompts.positions])
-        return PassInput(
-            tokens, places, metadata, prompts.wanted, self._mixed_adapters(decoding, chunks, prompts.wanted)
-        )
+        adapters = self._mixed_adapters(decoding, chunks, prompts.wanted)
+        return PassInput(tokens, places, metadata, prompts.wanted, adapters, top=top)
 
     def rotary(self, rows: int) -> Tensor | None:
         """Returns the rotary positions of the first `rows` rows, [rows] int64; None: their positions."""

@@ -3,6 +3,7 @@
 Start reading at `sampler.py`.
 """
 
+from tgi_server.engine.sampling.choice import SamplerChoice
 from tgi_server.engine.sampling.cpu_sampler import CpuSampler
 from tgi_server.engine.sampling.logprobs import (
     PendingTokens,
@@ -22,6 +23,7 @@ __all__ = [
     "PendingTokens",
     "Sampled",
     "Sampler",
+    "SamplerChoice",
     "ScoredReport",
     "TokenMask",
     "Tokens",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tgi_server.engine.backends.attention.base import TopOnly
+from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner

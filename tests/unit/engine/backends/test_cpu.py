@@ -11,7 +11,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import EngineConfig, RunningSequence
-from tgi_server.engine.backends.attention.base import TopOnly
+from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk, Runner

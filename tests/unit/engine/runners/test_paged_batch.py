@@ -5,7 +5,7 @@ import torch
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence
-from tgi_server.engine.backends.attention.base import TopOnly
+from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged_batch import PagedBatch
 
@@ -37,7 +37,7 @@ def test_rows_that_decode_write_behind_their_last_token(batch) -> None:
     assert inputs.metadata.kv_lengths.tolist() == [6, 3]
     assert inputs.metadata.query_starts.tolist() == [0, 1, 2]
     assert inputs.metadata.max_kv_length == 6
-    assert inputs.metadata.top is None
+    assert inputs.top is None
 
 
 def test_every_row_that_decodes_advances_by_a_position(batch) -> None:
@@ -72,7 +72,7 @@ def test_prompt_chunks_come_behind_the_rows(batch) -> None:
     assert metadata.query_starts.tolist() == [0, 1, 4, 11]
     assert metadata.block_tables[:, :2].tolist() == [[3, 7], [1, 2], [5, 6]]
     assert metadata.max_kv_length == 7
-    assert metadata.top is top
+    assert inputs.top is top
     assert [(span.start, span.length, span.kv_length) for span in metadata.chunks] == [(1, 3, 5), (4, 7, 7)]
 
 

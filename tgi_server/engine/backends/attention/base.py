@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.backends.attention.kv_format import KVFormat
-from tgi_server.engine.sampling.masks import PendingMask
 
 T = TypeVar("T")
 
@@ -68,18 +67,6 @@ class ChunkSpan:
     saves: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TopOnly:
-    """Marks a pass that needs only the largest logits of each row; the others may be minus infinity.
-
-    count: how many; those that are equal to the last of them once they are rounded are needed, too. mask: of rows with
-    a grammar; they need the largest of the logits that it allows.
-    """
-
-    count: int
-    mask: PendingMask | None
-
-
 @dataclass(slots=True)
 class ForwardMetadata:
     """Data that a forward pass needs beside its tokens: their slots in the cache, and which logits are needed.
@@ -109,7 +96,6 @@ class ForwardMetadata:
     decoding: int
     chunks: list[ChunkSpan]
     max_kv_length: int
-    top: TopOnly | None = None
     row_tokens: int = 1
     ends: Tensor | None = None
     ends_in_windows: bool = False

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention.base import TopOnly
-from tgi_server.engine.backends.base import Backend, MakeLora
+from tgi_server.engine.backends.base import Backend, MakeLora, TopOnly
 from tgi_server.engine.backends.devices import cache_bytes, forget_peak
 from tgi_server.engine.backends.generic import CurrentRows, adapt_modules
 from tgi_server.engine.backends.lora import AdaptedLinear

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tgi_server.engine.backends.attention.block_tables import BlockTables
 from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.runners.block_tables import BlockTables
 
 
 @pytest.fixture
