@@ -48,3 +48,23 @@ def test_what_shows_the_promises_of_security_is_there():
     assert shown == promised
     for path in re.findall(r"`(tests/[^`]+)`", page):
         assert (ROOT / path).is_file(), path
+
+
+def test_the_spine_can_be_read_in_an_evening():
+    page = (ROOT / "docs" / "spine.md").read_text()
+    files = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    lines = sum(len((ROOT / "tgi_server" / file).read_text().splitlines()) for file in files)
+    assert len(set(files)) == len(files) <= 20
+    assert lines <= 3500
+
+
+def test_the_answers_to_the_ten_questions_are_on_the_spine():
+    page = (ROOT / "docs" / "spine.md").read_text()
+    files = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    answers = re.findall(r"^\| \d+ \|.*\| `(\w+)` in `([^`]+)` \|", page, re.MULTILINE)
+    assert len(answers) == 10
+    for name, file in answers:
+        assert file in files
+        assert re.search(
+            rf"^ *(?:async def|def|class) {name}\b", (ROOT / "tgi_server" / file).read_text(), re.MULTILINE
+        ), name

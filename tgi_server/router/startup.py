@@ -34,9 +34,9 @@ from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.health import HealthCheck
+from tgi_server.router.scheduling.image_places import MOST_WHOLE
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
-from tgi_server.router.scheduling.sequence import MOST_WHOLE
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import UNLIMITED, Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.settings import PipelineSettings, RouterSettings, ServingSettings

@@ -95,6 +95,6 @@ class CpuSampler(Sampler):
             sampled.top.append(TopReport(tuple(counts), tuple(counts.values()), top, top_logprobs))
         return sampled
 
-    def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
+    def accept(self, token_ids: Tensor, rows: Sequence[int]) -> None:
         if self._reports:
-            self._kernel.accept(token_ids, list(rows), active)
+            self._kernel.accept(token_ids, list(rows), None)

@@ -71,11 +71,8 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
-        """Appends a token to each of `rows`: int64 `[n]` on the device.
-
-        active: bool `[n]`; rows where it is false stay as they are, for draft tokens that may turn out refused.
-        """
+    def accept(self, token_ids: Tensor, rows: Sequence[int]) -> None:
+        """Appends a token to each of `rows`: int64 `[n]` on the device."""
 
     def _check(self, parameters: SamplingParameters) -> None:
         for name, tokens in (("logit_bias", parameters.logit_bias), ("late_tokens", parameters.late_tokens)):

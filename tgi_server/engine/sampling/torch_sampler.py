@@ -144,18 +144,16 @@ class TorchSampler(Sampler):
             sampled.chosen.append(ChosenReport(reported, chosen))
         return sampled
 
-    def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
+    def accept(self, token_ids: Tensor, rows: Sequence[int]) -> None:
         for metadata in self._metadata_for(rows):
             taken = metadata.processed.take(token_ids)
-            amounts = torch.ones_like(taken) if active is None else metadata.processed.take(active).to(torch.int64)
+            amounts = torch.ones_like(taken)
             for counted, pool in (
                 (metadata.sequence_counts, self._sequences),
                 (metadata.generated_counts, self._generated),
             ):
                 if counted is not None:
                     pool.record(counted.slots, counted.row_index.take(taken), counted.row_index.take(amounts))
-            if active is not None:
-                taken = torch.where(amounts > 0, taken, self._previous[metadata.state_rows])
             self._previous.index_copy_(0, metadata.state_rows, taken)
             self._steps.index_add_(0, metadata.state_rows, amounts)
 

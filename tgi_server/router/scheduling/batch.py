@@ -137,7 +137,7 @@ class Batch:
         """
         tokens = min(sequence.remaining, budget) if self.memory.chunks else sequence.remaining
         if self._whole_images and sequence.request.images:
-            tokens = sequence.whole_chunk(tokens)
+            tokens = sequence.images.whole(sequence.computed, tokens)
         sequence.compute(tokens, self.step)
         if sequence.remaining == 0:
             del self._prefilling[sequence.id]

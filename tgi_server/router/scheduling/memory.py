@@ -245,7 +245,7 @@ class PagedMemory:
         match = self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1))
         if self._snapshots is None:
             # A part of an image would be another's with the same first keys.
-            whole = sequence.outside_images(match.tokens)
+            whole = sequence.images.outside(match.tokens)
             return (match if whole == match.tokens else self._cut(match, whole)), 0
         length, snapshot = self._snapshots.find(_space(sequence), sequence.beginning(match.tokens))
         lengths = self._snapshots.lengths(sequence.known, match.tokens)

@@ -111,7 +111,9 @@ class StepPlan:
     def call(self) -> pb.Call:
         if not self.is_prefill:
             return calls.decode_call(self.batch_id, self.grants, self.saves, self.closing)
-        joining = [(each.message, each.request.options.grammar, each.images()) for each in self.joined]
+        joining = [
+            (each.message, each.request.options.grammar, each.images.messages(each.cached)) for each in self.joined
+        ]
         return calls.prefill_call(
             self.batch_id, joining, self.chunks, self.grants, self.saves, decode=self.decode, closing=self.closing
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,30 +19,24 @@ from tgi_server.router.errors import (
     RequestTimedOut,
     RouterError,
 )
-from tgi_server.router.metrics import ConcatReason, Method, Metrics
+from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.deadlines import DeadlineAlarm
 from tgi_server.router.scheduling.forecast import Forecast
 from tgi_server.router.scheduling.image_encoding import ImageEncoding
+from tgi_server.router.scheduling.image_places import MOST_WHOLE
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
-from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
-from tgi_server.router.scheduling.sequence import MOST_WHOLE, SINK_FAULTS, Outcome, Sequence, tell_end
+from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, StepPlan, StepPlanner
+from tgi_server.router.scheduling.report import BatchReport
+from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
 from tgi_server.router.submission import Limits, PreparedRequest, Sink
 
 logger = logging.getLogger(__name__)
-
-_CONCAT = {
-    Reason.ROOM: ConcatReason.CHUNKING,
-    Reason.BACKPRESSURE: ConcatReason.BACKPRESSURE,
-    Reason.WAIT_EXCEEDED: ConcatReason.WAIT_EXCEEDED,
-    Reason.PREEMPTION: ConcatReason.PREEMPTION,
-    Reason.DEADLINE: ConcatReason.DEADLINE,
-}
 
 
 @dataclass(slots=True)
@@ -51,7 +45,6 @@ class _Sent:
 
     plan: StepPlan | FilterPlan
     pending: PendingResponse
-    method: Method
     at: float
 
 
@@ -95,14 +88,11 @@ class Scheduler:
             and how long to wait before the next question.
         """
         self._shards = shards
-        self._metrics = metrics
+        self._report = BatchReport(metrics, info, capacity)
         self._speculates = info.speculate > 0
         self._pace = pace
         self._clock = clock
         self._answered_at = clock()  # when the last response came
-        self._metrics.batches.kv_capacity(capacity.max_batch_total_tokens)
-        self._metrics.gateway.capacity_tokens = capacity.max_batch_total_tokens
-        self._metrics.gateway.block_size = info.block_size
         self._idle_check_after_s = idle_check_after_s
         self._recovery_timeout_s = recovery_timeout_s
         self._recovery_interval_s = recovery_interval_s
@@ -193,8 +183,7 @@ class Scheduler:
         self.waiting.add(sequence)
         self._work.set()
         # The task may be waiting for shards that hang, and would tell only after that.
-        self._metrics.batches.queue_size(len(self.waiting))
-        self._metrics.gateway.waiting = len(self.waiting)
+        self._report.queued(len(self.waiting))
 
     def _check_images(self, request: PreparedRequest) -> None:
         """Raises InvalidRequest for an image that is too large for a step, if none may be cut."""
@@ -321,19 +310,14 @@ class Scheduler:
         return plans
 
     def _send(self, plan: FilterPlan | StepPlan) -> None:
-        method = Method.PREFILL if isinstance(plan, StepPlan) and plan.is_prefill else Method.DECODE
-        self._in_flight.append(_Sent(plan, self._shards.send(plan.call()), method, self._clock()))
+        self._in_flight.append(_Sent(plan, self._shards.send(plan.call()), self._clock()))
+        self._report.sent(plan)
         if isinstance(plan, StepPlan):
             self._steps_in_flight += 1
-            self._metrics.batches.called(method)
             self._start(plan)
-        else:
-            self._metrics.batches.preempted(plan.preempted)
 
     def _start(self, plan: StepPlan) -> None:
         """Tells the requests that leave the queue with a step."""
-        if plan.joined:
-            self._metrics.batches.admitted(len(plan.joined), _CONCAT[plan.reason] if plan.reason else None)
         for sequence in plan.joined:
             try:
                 first = sequence.start()
@@ -344,7 +328,7 @@ class Scheduler:
                 if first:
                     self._forecast.began(sequence)
                     self._order.charge(sequence, sequence.prompt_tokens - sequence.cached)
-                    self._metrics.batches.looked_up(sequence.prompt_tokens, sequence.cached)
+                    self._report.looked_up(sequence)
 
     async def receive(self) -> None:
         """Waits for the response to the oldest call, and hands out its tokens. Raises GenerationFailed."""
@@ -352,9 +336,8 @@ class Scheduler:
         response = await sent.pending.response()
         self._in_flight.popleft()
         started, self._answered_at = max(sent.at, self._answered_at), self._clock()
-        seconds = self._answered_at - sent.at
+        self._report.answered(sent.plan, response, self._answered_at - sent.at)
         if isinstance(sent.plan, FilterPlan):
-            self._metrics.batches.filtered(sent.method, seconds)
             return
         self._steps_in_flight -= 1
         self._answered.set()
@@ -363,16 +346,7 @@ class Scheduler:
         if not (self._encoding.running and self._pace.measured):
             self._pace.observe(*step)
         self._forecast.observe(*step, self._answered_at)
-        timings = response.step.timings
-        self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
-        if self._speculates:
-            self._show_speculation(response.step)
         self._deliver(response.step)
-
-    def _show_speculation(self, step: pb.StepResponse) -> None:
-        self._metrics.batches.speculated(step.drafted_tokens, step.accepted_tokens)
-        for generations in Counter(generation.request_id for generation in step.generations).values():
-            self._metrics.requests.accepted_drafts(generations - 1)
 
     def _deliver(self, step: pb.StepResponse) -> None:
         """Hands out the tokens of a step, and ends the requests that end with them."""
@@ -432,15 +406,7 @@ class Scheduler:
             self.batch.memory.rebuild(self.batch)
 
     def _show_state(self) -> None:
-        batches, memory = self._metrics.batches, self.batch.memory
-        batches.queue_size(len(self.waiting))
-        batches.current(len(self.batch), memory.held_tokens)
-        batches.kv_cached(memory.cached_tokens)
-        gateway = self._metrics.gateway
-        gateway.waiting, gateway.running, gateway.held_tokens = len(self.waiting), len(self.batch), memory.held_tokens
-        if len(self._adapters):
-            missing = {each.adapter.id for each in self.waiting if each.adapter and not each.adapter.ready}
-            gateway.adapters(self._adapters.max_loras, (each.id for each in self._adapters if each.ready), missing)
+        self._report.state(self.waiting, self.batch, self._adapters)
 
     async def _recover(self, error: RouterError) -> None:
         """Fails the batch. Returns when the shards have forgotten it and compute; until then all requests fail."""

@@ -4,15 +4,15 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from hashlib import shake_128
+from dataclasses import dataclass, field
 from math import isfinite
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy, FinishReason, Image
+from tgi_server.contract import BlockCopy, FinishReason
 from tgi_server.router.errors import GrammarFailed, InvalidRequest, RequestTimedOut, RouterError
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter
+from tgi_server.router.scheduling.image_places import ImagePlaces
 from tgi_server.router.submission import PreparedRequest, Sink
 from tgi_server.wire import finish_reason_from_message
 
@@ -21,12 +21,6 @@ logger = logging.getLogger(__name__)
 # Where everybody shares the prefix cache, exact numbers would tell, guess by guess, what others' prompts say. OpenAI
 # counts cached tokens in the same steps.
 _CACHED_TOKENS_STEP = 128
-
-# Tokens of an image that is computed in one step, beside all others that a step may have.
-MOST_WHOLE = 1536
-_WIDTH = 4  # bytes of a token
-# Of an image, what its size does not depend on. Without it the message of an image is small.
-_PIXELS = "pixel_values"
 
 # No request is overtaken by one of its class that comes so much later, however soon that one's deadline is.
 _LONGEST_OVERTAKEN_S = 10.0
@@ -48,7 +42,7 @@ class Sequence:
     speculates: one step may yield several tokens, those that the shards drafted and found right.
     adapter: the one that computes it beside the model, if any.
     message: what the shards receive when it joins their batch. size: bytes of that, its grammar and its images.
-    image_keys: the place of each image, in bytes, and what the prefix cache has in place of its tokens.
+    images: those of its prompt.
     tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
         prompt has, and how many there may be in the end. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -75,7 +69,7 @@ class Sequence:
     message: pb.Request = field(init=False)
     size: int = field(init=False)
     tokens: "array[int]" = field(init=False)
-    image_keys: list[tuple[int, bytes]] = field(init=False)
+    images: ImagePlaces = field(init=False)
     known: int = field(init=False)
     prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
@@ -100,7 +94,7 @@ class Sequence:
         grammar = self.request.options.grammar
         self.size = self.message.ByteSize() + (grammar.size if grammar is not None else 0)
         self.size += sum(len(tensor.data) for image in self.request.images for tensor in image.tensors)
-        self.image_keys = [(image.start * _WIDTH, _keys_of(image)) for image in self.request.images]
+        self.images = ImagePlaces(self.request.images)
         self.known = self.prompt_tokens = len(self.tokens)
         self.max_total_tokens = self.prompt_tokens + self.request.options.stopping.max_new_tokens
         due = min(self.deadline, self.submitted_at + _LONGEST_OVERTAKEN_S)
@@ -165,34 +159,7 @@ class Sequence:
 
     def beginning(self, tokens: int) -> bytes:
         """Returns the first tokens, 4 bytes each, as the prefix cache has them: in an image by what it shows."""
-        text = self.tokens[:tokens].tobytes()
-        if not self.image_keys:
-            return text
-        keyed = bytearray(text)
-        for start, keys in self.image_keys:
-            keyed[start : start + len(keys)] = keys[: max(len(keyed) - start, 0)]
-        return bytes(keyed)
-
-    def outside_images(self, tokens: int) -> int:
-        """Returns how many of the first tokens there are before the image that `tokens` ends in, if it ends in one."""
-        inside = (each.start for each in self.request.images if each.start < tokens < each.start + each.length)
-        return next(inside, tokens)
-
-    def whole_chunk(self, tokens: int) -> int:
-        """Returns how many tokens to compute, about `tokens`, so that no image is cut. All of one may be more."""
-        end = self.outside_images(self.computed + tokens)
-        if end <= self.computed:
-            end = next(each.start + each.length for each in self.request.images if each.start == end)
-        return end - self.computed
-
-    def images(self) -> list[Image]:
-        """Returns the images for the shards, those that are cached without their pixels."""
-        return [
-            replace(image, tensors=tuple(tensor for tensor in image.tensors if tensor.name != _PIXELS))
-            if image.start + image.length <= self.cached
-            else image
-            for image in self.request.images
-        ]
+        return self.images.keyed(self.tokens[:tokens].tobytes())
 
     @property
     def jumps(self) -> bool:
@@ -324,13 +291,6 @@ class Sequence:
         """Tells the sink how the request ended. outcome: None if nobody waits for it any more."""
         if outcome is not None:
             tell_end(self.request.id, self.sink, outcome)
-
-
-def _keys_of(image: Image) -> bytes:
-    """Returns numbers in place of an image's tokens: others for each image, and none that is a token."""
-    size = image.length * _WIDTH
-    keys = int.from_bytes(shake_128(image.digest).digest(size), "little")
-    return (keys | int.from_bytes(b"\0\0\0\x80" * image.length, "little")).to_bytes(size, "little")
 
 
 def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:

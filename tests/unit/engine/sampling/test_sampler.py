@@ -265,31 +265,6 @@ def test_accepted_tokens_count_and_not_the_sampled(new: New) -> None:
     assert sampler.sample(logits, [0]).token_ids.tolist() == [9]
 
 
-def test_inactive_rows_accept_nothing(new: New) -> None:
-    """Draft tokens are accepted one position at a time, by the rows whose drafts have been right so far."""
-    requests = [Request(KINDS["everything"], 50), Request(KINDS["watermark"], 50)]
-    sampler = new(2, 50)
-    for row, request in enumerate(requests):
-        request.join(sampler, row)
-    step(sampler, requests)
-    sampler.accept(torch.tensor([11, 12]), [0, 1], active=torch.tensor([True, False]))
-    requests[0].generated.append(11)
-    step(sampler, requests)
-    fresh = new(2, 50)
-    for row, request in enumerate(requests):
-        last = request.generated.pop()
-        request.join(fresh, row)
-        request.generated.append(last)
-    again = fresh.sample(torch.stack([Request.logits(_without_last(request)) for request in requests]), [0, 1])
-    assert again.token_ids.tolist() == [request.generated[-1] for request in requests]
-
-
-def _without_last(request: Request) -> Request:
-    earlier = Request(request.parameters, request.vocab)
-    earlier.generated = request.generated[:-1]
-    return earlier
-
-
 def test_a_temperature_next_to_zero_is_greedy(new: New) -> None:
     for temperature in (1e-6, 1e-30, 1e-60):
         sampler = new(1, 100)

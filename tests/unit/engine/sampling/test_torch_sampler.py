@@ -63,7 +63,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = TokenMask(torch.empty(2, 4, dtype=torch.int32, device=meta), [0, 9])
     rows = range(len(KINDS))
     sampled = sampler.sample(torch.empty(len(KINDS), 100, dtype=torch.bfloat16, device=meta), rows, mask)
-    sampler.accept(sampled.token_ids, rows, active=torch.empty(len(KINDS), dtype=torch.bool, device=meta))
+    sampler.accept(sampled.token_ids, rows)
     sampler.move(len(KINDS) - 1, 0)
     with pytest.raises(RuntimeError):
         sampled.start_copy().wait()

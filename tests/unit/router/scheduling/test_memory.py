@@ -127,8 +127,8 @@ def test_images_are_told_apart_by_what_they_show() -> None:
     same, other = _with_image(2, b"one", after=10), _with_image(3, b"other")
     assert (memory.unseen(same), [each.digest for each in memory.unseen(other)]) == ([], [b"other"])
     assert (_computed(memory, same).cached, _computed(memory, other).cached) == (16, 3)
-    assert [image.tensors for image in same.images()] == [()]
-    assert [image.tensors for image in other.images()] == [other.request.images[0].tensors]
+    assert [image.tensors for image in same.images.messages(same.cached)] == [()]
+    assert [image.tensors for image in other.images.messages(other.cached)] == [other.request.images[0].tensors]
     memory.check([same, other])
 
 
@@ -147,6 +147,6 @@ def test_no_cached_prefix_ends_inside_an_image() -> None:
 
 def test_chunks_do_not_cut_images() -> None:
     sequence = _with_image(1, b"one")
-    assert [sequence.whole_chunk(tokens) for tokens in (2, 3, 8, 13, 15)] == [2, 3, 3, 13, 15]
+    assert [sequence.images.whole(sequence.computed, tokens) for tokens in (2, 3, 8, 13, 15)] == [2, 3, 3, 13, 15]
     sequence.computed = 3
-    assert [sequence.whole_chunk(tokens) for tokens in (1, 9, 10, 12)] == [10, 10, 10, 12]
+    assert [sequence.images.whole(sequence.computed, tokens) for tokens in (1, 9, 10, 12)] == [10, 10, 10, 12]

@@ -1,0 +1,75 @@
+"""What metrics say about the queue, the running batch and the calls to the shards."""
+
+from collections import Counter
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.metrics import ConcatReason, Method, Metrics
+from tgi_server.router.scheduling.adapter_registry import Adapters
+from tgi_server.router.scheduling.batch import Batch, WaitingQueue
+from tgi_server.router.scheduling.planner import FilterPlan, Reason, StepPlan
+from tgi_server.router.scheduling.sequence import Sequence
+
+_CONCAT = {
+    Reason.ROOM: ConcatReason.CHUNKING,
+    Reason.BACKPRESSURE: ConcatReason.BACKPRESSURE,
+    Reason.WAIT_EXCEEDED: ConcatReason.WAIT_EXCEEDED,
+    Reason.PREEMPTION: ConcatReason.PREEMPTION,
+    Reason.DEADLINE: ConcatReason.DEADLINE,
+}
+
+
+class BatchReport:
+    """Reports what the scheduler does to the metrics."""
+
+    def __init__(self, metrics: Metrics, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> None:
+        """info, capacity: what the shards responded to Info and Warmup."""
+        self._speculates = info.speculate > 0
+        self._batches = metrics.batches
+        self._gateway = metrics.gateway
+        self._requests = metrics.requests
+        self._batches.kv_capacity(capacity.max_batch_total_tokens)
+        self._gateway.capacity_tokens = capacity.max_batch_total_tokens
+        self._gateway.block_size = info.block_size
+
+    def queued(self, requests: int) -> None:
+        """requests: number of those that wait."""
+        self._batches.queue_size(requests)
+        self._gateway.waiting = requests
+
+    def sent(self, plan: FilterPlan | StepPlan) -> None:
+        if isinstance(plan, FilterPlan):
+            self._batches.preempted(plan.preempted)
+            return
+        self._batches.called(_method(plan))
+        if plan.joined:
+            self._batches.admitted(len(plan.joined), _CONCAT[plan.reason] if plan.reason else None)
+
+    def looked_up(self, sequence: Sequence) -> None:
+        """Counts what the prefix cache had of a prompt."""
+        self._batches.looked_up(sequence.prompt_tokens, sequence.cached)
+
+    def answered(self, plan: FilterPlan | StepPlan, response: pb.Answer, seconds: float) -> None:
+        """seconds: since the call was sent."""
+        if isinstance(plan, FilterPlan):
+            self._batches.filtered(Method.DECODE, seconds)
+            return
+        step, timings = response.step, response.step.timings
+        self._batches.answered(_method(plan), seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
+        if self._speculates:
+            self._batches.speculated(step.drafted_tokens, step.accepted_tokens)
+            for generations in Counter(generation.request_id for generation in step.generations).values():
+                self._requests.accepted_drafts(generations - 1)
+
+    def state(self, waiting: WaitingQueue, batch: Batch, adapters: Adapters) -> None:
+        held = batch.memory.held_tokens
+        self.queued(len(waiting))
+        self._batches.current(len(batch), held)
+        self._batches.kv_cached(batch.memory.cached_tokens)
+        self._gateway.running, self._gateway.held_tokens = len(batch), held
+        if len(adapters):
+            missing = {each.adapter.id for each in waiting if each.adapter and not each.adapter.ready}
+            self._gateway.adapters(adapters.max_loras, (each.id for each in adapters if each.ready), missing)
+
+
+def _method(plan: StepPlan) -> Method:
+    return Method.PREFILL if plan.is_prefill else Method.DECODE
