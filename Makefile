@@ -62,6 +62,7 @@ check: $(READY)  ## Lint, formatting, types, import rules, regular expressions, 
 	@$(BIN)/python -m tools.expressions
 	@$(BIN)/python -m tools.stubs --check
 	@$(BIN)/python -m tools.reference --check
+	@$(BIN)/python -m tools.helm --check
 
 format: $(READY)  ## Formats the code and mends what the linter can mend.
 	@$(BIN)/ruff check --fix .
@@ -70,8 +71,9 @@ format: $(READY)  ## Formats the code and mends what the linter can mend.
 proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 	@$(BIN)/python -m tools.stubs
 
-reference: $(READY)  ## Writes docs/reference from the code.
+reference: $(READY)  ## Writes docs/reference from the code, and the Helm chart from the manifests.
 	@$(BIN)/python -m tools.reference
+	@$(BIN)/python -m tools.helm
 
 screenshots: $(READY)  ## Makes the pictures of the page in docs/images. Needs Chromium.
 	@$(BIN)/python -m tools.screenshots

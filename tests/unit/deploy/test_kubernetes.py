@@ -19,6 +19,7 @@ from tgi_server.launcher.processes.supervisor import ABORT_SECONDS, SHARD_SECOND
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.health import HEALTH_SECONDS
+from tools.helm import TEMPLATES, templates
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 # The oldest and the newest Kubernetes that the manifests are for.
@@ -251,7 +252,7 @@ def test_names_can_be_looked_up_wherever_the_cluster_does_so() -> None:
         assert {"ipBlock": {"cidr": "169.254.0.0/16"}} in rule["to"]
 
 
-CHART = FOLDER.parent / "helm" / "oatmill"
+CHART = TEMPLATES.parent
 
 
 @pytest.mark.skipif(not (shutil.which("helm") and shutil.which("kubectl")), reason="there is no helm, or no kubectl")
@@ -283,13 +284,14 @@ def test_the_chart_is_of_this_version_and_has_a_value_for_all_that_it_asks_for()
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
     assert chart["appVersion"] == chart["version"] == project["version"]
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    for file in (CHART / "templates").glob("*.yaml"):
+    for file in TEMPLATES.glob("*.yaml"):
         for path in re.findall(r"\.Values\.([\w.]+)", file.read_text()):
             found = values
             for key in path.split("."):
                 found = found[key]
 
 
-def test_the_chart_has_a_template_for_each_file_of_manifests() -> None:
-    named = {file.name for file in (FOLDER / "gpu").glob("*.yaml")} - {"kustomization.yaml"} | {"service-monitors.yaml"}
-    assert {file.name for file in (CHART / "templates").iterdir()} == named
+def test_the_chart_is_made_of_the_manifests() -> None:
+    assert templates() == {file: file.read_text() for file in TEMPLATES.iterdir()}
+    assert "image: {{ .Values.image.registry }}/oatmill-tgi:" in templates()[TEMPLATES / "tgi.yaml"]
+    assert not any("# helm:" in text for text in templates().values())
