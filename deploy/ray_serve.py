@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shared.logging
 import shared.processes
+from shared.addresses import free_port
 from tgi_server.router import errors
 
 for module in (shared.logging, shared.processes, errors):
@@ -186,7 +187,7 @@ class Server:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ill = False
-        port = _free_port()
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         # A connection for each request: what cannot be connected has not been sent.
         self._http = aiohttp.ClientSession(
@@ -444,12 +445,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return host == "localhost"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

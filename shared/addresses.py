@@ -1,6 +1,7 @@
-"""Addresses of the Internet Protocol, as text."""
+"""Addresses and ports of the Internet Protocol."""
 
 import ipaddress
+import socket
 
 
 def is_ip_address(text: str) -> bool:
@@ -10,3 +11,11 @@ def is_ip_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def free_port(hostname: str = "127.0.0.1") -> int:
+    """Returns a port of that address that nobody listens on at the moment."""
+    (family, *_, address), *_ = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)
+    with socket.create_server(address[:2], family=family) as probe:
+        port: int = probe.getsockname()[1]
+        return port

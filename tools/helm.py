@@ -1,6 +1,6 @@
 """Generates the templates of the Helm chart from the manifests in deploy/kubernetes.
 
-A comment `# helm: TEXT` in these is for the chart: its template has TEXT in place of the value before it, or of the line.
+A comment `# helm: TEXT` there is for the chart: its template has TEXT in place of the value before it, or of the line.
 `python -m tools.helm` writes the templates; `python -m tools.helm --check` exits 1 when the committed ones are stale.
 """
 

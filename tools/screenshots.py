@@ -11,7 +11,7 @@ from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 from oatmill.services import is_ready, text_generation_server
-from tgi_server.launcher.machine import free_port
+from shared.addresses import free_port
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 _START_SECONDS, _ANSWER_SECONDS = 120, 60

@@ -15,8 +15,6 @@ from llm_functionalities.services.prompts import data_url
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 DECISIONS = "/v1/decisions"
-MOST_QUESTIONS = 400
-MOST_OPTIONS = 255
 MOST_TEXTS = 2048
 # Texts of one request to a model server: the response with 8,192 columns has less than 3 MiB.
 PIECE_TEXTS = 64
@@ -177,8 +175,8 @@ def _check_decision(request: llm_pb2.DecisionRequest) -> None:
     """Raises InvalidArgument, which names the field."""
     if not request.input:
         raise InvalidArgument("`input` is empty; give the text that the questions are about")
-    if not 0 < len(request.questions) <= MOST_QUESTIONS:
-        raise InvalidArgument(f"`questions` has {len(request.questions)} entries; it must have 1 to {MOST_QUESTIONS}")
+    if not request.questions:
+        raise InvalidArgument("`questions` is empty; give at least one")
     for number, asked in enumerate(request.questions):
         place = f"questions[{number}]"
         if not asked.instructions:
@@ -186,10 +184,8 @@ def _check_decision(request: llm_pb2.DecisionRequest) -> None:
         if asked.choices and asked.levels:
             raise InvalidArgument(f"`{place}` has choices and levels; give one of them")
         for name, options in (("choices", asked.choices), ("levels", asked.levels)):
-            if not options:
-                continue
-            if not 2 <= len(options) <= MOST_OPTIONS:
-                raise InvalidArgument(f"`{place}.{name}` has {len(options)} entries; give 2 to {MOST_OPTIONS}")
+            if len(options) == 1:
+                raise InvalidArgument(f"`{place}.{name}` has one entry; give at least two")
             labels = {each.label for each in options}
             if len(labels) < len(options) or "" in labels:
                 raise InvalidArgument(f"`{place}.{name}` has two options with the same label, or an empty one")

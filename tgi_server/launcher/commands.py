@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shared.addresses import free_port
 from shared.settings import SECRETS
-from tgi_server.launcher.machine import free_port
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.processes.sockets import router_socket
 from tgi_server.launcher.settings import LauncherSettings

@@ -78,13 +78,6 @@ def check_address(hostname: str, flag: str) -> None:
     _bind(hostname, 0, flag, flag)
 
 
-def free_port(hostname: str = "127.0.0.1") -> int:
-    """Returns a port of that address that nobody listens on at the moment."""
-    (family, *_, address), *_ = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)
-    with socket.create_server(address[:2], family=family) as probe:
-        return probe.getsockname()[1]
-
-
 def authority(host: str, port: int) -> str:
     """Returns host and port in the form that URLs have (RFC 3986)."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -183,7 +183,6 @@ _LABEL = llm_pb2.DecisionOption(label="a")
     ("changes", "field"),
     [
         ({"questions": []}, "`questions`"),
-        ({"questions": [PREDICATE] * 401}, "`questions`"),
         ({"input": ""}, "`input`"),
         ({"questions": [llm_pb2.DecisionQuestion()]}, "`questions[0].instructions`"),
         ({"questions": [llm_pb2.DecisionQuestion(instructions="?", choices=[_LABEL])]}, "`questions[0].choices`"),

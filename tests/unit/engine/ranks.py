@@ -5,7 +5,6 @@ with Ranks(2) as ranks:
 """
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from shared.addresses import free_port
 from tgi_server.engine.parallel import ShardGroup, connect
 
 START_SECONDS = 90
@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self.ended = False
         self._pipes: list[Connection] = []
         self._processes = []
@@ -99,8 +99,3 @@ def _outcome(function: Callable[..., Any], group: ShardGroup, arguments: tuple[A
         return None, "", function(group, *arguments)
     except Exception as error:
         return error, traceback.format_exc(), None
-
-
-def _free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return int(probe.getsockname()[1])

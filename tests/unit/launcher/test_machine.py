@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from shared import gpus
+from shared.addresses import free_port
 from shared.settings import read_settings
 from tgi_server.launcher import machine
 from tgi_server.launcher.errors import CannotStartError
-from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, free_port, shard_count
+from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, shard_count
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.api.server import reserve
 

@@ -39,6 +39,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from shared.control_groups import usable_cores
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
+from tgi_server.engine.kernels.build import is_private
 from tgi_server.engine.memory import forget_file
 from tgi_server.engine.parallel import ShardGroup
 
@@ -182,7 +183,7 @@ def _opened(path: Path) -> Iterator[int]:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError("it is not a regular file; delete it")
             for name, status in (("it", os.fstat(file)), ("its folder", os.fstat(folder))):
-                if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                if not is_private(status):
                     raise OSError(f"other users may have written {name}; delete {name}")
             yield file
         finally:

@@ -156,7 +156,7 @@ def compiled_library() -> Path | None:
     """Returns the best library that is compiled already and runs on this machine; None if there is none."""
     features = set(_cpu_features().split())
     fitting = [NATIVE, *(target for target, needed in TARGETS.items() if needed <= features)]
-    folders = [CACHE, *([TEMPORARY] if _is_private(TEMPORARY) else []), *_package_folders()]
+    folders = [CACHE, *([TEMPORARY] if _is_private_folder(TEMPORARY) else []), *_package_folders()]
     return next((path for target in fitting for folder in folders if (path := _library(target, folder)).exists()), None)
 
 
@@ -177,20 +177,25 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _is_private(folder: Path) -> bool:
-    """Returns True for a folder that only this user can write to: a library of another user would run its code."""
+def is_private(status: os.stat_result) -> bool:
+    """Returns True for a file or folder that only this user can write to."""
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _is_private_folder(folder: Path) -> bool:
+    """Returns True for a folder whose libraries are this user's: those of another user would run that user's code."""
     try:
         status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and is_private(status)
 
 
 def _temporary_cache() -> Path:
     """Returns a folder for kernels that later starts find, too, where the temporary folder is kept. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         TEMPORARY.mkdir(mode=0o700)
-    folder = TEMPORARY if _is_private(TEMPORARY) else Path(tempfile.mkdtemp(prefix="oatmill-kernels-"))
+    folder = TEMPORARY if _is_private_folder(TEMPORARY) else Path(tempfile.mkdtemp(prefix="oatmill-kernels-"))
     logger.warning(
         "%s, so the CPU kernels are kept in %s; set XDG_CACHE_HOME to a folder that later starts find",
         "this user has no home" if _NO_HOME in CACHE.parents else f"{CACHE} cannot be written to",

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import grpc
 
+from shared.addresses import free_port
 from shared.stubs.generate_pb2 import LauncherMessage, NodeJoin
 from shared.stubs.generate_pb2_grpc import (
     LauncherServiceServicer,
@@ -17,7 +18,7 @@ from shared.stubs.generate_pb2_grpc import (
     add_LauncherServiceServicer_to_server,
 )
 from tgi_server.launcher.errors import CannotStartError
-from tgi_server.launcher.machine import authority, check_port, free_port
+from tgi_server.launcher.machine import authority, check_port
 from tgi_server.launcher.nodes.peers import CLOSE_SECONDS, OPTIONS, Link, NodeLost, Peers
 from tgi_server.launcher.settings import LauncherSettings
 
