@@ -1,38 +1,11 @@
-"""Takes an answer apart as it is generated: thoughts, text, and calls of tools with their arguments."""
+"""Reads an answer as it is generated: thoughts, text, and calls of tools with their arguments."""
 
-import json
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 
-import regex
-
-from tgi_server.router.answers.formats import (
-    JSON_FORMAT,
-    NUMBER,
-    TEXT_ARGUMENTS,
-    TEXT_BETWEEN,
-    ToolFormat,
-    json_name,
-)
-from tgi_server.router.answers.json_reader import BLANKS, JsonReader
+from tgi_server.router.answers.beginnings import beginning_held
 from tgi_server.router.answers.reasoning import ReasoningTags
-from tgi_server.router.answers.tagged_arguments import (
-    Arguments,
-    Beginnings,
-    TaggedArgumentsReader,
-    Tags,
-    beginning_held,
-)
-
-# The number of a call, complete or not.
-_NUMBER = re.compile(r":\d+(?=<|\Z)")
-# White space where a form has a line break, or none.
-_BREAK = re.compile(r"\n[ \n]*")
-_LONGEST_NUMBER = 16
-_JSON_STRING = re.compile(r'"([^"\\]|\\.)*"')
-_TEXT_ARGUMENTS = regex.compile(TEXT_ARGUMENTS)
 
 
 class AnswerPart(Enum):
@@ -57,147 +30,166 @@ class Piece:
     id: str = ""
 
 
-class CallHeads:
-    """The heads of calls in one form: made once for all answers to a request, which may have thousands of tools."""
+class BodyReader:
+    """Reads what comes after the thoughts: a text and calls, in one of the ways in which models write them.
 
-    def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments], *, as_text: bool = False) -> None:
-        """arguments: of the tools, by name. as_text: an answer that is nothing but the JSON of calls has them, too."""
-        self.form = form
-        name = json_name(arguments)
-        self.as_text = regex.compile(form.text_layouts + name) if as_text else None
-        self.next_as_text = regex.compile(TEXT_BETWEEN + name)
-        self.separator = form.separator.strip()
-        self.first = {_BREAK.sub("", form.of(each).first_head(name)): name for name, each in arguments.items()}
-        self.next = {_BREAK.sub("", form.of(each).call_head(name)): name for name, each in arguments.items()}
-        self.firsts, self.nexts = Beginnings(self.first), Beginnings(self.next)
-        self.layouts, self.layouts_begun = re.compile(form.layouts), re.compile(form.layouts_begun)
-        self._called = {name: form.of(each) for name, each in arguments.items()}
-        self._tags = {
-            name: Tags(form.tags, each.tagged)
-            for name, each in arguments.items()
-            if form.tags is not None and each.tagged is not None
-        }
+    calls: the number of calls so far. repeated: the model has made one of them again, which is dropped with all that
+    follows. in_arguments: the arguments of a call are not complete. thinking: thoughts have begun here, too.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.repeated = False
+        self._earlier: list[tuple[str, str]] = []
 
     @property
-    def names(self) -> Collection[str]:
-        """The names of the tools."""
-        return self._called
+    def in_arguments(self) -> bool:
+        return False
 
-    def form_of(self, name: str) -> ToolFormat:
-        """Returns the form of the calls of a tool."""
-        return self._called[name]
+    @property
+    def thinking(self) -> bool:
+        return False
 
-    def reader(self, name: str) -> "JsonReader | TaggedArgumentsReader":
-        """Returns what reads the arguments of a call."""
-        tags = self._tags.get(name)
-        return JsonReader() if tags is None else TaggedArgumentsReader(tags)
+    def read(self, text: str, *, last: bool) -> Iterable[Piece]:
+        """Returns the pieces that are certain with `text`. last: nothing more comes."""
+        raise NotImplementedError
+
+    def _is_new(self, name: str, arguments: str) -> bool:
+        """Notes a whole call. Returns False if it is equal to an earlier one, after which nothing is read."""
+        self.repeated = (name, arguments) in self._earlier
+        self._earlier.append((name, arguments))
+        return not self.repeated
+
+
+class TextReader(BodyReader):
+    """Reads a body without calls."""
+
+    def read(self, text: str, *, last: bool) -> Iterable[Piece]:
+        return (Piece(AnswerPart.TEXT, text),)
+
+
+class _AnswerState(Enum):
+    """The states of a reader."""
+
+    BEGINNING = auto()  # where thoughts may begin
+    THOUGHT = auto()
+    OPENING = auto()  # where a mark may stand before the text
+    MESSAGE = auto()  # in a text after which other thoughts may come
+    BODY = auto()
 
 
 class AnswerReader:
     """Reads one answer. What may be the beginning of something else is held back until it is certain."""
 
-    def __init__(self, calls: CallHeads | None, thoughts: ReasoningTags | None, *, thinking: bool) -> None:
-        """calls: of tools; None: there are none. thoughts: what stands around them; None: they are text.
+    def __init__(self, body: BodyReader, thoughts: ReasoningTags | None = None, *, thinking: bool = False) -> None:
+        """body: reads what comes after the thoughts. thoughts: what stands around them; None: the body has all.
 
         thinking: the answer begins within thoughts.
         """
-        self._buffer = ""
+        self._body = body
         self._thoughts = thoughts
-        self._calls = _CallReader(calls) if calls is not None else None
-        self._thinking = thinking and thoughts is not None
-        self._may_think = thoughts is not None and not thinking
-        self._openings = (thoughts.opening, *thoughts.asides) if thoughts is not None and thoughts.opening else ()
-        self._opens = bool(self._openings)
+        self._state = _AnswerState.BODY
+        if thoughts is not None:
+            self._state = _AnswerState.THOUGHT if thinking else _AnswerState.BEGINNING
+        self._buffer = ""
         self._wrap: _Wrap | None = None  # of the answer, once thoughts have come before it
         self._trim = False
 
     @property
     def calls(self) -> int:
         """The number of calls so far."""
-        return self._calls.number if self._calls is not None else 0
+        return self._body.calls
 
     @property
     def repeated(self) -> bool:
         """True once the model has made a call a second time, which is dropped with all that follows."""
-        return self._calls is not None and self._calls.repeated
+        return self._body.repeated
 
     @property
     def thinking(self) -> bool:
         """True within thoughts."""
-        return self._thinking
+        return self._state is _AnswerState.THOUGHT or self._body.thinking
 
     @property
     def in_arguments(self) -> bool:
         """True while the arguments of a call are not complete."""
-        return self._calls is not None and self._calls.in_arguments
+        return self._body.in_arguments
 
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces that are certain with `text`."""
-        return [piece for piece in self._read(text, last=False) if piece.text or piece.part is AnswerPart.CALL]
+        return self._pieces(text, last=False)
 
     def end(self) -> list[Piece]:
         """Returns what was held back, once nothing more comes."""
-        return [piece for piece in self._read("", last=True) if piece.text or piece.part is AnswerPart.CALL]
+        return self._pieces("", last=True)
 
-    def _read(self, text: str, *, last: bool) -> Iterator[Piece]:
+    def _pieces(self, text: str, *, last: bool) -> list[Piece]:
         self._buffer += text
-        while True:
-            if self._may_think and self._thoughts is not None:
-                begin, seen = self._thoughts.begin, self._buffer.lstrip()
-                if not last and begin.startswith(seen):
-                    return
-                self._may_think = False
-                if seen.startswith(begin):
-                    self._thinking, self._trim, self._buffer = True, True, seen.removeprefix(begin)
-            if self._thinking and self._thoughts is not None:
-                self._drop_lines()
-                thought, end, rest = self._buffer.partition(self._thoughts.end)
-                held = 0 if end or last else beginning_held(thought, self._thoughts.end)
-                self._buffer = rest if end else thought[len(thought) - held :]
-                yield Piece(AnswerPart.THOUGHT, thought[: len(thought) - held])
-                if not end:
-                    return
-                self._thinking, self._trim, self._may_think = False, True, self._thoughts.repeats
-                self._wrap = _Wrap(*self._thoughts.around) if self._thoughts.around is not None else None
-            elif self._opens and any(each.startswith(self._buffer) for each in self._openings):
-                self._buffer = "" if last else self._buffer
-                return
-            elif self._thoughts is not None and self._thoughts.repeats and self._calls is None:
-                yield from self._message(self._thoughts.end, last=last)
-                if not self._may_think:
-                    return
-            else:
-                break
-        self._open()
+        return [piece for piece in self._read(last=last) if piece.text or piece.part is AnswerPart.CALL]
+
+    def _read(self, *, last: bool) -> Iterator[Piece]:
+        state, thoughts = None, self._thoughts
+        while state is not self._state and thoughts is not None:
+            state = self._state
+            match state:
+                case _AnswerState.BEGINNING:
+                    self._beginning(thoughts, last=last)
+                case _AnswerState.THOUGHT:
+                    yield from self._thought(thoughts, last=last)
+                case _AnswerState.OPENING:
+                    self._opening(thoughts, last=last)
+                case _AnswerState.MESSAGE:
+                    yield from self._message(thoughts, last=last)
+        if self._state is _AnswerState.BODY:
+            self._drop_lines()
+            rest, self._buffer = self._buffer, ""
+            yield from self._body.read(rest if self._wrap is None else self._wrap.within(rest, last=last), last=last)
+
+    def _beginning(self, thoughts: ReasoningTags, *, last: bool) -> None:
+        """Finds out if thoughts begin here."""
+        seen = self._buffer.lstrip()
+        if not last and thoughts.begin.startswith(seen):
+            return
+        self._state = _AnswerState.OPENING
+        if seen.startswith(thoughts.begin):
+            self._state, self._trim, self._buffer = _AnswerState.THOUGHT, True, seen.removeprefix(thoughts.begin)
+
+    def _thought(self, thoughts: ReasoningTags, *, last: bool) -> Iterator[Piece]:
         self._drop_lines()
-        rest, self._buffer = self._buffer, ""
-        if self._wrap is not None:
-            rest = self._wrap.within(rest, last=last)
-        if self._calls is None:
-            yield Piece(AnswerPart.TEXT, rest)
-        else:
-            yield from self._calls.read(rest, last=last)
+        thought, ended = self._until(thoughts.end, last=last)
+        if ended:
+            self._state, self._trim = _AnswerState.BEGINNING if thoughts.repeats else _AnswerState.OPENING, True
+            self._wrap = _Wrap(*thoughts.around) if thoughts.around is not None else None
+        yield Piece(AnswerPart.THOUGHT, thought)
+
+    def _opening(self, thoughts: ReasoningTags, *, last: bool) -> None:
+        """Drops what comes before a text that is the answer."""
+        openings = (thoughts.opening, *thoughts.asides) if thoughts.opening else ()
+        if any(each.startswith(self._buffer) for each in openings):
+            self._buffer = "" if last else self._buffer
+            return
+        self._buffer = self._buffer.removeprefix(next(filter(self._buffer.startswith, openings), ""))
+        plain = thoughts.repeats and isinstance(self._body, TextReader)
+        self._state = _AnswerState.MESSAGE if plain else _AnswerState.BODY
+
+    def _message(self, thoughts: ReasoningTags, *, last: bool) -> Iterator[Piece]:
+        text, ended = self._until(thoughts.end, last=last)
+        if ended:
+            self._state = _AnswerState.BEGINNING
+        yield Piece(AnswerPart.TEXT, text)
+
+    def _until(self, end: str, *, last: bool) -> tuple[str, bool]:
+        """Takes what is certain to come before `end`. Returns it, and True if the end has come."""
+        text, ended, rest = self._buffer.partition(end)
+        held = 0 if ended or last else beginning_held(text, end)
+        self._buffer = rest if ended else text[len(text) - held :]
+        return text[: len(text) - held], bool(ended)
 
     def _drop_lines(self) -> None:
         """Drops the line breaks at the beginning of thoughts, and between them and the answer."""
         if self._trim:
             self._buffer = self._buffer.lstrip("\n")
             self._trim = not self._buffer
-
-    def _open(self) -> None:
-        """Drops what comes before a text that is the answer."""
-        if self._opens:
-            found = next((each for each in self._openings if self._buffer.startswith(each)), "")
-            self._buffer, self._opens = self._buffer.removeprefix(found), False
-
-    def _message(self, end: str, *, last: bool) -> Iterator[Piece]:
-        """Reads a text after which there may be thoughts, and other texts, as after a thought."""
-        self._open()
-        said, ended, rest = self._buffer.partition(end)
-        held = 0 if ended or last else beginning_held(said, end)
-        self._buffer = rest if ended else said[len(said) - held :]
-        self._may_think = self._opens = bool(ended)
-        yield Piece(AnswerPart.TEXT, said[: len(said) - held])
 
 
 class _Wrap:
@@ -229,206 +221,3 @@ class _Wrap:
         shown = stripped[: len(stripped) - held].rstrip()
         self._buffer = certain[len(shown) :]
         return shown
-
-
-class _ReaderPlace(Enum):
-    """The places in an answer at which a reader of calls can be."""
-
-    BEGINNING = "before anything is known"
-    TEXT_HEAD = "behind the name of a call that is written as a text"
-    TEXT = "before the first call"
-    FIRST_HEAD = "behind the trigger"
-    ARGUMENTS = "within arguments"
-    TAIL = "behind arguments"
-    BETWEEN = "behind a call"
-    TEXT_BETWEEN = "behind a call that is written as a text"
-    NEXT_HEAD = "behind what stands between calls"
-    PLAIN = "in a text in which no call comes"
-
-
-class _CallReader:
-    """Reads text with calls of one form. number: of the calls so far.
-
-    A call that may turn out to be equal to an earlier one is held back until it differs. repeated: one was equal.
-    """
-
-    def __init__(self, heads: CallHeads) -> None:
-        self._heads = heads
-        self._form = self._called = heads.form
-        self._place = _ReaderPlace.TEXT if heads.as_text is None else _ReaderPlace.BEGINNING
-        self._buffer = self._trigger = ""
-        self._reader: JsonReader | TaggedArgumentsReader = JsonReader()
-        self.number = 0
-        self.repeated = False
-        self._earlier: list[tuple[str, str]] = []
-        self._name = self._arguments_so_far = ""
-        self._as_text = False  # the calls are written as a text
-        self._held: list[Piece] = []
-
-    @property
-    def in_arguments(self) -> bool:
-        return self._place is _ReaderPlace.ARGUMENTS
-
-    def read(self, text: str, *, last: bool) -> Iterator[Piece]:
-        """Yields the pieces that are certain with `text`. last: nothing more comes."""
-        self._buffer += text
-        place = None
-        while place is not self._place and not self.repeated:
-            place = self._place
-            match place:
-                case _ReaderPlace.BEGINNING:
-                    self._beginning(last=last)
-                case _ReaderPlace.TEXT_HEAD:
-                    yield from self._text_head(last=last)
-                case _ReaderPlace.TEXT:
-                    yield from self._text(last=last)
-                case _ReaderPlace.FIRST_HEAD:
-                    yield from self._head(self._heads.first, self._heads.firsts, last=last)
-                case _ReaderPlace.ARGUMENTS:
-                    yield from self._arguments()
-                case _ReaderPlace.TAIL:
-                    self._tail()
-                case _ReaderPlace.BETWEEN:
-                    self._between()
-                case _ReaderPlace.TEXT_BETWEEN:
-                    self._text_between()
-                case _ReaderPlace.NEXT_HEAD:
-                    yield from self._head(self._heads.next, self._heads.nexts, last=last)
-                case _ReaderPlace.PLAIN:
-                    rest, self._buffer = self._buffer, ""
-                    yield Piece(AnswerPart.TEXT, rest)
-        if last:
-            yield from self._released()
-
-    def _beginning(self, *, last: bool) -> None:
-        """Finds out if the answer begins with the JSON of a call, alone or in a fence."""
-        assert self._heads.as_text is not None
-        found = self._heads.as_text.match(self._buffer, partial=True)
-        if found is None or not found.partial or last:
-            self._place = _ReaderPlace.TEXT
-            self._named(found)
-
-    def _text_between(self) -> None:
-        """Finds the name of the next call; what else there is ends the answer."""
-        self._named(self._heads.next_as_text.match(self._buffer, partial=True))
-
-    def _named(self, found: "regex.Match[str] | None") -> None:
-        """Takes the name of a call that is written as a text, if it is that of a tool."""
-        if found is not None and not found.partial and (name := json.loads(found["name"])) in self._heads.names:
-            self._name, self._trigger, self._buffer = name, found[0], self._buffer[found.end() :]
-            self._place, self._as_text = _ReaderPlace.TEXT_HEAD, True
-
-    def _text_head(self, *, last: bool) -> Iterator[Piece]:
-        found = _TEXT_ARGUMENTS.match(self._buffer, partial=True)
-        if found is not None and not found.partial:
-            yield from self._begin(self._name, JSON_FORMAT, JsonReader())
-            self._buffer = self._buffer[found.end() :]
-        elif self.number == 0 and (found is None or last):
-            self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
-
-    def _begin(
-        self, name: str, form: ToolFormat, reader: "JsonReader | TaggedArgumentsReader", identity: str = ""
-    ) -> Iterator[Piece]:
-        """Begins a call, with its arguments. identity: its id, which the model gave it."""
-        self._name, self._arguments_so_far = name, ""
-        self._held.append(Piece(AnswerPart.CALL, name, self.number, identity))
-        self.number += 1
-        if not self._may_repeat():
-            yield from self._released()
-        self._called, self._reader, self._place = form, reader, _ReaderPlace.ARGUMENTS
-
-    def _text(self, *, last: bool) -> Iterator[Piece]:
-        trigger = self._form.trigger
-        if not self._form.anywhere:
-            begin = self._heads.layouts.match(self._buffer)
-            if begin is not None and begin.end() < len(self._buffer):
-                self._trigger, self._buffer = begin[0], self._buffer[begin.end() :]
-                self._place = _ReaderPlace.FIRST_HEAD
-            elif last or self._heads.layouts_begun.fullmatch(self._buffer) is None:
-                self._place = _ReaderPlace.PLAIN
-            return
-        before, found, rest = self._buffer.partition(trigger)
-        held = 0 if found or last else beginning_held(before, trigger)
-        if found:
-            # The lines before a call are no text.
-            yield Piece(AnswerPart.TEXT, before.rstrip())
-            self._trigger, self._buffer, self._place = trigger, rest, _ReaderPlace.FIRST_HEAD
-            return
-        blank = 0 if last else len(before[: len(before) - held]) - len(before[: len(before) - held].rstrip())
-        held += blank
-        self._buffer = before[len(before) - held :]
-        yield Piece(AnswerPart.TEXT, before[: len(before) - held])
-
-    def _head(self, names: Mapping[str, str], heads: Beginnings, *, last: bool) -> Iterator[Piece]:
-        """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
-        # A call that has named its tool is no text, even if it is cut off here.
-        ended = last and not self._form.anywhere and _JSON_STRING.match(self._buffer) is None
-        seen, number = _joined(self._buffer, heads.longest + _LONGEST_NUMBER), ""
-        if self._form.numbered and (numbered := _NUMBER.search(seen)) is not None:
-            number, seen = numbered[0], f"{seen[: numbered.start()]}:{NUMBER}{seen[numbered.end() :]}"
-        found = None if heads.may_grow(seen) else heads.of(seen)
-        if found is not None:
-            name = names[found]
-            identity = f"functions.{name}{number}" if number else ""
-            yield from self._begin(name, self._heads.form_of(name), self._heads.reader(name), identity)
-            length = len(found) + (len(number) - len(f":{NUMBER}") if number else 0)
-            self._buffer = _behind(self._buffer, length)
-        elif self._place is _ReaderPlace.FIRST_HEAD and (ended or not heads.may_follow(seen)):
-            self._buffer, self._place = self._trigger + self._buffer, _ReaderPlace.PLAIN
-
-    def _arguments(self) -> Iterator[Piece]:
-        certain, self._buffer, ended = self._reader.read(self._buffer)
-        self._arguments_so_far += certain
-        self._held.append(Piece(AnswerPart.ARGUMENTS, certain, self.number - 1))
-        call = (self._name, self._arguments_so_far)
-        if ended:
-            self._place = _ReaderPlace.TAIL
-            if call in self._earlier:
-                self.repeated, self._held = True, []
-                self.number -= 1
-                return
-            self._earlier.append(call)
-        if ended or not self._may_repeat():
-            yield from self._released()
-
-    def _may_repeat(self) -> bool:
-        """Returns True if the open call may still turn out to be equal to an earlier one."""
-        return any(
-            name == self._name and arguments.startswith(self._arguments_so_far) for name, arguments in self._earlier
-        )
-
-    def _released(self) -> Iterator[Piece]:
-        """Yields what was held back."""
-        held, self._held = self._held, []
-        yield from held
-
-    def _tail(self) -> None:
-        tail = self._called.tail.strip("\n")
-        joined, length = _joined(self._buffer.lstrip(BLANKS), len(tail)), len(_BREAK.sub("", tail))
-        if joined[:length] == _BREAK.sub("", tail):
-            self._buffer = _behind(self._buffer.lstrip(BLANKS), length)
-            self._place = _ReaderPlace.TEXT_BETWEEN if self._as_text else _ReaderPlace.BETWEEN
-
-    def _between(self) -> None:
-        seen, separator = self._buffer.lstrip(BLANKS), self._heads.separator
-        if seen.startswith(separator) and seen.removeprefix(separator).lstrip(BLANKS):
-            self._buffer, self._place = seen.removeprefix(separator).lstrip(BLANKS), _ReaderPlace.NEXT_HEAD
-
-
-def _joined(text: str, most: int) -> str:
-    """Returns the beginning of a text without the white space around line breaks: `most` characters, or some more."""
-    pieces, size, start = [], 0, 0
-    for found in _BREAK.finditer(text):
-        pieces.append(text[start : min(found.start(), start + most + 1)])
-        size, start = size + len(pieces[-1]), found.end()
-        if size > most:
-            return "".join(pieces)
-    return "".join([*pieces, text[start : start + most + 1]])
-
-
-def _behind(text: str, size: int) -> str:
-    """Returns what comes after the first `size` characters of a text that are not white space around line breaks."""
-    while (found := _BREAK.search(text)) is not None and found.start() < size:
-        size -= found.start()
-        text = text[found.end() :]
-    return text[size:]

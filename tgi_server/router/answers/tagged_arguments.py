@@ -15,11 +15,11 @@ Qwen3-Coder writes them, and as Gemma 4 does, where they are listed:
 
 import json
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tgi_server.router.answers.beginnings import Beginnings, beginning_held
 from tgi_server.router.answers.json_reader import BLANKS, JsonReader
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
@@ -208,34 +208,6 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-class Beginnings:
-    """Finds the one of many texts that another text begins with, in a time that hardly depends on their number."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = frozenset(texts)
-        self._sorted = sorted(self._texts)
-        self._lengths = sorted({len(each) for each in self._texts}, reverse=True)
-
-    def of(self, text: str) -> str | None:
-        """Returns the one that `text` begins with, the longest if there are several; None if there is none."""
-        return next((text[:length] for length in self._lengths if text[:length] in self._texts), None)
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest."""
-        return self._lengths[0] if self._lengths else 0
-
-    def may_follow(self, text: str) -> bool:
-        """Returns True if one of them begins with `text`."""
-        place = bisect_left(self._sorted, text)
-        return place < len(self._sorted) and self._sorted[place].startswith(text)
-
-    def may_grow(self, text: str) -> bool:
-        """Returns True if one of them begins with `text` and is longer."""
-        place = bisect_right(self._sorted, text)
-        return place < len(self._sorted) and self._sorted[place].startswith(text)
-
-
 class Tags:
     """The tags of the parameters of one tool, in a form."""
 
@@ -353,8 +325,3 @@ class TaggedArgumentsReader:
             return text
         self._open = self._json = None
         return seen.removeprefix(end)
-
-
-def beginning_held(text: str, marker: str) -> int:
-    """Returns the length of the longest end of `text` that begins `marker`."""
-    return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

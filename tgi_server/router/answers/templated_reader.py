@@ -1,10 +1,10 @@
-"""Takes an answer apart as it is generated, as the model's `response_template` says."""
+"""Reads an answer as it is generated, as the model's `response_template` says."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tgi_server.router.answers.reader import AnswerPart, AnswerReader, Piece
+from tgi_server.router.answers.reader import AnswerPart, BodyReader, Piece
 from tgi_server.router.answers.response_template import Mark, Region, ResponseTemplate, SearchBudget
 
 # Characters of a text in which a mark may have begun, before it is taken for none.
@@ -12,17 +12,13 @@ _LONGEST_MARK = 10_000
 _JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
 
-class TemplatedReader:
-    """Reads one answer. What may be the beginning of a mark is held back until it is certain.
+class TemplatedReader(BodyReader):
+    """Reads one answer, thoughts included. What may be the beginning of a mark is held back until it is certain.
 
     Calls come as a whole, at their end. A region that cannot be read as calls, or that calls no tool of the request, is
-    text, and so is all that follows once the regular expressions of the template have taken too long.
-
-    calls: the number of calls so far. repeated: the model has made one of them again, which is dropped with all that
-    follows. in_arguments: never True: no call comes before it is complete.
+    text, and so is all that follows once the regular expressions of the template have taken too long. The parser of
+    `transformers` has no such limit.
     """
-
-    in_arguments = False
 
     def __init__(
         self, template: ResponseTemplate, tools: Mapping[str, Any], begun: str, *, parallel: bool = True
@@ -31,6 +27,7 @@ class TemplatedReader:
 
         parallel: there may be several calls; otherwise those after the first are dropped.
         """
+        super().__init__()
         self._template = template
         self._parallel = parallel
         self._tools = tools
@@ -43,26 +40,13 @@ class TemplatedReader:
         self._blank: str | None = None  # held back: blanks at the end of a text; None: before its first character
         self._said: set[str] = set()  # regions that have been in the answer
         self._broken = False
-        self._made: set[tuple[str, str]] = set()
-        self.calls = 0
-        self.repeated = False
-        if begun:
-            list(self.feed(begun))
+        self.read(begun, last=False)
 
     @property
     def thinking(self) -> bool:
-        """True within thoughts."""
         return not self._broken and self._region is not None and self._region.part is AnswerPart.THOUGHT
 
-    def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that are certain with `text`."""
-        return self._pieces(text, last=False)
-
-    def end(self) -> list[Piece]:
-        """Returns what was held back, once nothing more comes."""
-        return self._pieces("", last=True)
-
-    def _pieces(self, text: str, *, last: bool) -> list[Piece]:
+    def read(self, text: str, *, last: bool) -> list[Piece]:
         if self.repeated:
             return []
         self._text += text
@@ -76,7 +60,7 @@ class TemplatedReader:
         if self._broken:
             pieces.append(Piece(AnswerPart.TEXT, self._text[self._place :]))
             self._place = len(self._text)
-        return [piece for piece in pieces if piece.text]
+        return pieces
 
     def _read(self, *, last: bool) -> Iterator[Piece]:
         while not self.repeated:
@@ -165,13 +149,11 @@ class TemplatedReader:
                 made = []
             self._raw = ""
             for name, arguments in made if self._parallel else made[: 1 - self.calls]:
-                call = (name, json.dumps(arguments, ensure_ascii=False))
-                if call in self._made:
-                    self.repeated = True
+                text = json.dumps(arguments, ensure_ascii=False)
+                if not self._is_new(name, text):
                     break
-                self._made.add(call)
                 yield Piece(AnswerPart.CALL, name, self.calls)
-                yield Piece(AnswerPart.ARGUMENTS, call[1], self.calls)
+                yield Piece(AnswerPart.ARGUMENTS, text, self.calls)
                 self.calls += 1
             if not made:
                 yield Piece(AnswerPart.TEXT, raw)
@@ -211,6 +193,3 @@ def _fits(value: Any, kinds: set[str]) -> bool:
     names = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
     name = names[type(value)]
     return name in kinds or (name == "integer" and "number" in kinds)
-
-
-Reader = AnswerReader | TemplatedReader

@@ -4,19 +4,19 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.router.answers.call_reader import CallHeads, CallReader
 from tgi_server.router.answers.formats import TGI_FORMAT, ToolFormat
 from tgi_server.router.answers.frame import Calls, FrameWriter
-from tgi_server.router.answers.reader import AnswerReader, CallHeads
+from tgi_server.router.answers.reader import AnswerReader, TextReader
 from tgi_server.router.answers.reasoning import ReasoningTags
 from tgi_server.router.answers.response_template import ResponseTemplate
 from tgi_server.router.answers.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
 from tgi_server.router.answers.tagged_arguments import Arguments, TaggedParameter, tagged_parameters
-from tgi_server.router.answers.templated_reader import Reader, TemplatedReader
+from tgi_server.router.answers.templated_reader import TemplatedReader
 from tgi_server.router.errors import InvalidTool
 
 TGI_TOOL_PROMPT = (
@@ -200,18 +200,20 @@ class AnswerForm:
 
     def readers(
         self, use: ToolUse, answer: Grammar | None, *, thinking: bool, prompt: str = ""
-    ) -> Callable[[], Reader] | None:
-        """Returns what makes readers, which take such answers apart; None where all of an answer is text."""
+    ) -> Callable[[], AnswerReader] | None:
+        """Returns what makes readers of such answers; None where all of an answer is text."""
         if (template := self._templated(use, answer)) is not None:
             schemas = {tool.name: tool.parameters for tool in use.tools}
             begun = template.begun(prompt[-_LAST_CHARACTERS:])
-            return partial(TemplatedReader, template, schemas, begun, parallel=use.parallel)
+            return lambda: AnswerReader(TemplatedReader(template, schemas, begun, parallel=use.parallel))
         thoughts = self.thoughts(answer)
         if not use.tools and thoughts is None:
             return None
         as_text = self._may_call_as_text(use, answer)
-        heads = CallHeads(self._calls, self._arguments(use), as_text=as_text) if use.tools else None
-        return partial(AnswerReader, heads, thoughts, thinking=thinking)
+        if not use.tools:
+            return lambda: AnswerReader(TextReader(), thoughts, thinking=thinking)
+        heads = CallHeads(self._calls, self._arguments(use), as_text=as_text)
+        return lambda: AnswerReader(CallReader(heads), thoughts, thinking=thinking)
 
     def _one_call(self, template: ResponseTemplate, *, thinking: bool) -> Grammar | None:
         """Returns the grammar of an answer with one call at most; None if it cannot be had of the template."""

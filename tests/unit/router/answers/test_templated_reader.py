@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 from tests.grammars import takes
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.answers.formats import TGI_FORMAT
-from tgi_server.router.answers.reader import AnswerPart, Piece
+from tgi_server.router.answers.reader import AnswerPart, AnswerReader, Piece
 from tgi_server.router.answers.response_template import ANSWER_SECONDS, ResponseTemplate, SearchBudget
 from tgi_server.router.answers.templated_reader import TemplatedReader
 from tgi_server.router.answers.tools import AnswerForm, ToolSpec, ToolUse
@@ -113,7 +113,7 @@ CALLS = {
 def read(name: str, parts: list[str], prompt: str = "", spec: Any = None) -> list[tuple[AnswerPart, str, int]]:
     """Returns the pieces of an answer that comes in these parts, with neighbours of one kind put together."""
     template = ResponseTemplate.read(spec or TEMPLATES[name])
-    reader = TemplatedReader(template, TOOLS, template.begun(prompt))
+    reader = AnswerReader(TemplatedReader(template, TOOLS, template.begun(prompt)))
     found: list[tuple[AnswerPart, str, int]] = []
     pieces: list[Piece] = [piece for part in parts for piece in reader.feed(part)] + reader.end()
     for piece in pieces:

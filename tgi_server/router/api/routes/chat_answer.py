@@ -10,8 +10,7 @@ from msgspec import UNSET
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
 from tgi_server.router.answers.free_form import ClientTool, ToolKind, free_form_input
-from tgi_server.router.answers.reader import AnswerPart, Piece
-from tgi_server.router.answers.templated_reader import Reader
+from tgi_server.router.answers.reader import AnswerPart, AnswerReader, Piece
 from tgi_server.router.api.encoding import known_logprob
 from tgi_server.router.api.routes.openai import finish_reason
 from tgi_server.router.schemas.chat import (
@@ -52,7 +51,7 @@ class ChatAnswer:
 
     def __init__(
         self,
-        reader: Reader | None,
+        reader: AnswerReader | None,
         writer: PieceWriter,
         tokenizer: TextTokenizer,
         most: int | None,

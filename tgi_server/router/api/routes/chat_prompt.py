@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from tgi_server.contract import GenerationOptions
 from tgi_server.router.answers.free_form import ClientTool, ToolKind, free_form_arguments, free_form_tool
-from tgi_server.router.answers.templated_reader import Reader
+from tgi_server.router.answers.reader import AnswerReader
 from tgi_server.router.answers.tools import Choice, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.openai import openai_options, requested_form
@@ -52,7 +52,7 @@ class Chat:
     show_thoughts: bool = True
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
     formats: Sequence[str] = ()
-    reader: Callable[[], Reader] | None = None
+    reader: Callable[[], AnswerReader] | None = None
 
 
 def requested_chat(service: Service, request: ChatRequest) -> Chat:
