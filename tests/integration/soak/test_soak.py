@@ -131,6 +131,15 @@ async def fill_kv_cache(stack: Stack) -> None:
             assert {answer.status_code for answer in answers} == {200}
 
 
+async def start_grammar_threads(stack: Stack) -> None:
+    """Has as many grammars compiled at once as there are places: the shard starts a thread for each, and keeps it."""
+    grammars = ({"type": "regex", "value": f"a{{1,{200 + place}}}"} for place in range(PLACES))
+    bodies = ({"inputs": "rice", "parameters": {"max_new_tokens": 1, "grammar": grammar}} for grammar in grammars)
+    async with httpx.AsyncClient(base_url=stack.server.url, timeout=60) as http:
+        answers = await asyncio.gather(*(http.post("/generate", json=body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}
+
+
 async def each_minute(stack: Stack, curve: list[dict[str, Vitals]]) -> None:
     """Adds the resources of all processes to `curve` every minute, and prints their memory, until it is cancelled."""
     while True:
@@ -147,6 +156,7 @@ async def test_nobody_is_harmed_and_nothing_is_kept(
         await running.proxy.start()
         await load(running, min(WARM_UP_SECONDS, seconds / 2))
         await fill_kv_cache(running)
+        await start_grammar_threads(running)
         await places_of_the_front(running.front.address, CALLS)
         await settled(running)
         before = await asyncio.to_thread(running.vitals)
