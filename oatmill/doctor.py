@@ -15,6 +15,7 @@ from typing import Final
 from shared.control_groups import available_ram, usable_cores
 from shared.gpus import has_gpu
 from shared.settings import package_version
+from tgi_server.launcher.machine import INSTALL
 
 _GIB: Final = 1 << 30
 # Bytes of RAM below which even small quantized models do not fit beside their KV cache.
@@ -63,7 +64,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding(
             State.BROKEN,
             "the model server is not installed; the gRPC service alone works",
-            "pip install 'oatmill[server]'",
+            INSTALL,
         )
         return
     found = []
@@ -71,7 +72,7 @@ def _versions() -> Iterator[Finding]:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            yield Finding(State.BROKEN, f"{name} is not installed", "pip install 'oatmill[server]'")
+            yield Finding(State.BROKEN, f"{name} is not installed", INSTALL)
     yield Finding(State.OK, ", ".join(found))
 
 
@@ -106,7 +107,7 @@ def _kernels() -> Iterator[Finding]:
         yield Finding(
             State.SLOW,
             "CPU kernels: none for this machine, and no C++ compiler; plain torch is used, several times slower",
-            "pip install oatmill-kernels, or install g++",
+            "pip install --find-links dist oatmill-kernels, or install g++",
         )
 
 

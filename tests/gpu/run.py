@@ -31,10 +31,10 @@ SHARD = (
     "pydantic_settings",
     "opentelemetry.sdk",
 )
-ROUTER = ("fastapi", "uvicorn", "httptools", "jinja2", "msgspec", "prometheus_client")
+ROUTER = ("starlette", "uvicorn", "httptools", "jinja2", "msgspec", "prometheus_client")
 # `xdist` and `pydantic_settings` are what tests/conftest.py imports.
 SUITE = ("pytest", "pytest_asyncio", "pytest_timeout", "xdist", "httpx", "hypothesis", "pydantic_settings")
-_TOLD = ("torch", "transformers", "triton", "llguidance", "grpcio", "uvloop", "fastapi")
+_TOLD = ("torch", "transformers", "triton", "llguidance", "grpcio", "uvloop", "starlette")
 
 
 @dataclass(frozen=True, slots=True)

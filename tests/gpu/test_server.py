@@ -1,4 +1,4 @@
-"""The whole server on a GPU. Needs what the router and the shards need: fastapi, grpcio and so on."""
+"""The whole server on a GPU. Needs what the router and the shards need: starlette, grpcio and so on."""
 
 import sys
 import textwrap
@@ -15,7 +15,7 @@ from tests.tiny_models import make_llama
 from tgi_server import demo_model
 
 for _module in (
-    "fastapi",
+    "starlette",
     "grpc_health",
     "httptools",
     "llguidance",

@@ -20,7 +20,7 @@ PROGRAMS = (
     "tgi_server.shard.cli download-weights",
     "tgi_server.shard.cli quantize",
 )
-HEAVY = {"torch", "transformers", "sympy", "fastapi", "uvicorn", "huggingface_hub", "opentelemetry.sdk", "setuptools"}
+HEAVY = {"torch", "transformers", "sympy", "starlette", "uvicorn", "huggingface_hub", "opentelemetry.sdk", "setuptools"}
 # What the launcher needs only for GGUF files and for several machines. Shards start after its imports.
 SOMETIMES = {"tgi_server.launcher.cli": {"numpy", "gguf", "grpc"}}
 # The parts of torch and transformers that only training, compiling and other ways to serve need.

@@ -17,7 +17,7 @@ PACKAGES = (
     "llguidance",
     "grpcio",
     "protobuf",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "pydantic",
 )

@@ -12,14 +12,16 @@ from shared.processes import port_name
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
 
+# The command that installs the model server: of a release's files, until the names of an index are this project's.
+INSTALL = "pip install --find-links dist 'oatmill[server]'"
 # Packages of router and shards, which the extra `server` installs.
-_PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "uvloop", "msgspec", "psutil", "safetensors")
+_PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "uvloop", "msgspec", "psutil")
 
 
 def check_packages() -> None:
     """Raises CannotStartError if the packages of the model server are not installed, as the gRPC service needs none."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
-        raise CannotStartError(f"the model server lacks {', '.join(missing)}; run pip install 'oatmill[server]'")
+        raise CannotStartError(f"the model server lacks {', '.join(missing)}; run {INSTALL}")
 
 
 def shard_count(settings: LauncherSettings) -> int:

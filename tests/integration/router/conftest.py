@@ -8,11 +8,9 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import fastapi.routing
 import httpx
 import pytest
 import pytest_asyncio
@@ -33,9 +31,6 @@ from tgi_server.router.settings import RouterSettings
 from tgi_server.router.startup import access_rules, assembled
 
 EOS = 1
-
-# Most of the time of a start goes into the models of the routes' responses, which are the same in all routers.
-fastapi.routing.create_model_field = cache(fastapi.routing.create_model_field)
 
 
 @dataclass(slots=True)

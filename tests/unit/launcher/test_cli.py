@@ -116,7 +116,10 @@ def test_a_model_server_without_its_packages_says_what_to_install(
     for name in ("torch", "uvicorn"):
         monkeypatch.setitem(sys.modules, name, None)
     told = complaint(monkeypatch, capsys)
-    assert told == (FAILED, "the model server lacks torch, uvicorn; run pip install 'oatmill[server]'")
+    assert told == (
+        FAILED,
+        "the model server lacks torch, uvicorn; run pip install --find-links dist 'oatmill[server]'",
+    )
 
 
 def test_help_lists_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""Linear layers with weights of 4 bits on a GPU, by the library `humming-kernels` (`pip install oatmill[cuda]`).
+"""Linear layers with weights of 4 bits on a GPU, by the library `humming-kernels` (the extra `cuda`).
 
 It compiles a kernel for each shape of a weight, with NVRTC, and keeps the programs in its cache on disk.
 """

@@ -1,13 +1,9 @@
 """The ASGI application: all routes, errors, and who may call."""
 
 import asyncio
-from copy import copy
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
-from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.loading import read_progress
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
-from tgi_server.router.api.documentation import describe, document_routes
+from tgi_server.router.api.documentation import document_routes
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.api.request_record import request_id
 from tgi_server.router.api.routes.adapters import adapter_routes
@@ -58,27 +54,16 @@ _ROUTES = (
 _OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, probe_routes)
 
 
-def create_app(service: Service, rules: AccessRules) -> FastAPI:
+def create_app(service: Service, rules: AccessRules) -> Starlette:
     """Returns the application. rules: who may call it."""
-    app = FastAPI(
-        title="Oatmill text generation",
-        description="A text-generation server with TGI's interface.",
-        version=service.model.version,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
+    groups = (*(_ROUTES if service.generates else ()), *_OTHER_ROUTES)
+    routes = [route for group in groups for route in group(service)]
+    app = Starlette(
+        routes=[*routes, *document_routes(routes, service.model.version), *page_routes()],
         middleware=_middleware(rules, service.metrics),
-        # Requests have spans of their own, in `tgi_server.router.tracing`.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+        exception_handlers={RouterError: _respond_with_error, HTTPException: _respond_with_http_error},
     )
-    for routes in (*(_ROUTES if service.generates else ()), *_OTHER_ROUTES):
-        app.include_router(_with_head(routes(service)), tags=["Text generation"])
-    app.include_router(_with_head(document_routes(app)))
-    app.include_router(_with_head(page_routes()))
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.state.generates = service.generates
-    app.add_exception_handler(RouterError, _respond_with_error)
-    app.add_exception_handler(HTTPException, _respond_with_http_error)
     return app
 
 
@@ -137,15 +122,6 @@ def _middleware(rules: AccessRules, metrics: Metrics) -> list[Middleware]:
         Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules, refused=metrics.refused)
     )
     return middleware
-
-
-def _with_head(router: APIRouter) -> APIRouter:
-    """Returns the router with HEAD wherever it has GET: the headers are the same, and the server sends no body."""
-    for route in [each for each in router.routes if isinstance(each, APIRoute) and "GET" in (each.methods or ())]:
-        head = copy(route)
-        head.methods, head.include_in_schema = {"HEAD"}, False
-        router.routes.append(head)
-    return router
 
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:

@@ -4,14 +4,17 @@ It is an OpenAPI 3.0 document, as TGI's is, and names TGI's schemas, also those 
 """
 
 import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 from swagger_ui_bundle import swagger_ui_path
 
 from tgi_server.router.api.encoding import EVENTS, JSON
@@ -56,7 +59,42 @@ def answered_by(model: type[ResponseModel] | str | None, events: type[ResponseMo
     kinds = {JSON: model, EVENTS: events}
     names = {kind: each if isinstance(each, str) else each.__name__ for kind, each in kinds.items() if each is not None}
     content = {kind: {"schema": _reference(name)} for kind, name in names.items()}
-    return {200: {"description": "Successful Response", "content": content}}
+    return {200: {"description": "Success", "content": content}}
+
+
+class DescribedRoute(Route):
+    """A route that the OpenAPI document describes. body: of requests, which the endpoint reads itself."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        summary: str,
+        responses: Responses,
+        *,
+        method: str = "GET",
+        body: type[BaseModel] | None = None,
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.method = method.lower()
+        self.operation: dict[str, Any] = {
+            "tags": ["Text generation"],
+            "summary": summary,
+            "operationId": re.sub(r"\W+", "_", f"{self.method}{self.path_format}").rstrip("_"),
+            "parameters": [_path_parameter(name) for name in self.param_convertors],
+            "responses": {str(status): response for status, response in responses.items()},
+        }
+        if body is not None:
+            content = {"schema": _reference(body.__name__), **_example(body.__name__)}
+            self.operation["requestBody"] = {"required": True, "content": {JSON: content}}
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _example(name: str) -> dict[str, Any]:
+    return {"example": _EXAMPLES[name]} if name in _EXAMPLES else {}
 
 
 def _reference(name: str) -> dict[str, Any]:
@@ -74,15 +112,7 @@ ANTHROPIC_ERRORS = {
 }
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = _errors(ErrorResponse, EVENTS)
-
-
-def described_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Describes a request body that the endpoint reads itself."""
-    content: dict[str, Any] = {"schema": _reference(model.__name__)}
-    if model.__name__ in _EXAMPLES:
-        content["example"] = _EXAMPLES[model.__name__]
-    return {"requestBody": {"required": True, "content": {JSON: content}}}
-
+PLAIN_TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 _CHAT = [{"role": "user", "content": "How do I cook rice?"}]
 _EXAMPLES: dict[str, Any] = {
@@ -110,7 +140,6 @@ _EXAMPLES: dict[str, Any] = {
     "AnyTokenizeRequest": {"inputs": "How do I cook rice?"},
     "DetokenizeRequest": {"tokens": [7, 8, 9]},
 }
-_VERSION = "3.0.3"
 _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 
 _NULL = {"type": "null"}
@@ -211,53 +240,48 @@ _PAGE_HEADERS = {
 }
 
 
-def document_routes(app: FastAPI) -> APIRouter:
+def document_routes(routes: Iterable[BaseRoute], version: str) -> list[Route]:
     """/docs (Swagger UI, served from here) and the document itself, also where TGI has it."""
-    router = APIRouter(include_in_schema=False)
     making: asyncio.Future[bytes] | None = None
 
-    @router.get("/openapi.json")
-    @router.get("/api-doc/openapi.json")
-    async def document() -> Response:
+    async def document(_: Request) -> Response:
         nonlocal making
         if making is None:  # it takes up to a second
-            making = asyncio.ensure_future(asyncio.to_thread(lambda: bytes(JSONResponse(app.openapi()).body)))
+            making = asyncio.ensure_future(
+                asyncio.to_thread(lambda: bytes(JSONResponse(describe(routes, version)).body))
+            )
         return Response(await asyncio.shield(making), media_type=JSON)
 
-    @router.get("/docs")
-    async def page() -> Response:
+    async def page(_: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
-    @router.get("/docs/start.js")
-    async def script() -> Response:
-        return Response(_SCRIPT, media_type="text/javascript")
+    async def asset(request: Request) -> Response:
+        name = request.url.path.rpartition("/")[2]
+        if name == "start.js":
+            return Response(_SCRIPT, media_type="text/javascript")
+        return FileResponse(swagger_ui_path / name, media_type=_ASSETS[name])
 
-    for name, media_type in _ASSETS.items():
-        router.add_api_route(f"/docs/{name}", _asset(name, media_type), methods=["GET"])
-    return router
-
-
-def _asset(name: str, media_type: str) -> Any:
-    async def serve() -> Response:
-        return FileResponse(swagger_ui_path / name, media_type=media_type)
-
-    return serve
+    assets = [Route(f"/docs/{name}", asset) for name in ("start.js", *_ASSETS)]
+    return [Route("/openapi.json", document), Route("/api-doc/openapi.json", document), Route("/docs", page), *assets]
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """Returns the OpenAPI document of `app`; it is made once."""
-    if app.openapi_schema is None:
-        document = get_openapi(
-            title=app.title,
-            version=app.version,
-            description=app.description,
-            routes=app.routes,
-            license_info={"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
-        )
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(_definitions() | schemas)
-        app.openapi_schema = _as_3_0(document) | {"openapi": _VERSION}
-    return app.openapi_schema
+def describe(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:
+    """Returns the OpenAPI document of an application with these routes. version: of the server."""
+    paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for route in routes:
+        if isinstance(route, DescribedRoute):
+            paths[route.path_format][route.method] = route.operation
+    return {
+        "openapi": "3.0.3",
+        "info": {
+            "title": "Oatmill text generation",
+            "description": "A text-generation server with TGI's interface.",
+            "license": {"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
+            "version": version,
+        },
+        "paths": paths,
+        "components": {"schemas": _as_3_0(_definitions())},
+    }
 
 
 def _definitions() -> dict[str, Any]:

@@ -1,17 +1,16 @@
 """The one way in: every POST is admitted, read as a model, handled, and answered or refused."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.router.api.admission import Admission
-from tgi_server.router.api.documentation import Responses, answered_by, described_body
+from tgi_server.router.api.documentation import DescribedRoute, Responses, answered_by
 from tgi_server.router.api.event_stream import EventStream
 from tgi_server.router.errors import RouterError
 from tgi_server.router.schemas.base import ResponseModel
@@ -20,21 +19,11 @@ from tgi_server.router.service import Service
 M = TypeVar("M", bound=BaseModel)
 
 
-class DirectRoute(APIRoute):
-    """Hands the request to the endpoint as it is: FastAPI's own work on each request would cost more than ours.
-
-    The endpoint takes a Request and returns a Response; its models are named for the API's description only.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return self.endpoint
-
-
-class PostRoutes(APIRouter):
+class PostRoutes(list[Route]):
     """The routes of one interface. errors: as the API's description has them."""
 
     def __init__(self, service: Service, errors: Responses) -> None:
-        super().__init__(route_class=DirectRoute)
+        super().__init__()
         self._service = service
         self._errors = errors
 
@@ -55,16 +44,8 @@ class PostRoutes(APIRouter):
         async def respond(request: Request) -> Response:
             return await respond_to(self._service, request, model, handle)
 
-        self.add_api_route(
-            path,
-            respond,
-            methods=["POST"],
-            name=path.strip("/").removeprefix("v1/").replace("/", "_") or "root",
-            summary=summary,
-            response_class=Response,
-            responses=(errors or self._errors) | answered_by(answer, events),
-            openapi_extra=described_body(model),
-        )
+        responses = (errors or self._errors) | answered_by(answer, events)
+        self.append(DescribedRoute(path, respond, summary, responses, method="POST", body=model))
 
 
 async def respond_to(

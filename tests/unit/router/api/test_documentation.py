@@ -9,13 +9,14 @@ import pytest
 
 from tests.fakes.router_service import RouterService
 from tests.unit.router.api.tgi_names import ROUTES, SCHEMAS
+from tgi_server.router.api import documentation
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return create_app(RouterService().service, AccessRules()).openapi()
+    return documentation.describe(create_app(RouterService().service, AccessRules()).routes, "1.2.3")
 
 
 def fields(document: dict[str, Any], schema: dict[str, Any]) -> set[str]:
@@ -87,11 +88,11 @@ async def test_the_document_is_made_once_and_beside_the_event_loop(monkeypatch: 
     app = create_app(RouterService().service, AccessRules())
     threads: list[int] = []
 
-    def make() -> dict[str, Any]:
+    def make(*_: Any) -> dict[str, Any]:
         threads.append(threading.get_ident())
         return {"openapi": "3.0.3"}
 
-    monkeypatch.setattr(app, "openapi", make)
+    monkeypatch.setattr(documentation, "describe", make)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answers = await asyncio.gather(*(client.get(path) for path in ("/openapi.json", "/api-doc/openapi.json") * 2))
     assert {answer.text for answer in answers} == {'{"openapi":"3.0.3"}'}

@@ -1,4 +1,4 @@
-"""Attention of prompts by the library `flash-attn-4` (`pip install oatmill[cuda]`) on Hopper and Blackwell GPUs.
+"""Attention of prompts by the library `flash-attn-4` (the extra `cuda`) on Hopper and Blackwell GPUs.
 
 It compiles a kernel for each kind of layer when one is computed first. It reads page tables on compute capability 9.x,
 10.x and 11.x only. Sequences that decode stay with the engine's own kernel, which cuts their keys into parts; on 9.x

@@ -5,14 +5,14 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from tgi_server.gguf.paths import GgufError, adapter_file
 from tgi_server.router.api.admission import Admission
-from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described, described_body
-from tgi_server.router.api.post_routes import DirectRoute, respond_to
+from tgi_server.router.api.documentation import OPENAI_ERRORS, PLAIN_TEXT, DescribedRoute, Responses, described
+from tgi_server.router.api.post_routes import respond_to
 from tgi_server.router.errors import Forbidden, InvalidRequest
 from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
@@ -21,7 +21,7 @@ from tgi_server.router.service import Service
 logger = logging.getLogger(__name__)
 
 _RESPONSES: Responses = {
-    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+    **PLAIN_TEXT,
     **{status: OPENAI_ERRORS[status] for status in (400, 401, 413)},
     403: described("Adapters cannot be updated on this server", OpenAIErrorResponse),
     404: described("There is no such adapter", OpenAIErrorResponse),
@@ -29,21 +29,20 @@ _RESPONSES: Responses = {
 }
 
 
-def adapter_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=DirectRoute)
-    route = partial(router.post, response_class=Response, responses=_RESPONSES)
-
-    @route("/v1/load_lora_adapter", summary="Load an adapter", openapi_extra=described_body(LoadAdapterBody))
+def adapter_routes(service: Service) -> list[Route]:
     async def load(request: Request) -> Response:
         _root(service)
         return await respond_to(service, request, LoadAdapterBody, _load)
 
-    @route("/v1/unload_lora_adapter", summary="Unload an adapter", openapi_extra=described_body(UnloadAdapterBody))
     async def unload(request: Request) -> Response:
         _root(service)
         return await respond_to(service, request, UnloadAdapterBody, _unload)
 
-    return router
+    route = partial(DescribedRoute, responses=_RESPONSES, method="POST")
+    return [
+        route("/v1/load_lora_adapter", load, "Load an adapter", body=LoadAdapterBody),
+        route("/v1/unload_lora_adapter", unload, "Unload an adapter", body=UnloadAdapterBody),
+    ]
 
 
 async def _load(admission: Admission, asked: LoadAdapterBody) -> Response:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.router.answers.free_form import ClientTool
 from tgi_server.router.answers.reader import AnswerPart, Piece
@@ -39,7 +39,7 @@ from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 
-def chat_routes(service: Service) -> APIRouter:
+def chat_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Answer a conversation, in one piece or as server-sent events"
     routes.receive("/v1/chat/completions", summary, ChatRequest, answer_chat, ChatCompletion, ChatCompletionChunk)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from fastapi import APIRouter
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.documentation import GENERATION_ERRORS
@@ -31,7 +31,7 @@ from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
 
 
-def compatibility_routes(service: Service) -> APIRouter:
+def compatibility_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, GENERATION_ERRORS)
     summary = "Generate text, in one piece or as server-sent events"
     routes.receive("/", summary, CompatGenerateRequest, _generate, "GeneratedList", StreamResponse)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
+from starlette.routing import Route
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
@@ -43,7 +43,7 @@ from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Toke
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 
-def completion_routes(service: Service) -> APIRouter:
+def completion_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Continue one prompt or several, in one piece or as server-sent events"
     routes.receive("/v1/completions", summary, CompletionRequest, complete, CompletionFinal, Chunk)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.api.admission import Admission
@@ -67,7 +67,7 @@ from tgi_server.router.text.token_stream import AnyStream
 _AT_ONCE = 32
 
 
-def decision_routes(service: Service) -> APIRouter:
+def decision_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Probabilities of answers to questions about an input, as OpenAI has them"
     routes.receive("/v1/decisions", summary, DecisionsRequest, _decide, Decision)

@@ -4,9 +4,9 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fastapi import APIRouter
 from msgspec import Raw
 from starlette.responses import Response
+from starlette.routing import Route
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.admission import Admission
@@ -28,7 +28,7 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 
 
-def embedding_routes(service: Service) -> APIRouter:
+def embedding_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Embeddings of texts, as OpenAI has them"
     routes.receive("/v1/embeddings", summary, EmbeddingsRequest, embed_texts, EmbeddingsResponse)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
+from starlette.routing import Route
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
@@ -39,7 +39,7 @@ from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Toke
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 
-def generate_routes(service: Service) -> APIRouter:
+def generate_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, GENERATION_ERRORS)
     routes.receive("/generate", "Generate text", GenerateRequest, generate_whole, GenerateResponse)
     summary = "Generate text, token by token, as server-sent events"

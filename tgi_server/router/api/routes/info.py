@@ -2,19 +2,18 @@
 
 from datetime import UTC, datetime
 from time import time
-from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from tgi_server.router.api.documentation import Responses, answered_by, described
+from tgi_server.router.api.documentation import PLAIN_TEXT, DescribedRoute, Responses, answered_by, described
 from tgi_server.router.api.encoding import json_response, speaks_anthropic
 from tgi_server.router.api.routes.model_page import models_page
 from tgi_server.router.api.routes.page import page, wants_page
 from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
-from tgi_server.router.schemas.base import ErrorResponse, ResponseModel
+from tgi_server.router.schemas.base import ErrorResponse
 from tgi_server.router.schemas.info import (
     AdapterInfo,
     AnthropicModel,
@@ -30,51 +29,26 @@ from tgi_server.router.service import Service
 # The release of TGI whose interface this server has.
 TGI_VERSION = "3.3.6"
 
-_UNHEALTHY: Responses = {503: described("The shards do not answer", ErrorResponse)}
+_HEALTH: Responses = {200: {"description": "Success"}, 503: described("The shards do not answer", ErrorResponse)}
 
 _NO_SUCH_MODEL: Responses = {404: described("The server has another model", OpenAIErrorResponse)}
 
 
-def probe_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    async def health() -> Response:
+def probe_routes(service: Service) -> list[Route]:
+    async def health(_: Request) -> Response:
         await service.check_health()
         return Response()
 
     async def root(request: Request) -> Response:
-        return page() if wants_page(request.headers) else await health()
+        return page() if wants_page(request.headers) else await health(request)
 
-    for path, endpoint in (("/health", health), ("/ping", health), ("/", root)):
-        router.add_api_route(
-            path,
-            endpoint,
-            methods=["GET"],
-            summary="Whether the server can generate",
-            responses=_UNHEALTHY,
-            response_class=Response,
-            operation_id=f"health_{path.strip('/') or 'root'}",
-        )
-
-    def get(path: str, summary: str, model: type[ResponseModel] | str, **more: Any) -> Any:
-        described_responses = answered_by(model) | more.pop("responses", {})
-        return router.get(path, summary=summary, response_class=Response, responses=described_responses, **more)
-
-    @get("/info", "What is served, and with which limits", Info)
-    async def info() -> Response:
+    async def info(_: Request) -> Response:
         return json_response(_info(service))
 
-    @router.get(
-        "/metrics",
-        summary="Metrics in Prometheus' text format",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(await service.metrics.exposed(), media_type=CONTENT_TYPE)
 
-    @get("/version", "The version of this server", VersionInfo)
-    async def version() -> Response:
+    async def version(_: Request) -> Response:
         return json_response(VersionInfo(version=service.model.version))
 
     created = int(time())
@@ -99,7 +73,6 @@ def probe_routes(service: Service) -> APIRouter:
             max_tokens=limits.max_total_tokens - 1,
         )
 
-    @get("/v1/models", "The models, by all their names, and adapters; with `anthropic-version` as pages", "ModelList")
     async def models(request: Request) -> Response:
         if speaks_anthropic(request.headers):
             return json_response(
@@ -107,15 +80,24 @@ def probe_routes(service: Service) -> APIRouter:
             )
         return json_response(ModelsInfo(object="list", data=list(all_models().values())))
 
-    @get("/v1/models/{model_id:path}", "One model, or adapter", "Model", responses=_NO_SUCH_MODEL)
-    async def one_model(request: Request, model_id: str) -> Response:
-        known = all_models()
+    async def one_model(request: Request) -> Response:
+        model_id, known = request.path_params["model_id"], all_models()
         if model_id not in known:
             raise NoSuchModel(f"there is no model {model_id[:100]!r} here, only {', '.join(map(repr, known))}")
         found = known[model_id]
         return json_response(in_anthropics_form(found) if speaks_anthropic(request.headers) else found)
 
-    return router
+    all_summary = "The models, by all their names, and adapters; with `anthropic-version` as pages"
+    one = answered_by("Model") | _NO_SUCH_MODEL
+    return [
+        *(DescribedRoute(path, health, "Whether the server can generate", _HEALTH) for path in ("/health", "/ping")),
+        DescribedRoute("/", root, "Whether the server can generate", _HEALTH),
+        DescribedRoute("/info", info, "What is served, and with which limits", answered_by(Info)),
+        DescribedRoute("/metrics", metrics, "Metrics in Prometheus' text format", PLAIN_TEXT),
+        DescribedRoute("/version", version, "The version of this server", answered_by(VersionInfo)),
+        DescribedRoute("/v1/models", models, all_summary, answered_by("ModelList")),
+        DescribedRoute("/v1/models/{model_id:path}", one_model, "One model, or adapter", one),
+    ]
 
 
 def _info(service: Service) -> Info:

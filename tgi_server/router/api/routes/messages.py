@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from uuid import uuid4
 
-from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.answers.reader import AnswerPart, Piece
@@ -61,7 +61,7 @@ _STOP_REASONS = {
 _PING = named_event("ping", Ping())
 
 
-def message_routes(service: Service) -> APIRouter:
+def message_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, ANTHROPIC_ERRORS)
     summary = "Answer a conversation, in one piece or as server-sent events, for Anthropic's clients"
     routes.receive("/v1/messages", summary, MessagesRequest, _answer, SentMessage, "MessageEvent")
@@ -71,9 +71,8 @@ def message_routes(service: Service) -> APIRouter:
     async def batches(_: Request) -> Response:
         raise NotSupported("message batches are not supported here; send each request to /v1/messages")
 
-    for path in ("/v1/messages/batches", "/v1/messages/batches/{rest:path}"):
-        routes.add_api_route(path, batches, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    return routes
+    paths = ("/v1/messages/batches", "/v1/messages/batches/{rest:path}")
+    return [*routes, *(Route(path, batches, methods=["GET", "POST", "DELETE"]) for path in paths)]
 
 
 async def _count(admission: Admission, request: CountTokensRequest) -> Response:

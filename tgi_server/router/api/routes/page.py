@@ -6,10 +6,10 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
-from fastapi import APIRouter
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.router.errors import NoSuchRoute
 
@@ -65,19 +65,13 @@ def page_while_loading(method: str, path: str, headers: Headers) -> Response | N
     return _respond(name, headers) if name != path and name in _FILES else None
 
 
-def page_routes() -> APIRouter:
+def page_routes() -> list[Route]:
     """Serves the files that the page consists of."""
-    router = APIRouter()
 
-    @router.get(f"{_FOLDER}{{name:path}}", include_in_schema=False)
-    async def static(request: Request, name: str) -> Response:
-        return _respond(name, request.headers)
+    async def static(request: Request) -> Response:
+        return _respond(request.path_params.get("name", "favicon.svg"), request.headers)
 
-    @router.get("/favicon.ico", include_in_schema=False)
-    async def favicon(request: Request) -> Response:
-        return _respond("favicon.svg", request.headers)
-
-    return router
+    return [Route(f"{_FOLDER}{{name:path}}", static), Route("/favicon.ico", static)]
 
 
 def _respond(name: str, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:

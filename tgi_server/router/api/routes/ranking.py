@@ -9,9 +9,9 @@ from math import exp
 from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter
 from msgspec import Raw
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS
@@ -41,7 +41,7 @@ _LABEL_BYTES = 40
 _PAIRS_OF_A_SEARCH = 100
 
 
-def ranking_routes(service: Service) -> APIRouter:
+def ranking_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, REQUEST_ERRORS)
     summary = "Scores of `texts` for a query, as TEI has them; of `documents`, as Jina has them"
     routes.receive("/rerank", summary, AnyRankRequest, _in_either_form, "AnyRanks")

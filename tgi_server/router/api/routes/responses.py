@@ -7,15 +7,15 @@ from time import time
 from typing import Any, Literal
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.router.answers.tools import chosen_tools
 from tgi_server.router.api.access import tenant_of
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.body import SMALL
-from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, answered_by, described
+from tgi_server.router.api.documentation import OPENAI_ERRORS, DescribedRoute, Responses, answered_by, described
 from tgi_server.router.api.encoding import json_response, named_event, to_json
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
@@ -46,6 +46,7 @@ from tgi_server.router.errors import (
     PreviousResponseNotFound,
 )
 from tgi_server.router.options import Dialect, rows
+from tgi_server.router.schemas.base import ResponseModel
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.schemas.response_input import ItemReference
 from tgi_server.router.schemas.responses import (
@@ -76,34 +77,19 @@ _NOT_REPEATED = {
 }
 _LONGEST_PAGE = 100
 Status = Literal["in_progress", "completed", "incomplete"]
-_ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
-def response_routes(service: Service) -> APIRouter:
+def response_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     kept = StoredResponses(service.policy.max_stored_responses)
 
     summary = "Respond to an input, in one piece or as server-sent events"
     routes.receive("/v1/responses", summary, ResponsesRequest, partial(_respond, kept), ResponseObject, ResponseEvent)
 
-    @routes.get(
-        "/v1/responses/{response_id}",
-        summary="A stored response",
-        response_class=Response,
-        responses=_KEPT_ERRORS | answered_by(ResponseObject),
-        openapi_extra=_ID,
-    )
     async def retrieve(request: Request) -> Response:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
         return json_response(stored.response)
 
-    @routes.get(
-        "/v1/responses/{response_id}/input_items",
-        summary="The items that a stored response answers",
-        response_class=Response,
-        responses=_KEPT_ERRORS | answered_by(InputItemList),
-        openapi_extra=_ID,
-    )
     async def input_items(request: Request) -> Response:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
         return json_response(_page(stored.input, request.query_params))
@@ -111,13 +97,6 @@ def response_routes(service: Service) -> APIRouter:
     summary = "The number of tokens that an input becomes"
     routes.receive("/v1/responses/input_tokens", summary, InputTokensRequest, partial(_count, kept), CountedInput)
 
-    @routes.delete(
-        "/v1/responses/{response_id}",
-        summary="Forget a response",
-        response_class=Response,
-        responses=_KEPT_ERRORS | answered_by(DeletedResponse),
-        openapi_extra=_ID,
-    )
     async def delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]
         kept.delete(tenant_of(request), response_id)
@@ -129,10 +108,19 @@ def response_routes(service: Service) -> APIRouter:
     async def background(_: Request) -> Response:
         raise NotSupported("responses in the background are not supported here; close the connection to cancel one")
 
-    for path in ("/v1/conversations", "/v1/conversations/{rest:path}"):
-        routes.add_api_route(path, conversations, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    routes.add_api_route("/v1/responses/{response_id}/cancel", background, methods=["POST"], include_in_schema=False)
-    return routes
+    def stored(path: str, endpoint: Any, summary: str, model: type[ResponseModel], method: str = "GET") -> Route:
+        responses = _KEPT_ERRORS | answered_by(model)
+        return DescribedRoute(f"/v1/responses/{{response_id}}{path}", endpoint, summary, responses, method=method)
+
+    refused = ("/v1/conversations", "/v1/conversations/{rest:path}")
+    return [
+        *routes,
+        stored("", retrieve, "A stored response", ResponseObject),
+        stored("/input_items", input_items, "The items that a stored response answers", InputItemList),
+        stored("", delete, "Forget a response", DeletedResponse, "DELETE"),
+        *(Route(path, conversations, methods=["GET", "POST", "DELETE"]) for path in refused),
+        Route("/v1/responses/{response_id}/cancel", background, methods=["POST"]),
+    ]
 
 
 async def _respond(kept: StoredResponses, admission: Admission, request: ResponsesRequest) -> Response:

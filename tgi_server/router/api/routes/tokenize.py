@@ -6,13 +6,13 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from tokenizers import Encoding
 
 from tgi_server.router.api.admission import Admission
-from tgi_server.router.api.documentation import REQUEST_ERRORS, answered_by
+from tgi_server.router.api.documentation import REQUEST_ERRORS, DescribedRoute, answered_by
 from tgi_server.router.api.encoding import json_response, to_json
 from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat_prompt import conversation_of, rendered, tools_of
@@ -41,7 +41,7 @@ T = TypeVar("T")
 MOST_TOKENS = 65_536
 
 
-def tokenize_routes(service: Service) -> APIRouter:
+def tokenize_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, REQUEST_ERRORS)
     routes.receive("/tokenize", "The tokens of a prompt", AnyTokenizeRequest, _tokenize, "AnyTokenizeResponse")
     summary = "The prompt that a conversation becomes, and its tokens"
@@ -50,16 +50,12 @@ def tokenize_routes(service: Service) -> APIRouter:
 
     settings = to_json(_tokenizer_info(service))
 
-    @routes.get(
-        "/tokenizer_info",
-        summary="The tokenizer's special tokens and chat template, as vLLM has them",
-        response_class=Response,
-        responses={401: REQUEST_ERRORS[401], **answered_by(TokenizerInfo)},
-    )
     async def tokenizer_info(_: Request) -> Response:
         return json_response(settings)
 
-    return routes
+    summary = "The tokenizer's special tokens and chat template, as vLLM has them"
+    responses = {401: REQUEST_ERRORS[401], **answered_by(TokenizerInfo)}
+    return [*routes, DescribedRoute("/tokenizer_info", tokenizer_info, summary, responses)]
 
 
 async def _tokenize(admission: Admission, request: AnyTokenizeRequest) -> Response:

@@ -4,8 +4,8 @@ import hashlib
 from array import array
 from dataclasses import replace
 
-from fastapi import APIRouter
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tgi_server.contract import GenerationOptions, StoppingParameters
 from tgi_server.router.api.admission import Admission
@@ -26,7 +26,7 @@ from tgi_server.router.text.token_stream import CollectedTokens
 _LOWEST_PRIORITY = 2**31 - 1
 
 
-def warm_routes(service: Service) -> APIRouter:
+def warm_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Compute a prompt, or its beginning, before it is needed"
     routes.receive("/v1/warm", summary, WarmRequest, _warm, WarmResponse)
