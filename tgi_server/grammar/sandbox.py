@@ -1,14 +1,14 @@
 """A process in which a grammar from outside is tried: one that overflows its stack ends there, and nothing else."""
 
-import json
 import logging
-import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from shared.processes import die_with_parent
+import msgspec
+
+from shared.pipes import WorkerProcess, receive, send
 from tgi_server.contract import Grammar
 from tgi_server.grammar.compiled import GROWTH_BYTES, GrammarSource
 from tgi_server.grammar.errors import InvalidGrammar, SandboxLimit
@@ -16,6 +16,30 @@ from tgi_server.grammar.errors import InvalidGrammar, SandboxLimit
 logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 512 * 2**20
+
+
+class Trial(msgspec.Struct):
+    """A grammar to try, within CPU seconds. leniency: how much of it is left to the model from the beginning.
+
+    grammar: None: the process answers as soon as it has read the tokenizer.
+    """
+
+    grammar: Grammar | None = None
+    cpu_seconds: float = 0.0
+    leniency: int = 0
+
+
+class Outcome(msgspec.Struct):
+    """The outcome of a trial. source: of a sound grammar, which takes `bytes`; None: `error` or `limit` says why.
+
+    cpu_seconds: those that the trial took.
+    """
+
+    source: GrammarSource | None = None
+    bytes: int = 0
+    error: str = ""
+    limit: str = ""
+    cpu_seconds: float = 0.0
 
 
 class Sandbox:
@@ -38,13 +62,13 @@ class Sandbox:
         """
         arguments = (str(model), *map(str, (niceness, memory_bytes, vocab_size, *eos)))
         self._command = [sys.executable, "-m", "tgi_server.grammar.trial", *arguments]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: WorkerProcess | None = None
         self._closed = False
         self.cpu_seconds = 0.0  # that all trials have computed
 
     def start(self) -> None:
         """Has the process read the tokenizer, so that the first grammar need not wait. Returns when it has."""
-        self._ask(b"\n")
+        self._ask(Trial())
 
     def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> tuple[GrammarSource, int]:
         """Compiles the grammar and follows it for some steps. Returns its source, and the bytes that it may take.
@@ -54,19 +78,14 @@ class Sandbox:
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than somebody would wait.
         """
-        values = (grammar.type.value, grammar.value, grammar.text, grammar.frame, grammar.lenient)
-        line = json.dumps([*values, leniency, cpu_seconds]).encode() + b"\n"
-        outcome = self._ask(line) or self._ask(line)
+        trial = Trial(grammar, cpu_seconds, leniency)
+        outcome = self._ask(trial) or self._ask(trial)
         if outcome is None:
             raise SandboxLimit("time")
-        self.cpu_seconds += outcome.get("cpu_seconds", 0.0)
-        if "error" in outcome:
-            raise InvalidGrammar(outcome["error"])
-        if "limit" in outcome:
-            raise SandboxLimit(outcome["limit"])
-        hints = dict(map(tuple, outcome["hints"]))
-        source = GrammarSource(outcome["text"], hints, tuple(outcome["unenforced"]), leniency)
-        return source, outcome["bytes"] + GROWTH_BYTES
+        self.cpu_seconds += outcome.cpu_seconds
+        if outcome.source is None:
+            raise InvalidGrammar(outcome.error) if outcome.error else SandboxLimit(outcome.limit)
+        return replace(outcome.source, leniency=leniency), outcome.bytes + GROWTH_BYTES
 
     def close(self) -> None:
         """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""
@@ -75,38 +94,22 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, line: bytes) -> dict[str, Any] | None:
+    def _ask(self, trial: Trial) -> Outcome | None:
         """Returns the answer, or None when the process has died."""
         if self._closed:
             return None
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        if self._process is None:
+            # A group of its own: what stops the shard from a terminal is no business of that process, which ends with
+            # the shard. The same session: Linux compares the niceness of one session's processes only.
+            self._process = WorkerProcess(self._command, process_group=0)
+        process = self._process
         try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        if not answer.endswith(b"\n"):
+            send(process.tasks, trial)
+            return receive(process.results, Outcome)
+        except (BrokenPipeError, EOFError):
             process.kill()
-            process.communicate()
+            process.wait()
             self._process = None
             if not self._closed:
                 logger.warning("the process that tries grammars has died; another one is started")
             return None
-        outcome: dict[str, Any] = json.loads(answer)
-        return outcome
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            # A group of its own: what stops the shard from a terminal is no business of that process, which ends with
-            # the shard. The same session: Linux compares the niceness of one session's processes only.
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,
-                preexec_fn=die_with_parent(),
-            )
-        return self._process

@@ -2,31 +2,32 @@
 
     python -m tgi_server.grammar.trial MODEL NICENESS MEMORY_BYTES VOCAB_SIZE EOS...
 
-Each line of standard input is a grammar, each line of standard output what became of it; an empty one is answered as
-soon as the tokenizer has been read. The tokenizer is read once;
-each grammar is then compiled and walked through by a child of this process, which the kernel ends when it takes more
-time, memory or stack than it may. This process has one thread, so that a child is a whole copy of it.
+It reads trials from its standard input and writes the outcome of each to its standard output. The tokenizer is read
+once; each grammar is then compiled and walked through by a child of this process, which the kernel ends when it takes
+more time, memory or stack than it may. This process has one thread, so that a child is a whole copy of it.
 """
 
 import gc
-import json
 import os
 import random
 import resource
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from shared.pipes import own_pipes, receive, send
 from shared.processes import die_with_parent
-from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.contract import Grammar
 from tgi_server.grammar.compiler import COMPILE_STACK_BYTES, GrammarCompiler, on_stack
 from tgi_server.grammar.errors import InvalidGrammar, reason
+from tgi_server.grammar.sandbox import Outcome, Trial
 
 # A part of what a shard has for the same: no grammar that passes here comes near the end of a stack there.
 _COMPILE_STACK_BYTES = COMPILE_STACK_BYTES // 4
@@ -44,26 +45,25 @@ _LIMITS = {signal.SIGPROF: "cpu", signal.SIGALRM: "time"}
 def main() -> None:
     model, niceness, memory_bytes, vocab_size, *eos = sys.argv[1:]
     compiler = GrammarCompiler(Path(model), int(vocab_size), list(map(int, eos)), stack_bytes=_COMPILE_STACK_BYTES)
+    tasks, results = own_pipes()
     fault = None
     try:
         _ = compiler.tokenizer  # which all trials share
     except InvalidGrammar as error:
-        fault = {"error": str(error)}
+        fault = Outcome(error=str(error))
     gc.collect()
     gc.freeze()  # a collection would have each child copy what it shares with this process
-    for line in sys.stdin.buffer:
-        if not line.strip():
-            sys.stdout.write("{}\n")
-            sys.stdout.flush()
-            continue
-        kind, value, text, frame, lenient, leniency, cpu_seconds = json.loads(line)
-        bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
-        grammar = Grammar(GrammarKind(kind), value, text, frame, tuple(lenient))
-        sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, leniency, bounds))}\n")
-        sys.stdout.flush()
+    with suppress(EOFError):
+        while True:
+            trial = receive(tasks, Trial)
+            bounds = _Bounds(int(niceness), int(memory_bytes), trial.cpu_seconds)
+            if trial.grammar is None:
+                send(results, Outcome())
+            else:
+                send(results, fault or _outcome(compiler, trial.grammar, trial.leniency, bounds))
 
 
-def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds: "_Bounds") -> dict[str, Any]:
+def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds: "_Bounds") -> Outcome:
     """Returns what a child finds, or why it ended before it could say; and the seconds that it computed."""
     read, write = os.pipe()
     bind = die_with_parent()
@@ -73,26 +73,28 @@ def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds:
             if bind is not None:
                 bind()
             bounds.set()
-            outcome = json.dumps(_found(compiler, grammar, leniency)).encode()
+            encoded = msgspec.msgpack.encode(_found(compiler, grammar, leniency))
             with open(write, "wb") as pipe:
-                pipe.write(outcome)
+                pipe.write(encoded)
         finally:
             os._exit(0)
     os.close(write)
     with open(read, "rb") as pipe:
         found = pipe.read()
     _, status, used = os.wait4(child, 0)
-    return _result(found, status) | {"cpu_seconds": used.ru_utime + used.ru_stime}
+    outcome = _result(found, status)
+    outcome.cpu_seconds = used.ru_utime + used.ru_stime
+    return outcome
 
 
-def _result(found: bytes, status: int) -> dict[str, Any]:
+def _result(found: bytes, status: int) -> Outcome:
     """Returns what a child has written, or the reason why it could not."""
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         if number in _LIMITS:
-            return {"limit": _LIMITS[number]}
-        return {"error": _FAULTS.get(number, "compiling it fails")}
-    return json.loads(found) if found else {"error": _TOO_LARGE}
+            return Outcome(limit=_LIMITS[number])
+        return Outcome(error=_FAULTS.get(number, "compiling it fails"))
+    return msgspec.msgpack.decode(found, type=Outcome) if found else Outcome(error=_TOO_LARGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +120,16 @@ class _Bounds:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are nobody's log line
 
 
-def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> dict[str, Any]:
+def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcome:
     before = _own_bytes()
     try:
         source, matcher = compiler.compiled(grammar, leniency)
         on_stack(_WALK_STACK_BYTES, lambda: _walk(matcher, compiler.tokenizer.lookup.vocab_size))
     except InvalidGrammar as error:
-        return {"error": str(error)}
+        return Outcome(error=str(error))
     except (MemoryError, RuntimeError):  # the latter: there is no room for a thread
-        return {"error": _TOO_LARGE}
-    return {
-        "text": source.text,
-        "hints": list(source.hints.items()),
-        "unenforced": source.unenforced,
-        "bytes": max(0, _own_bytes() - before),
-    }
+        return Outcome(error=_TOO_LARGE)
+    return Outcome(source, max(0, _own_bytes() - before))
 
 
 def _own_bytes() -> int:

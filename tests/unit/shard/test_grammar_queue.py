@@ -16,7 +16,7 @@ from tests.grammars import left_to_model
 from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar, Sandbox
-from tgi_server.grammar.sandbox import MEMORY_BYTES
+from tgi_server.grammar.sandbox import MEMORY_BYTES, Trial
 from tgi_server.shard import grammar_queue
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -77,17 +77,17 @@ def test_requests_for_the_same_grammar_share_one_turn(
 def test_before_the_first_grammar_every_process_has_read_the_tokenizer(
     queue: GrammarQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bytes] = []
+    asked: list[Trial] = []
     ask = Sandbox._ask
 
-    def note(sandbox: Sandbox, line: bytes) -> Any:
-        answer = ask(sandbox, line)
-        asked.append(line)
+    def note(sandbox: Sandbox, trial: Trial) -> Any:
+        answer = ask(sandbox, trial)
+        asked.append(trial)
         return answer
 
     monkeypatch.setattr(Sandbox, "_ask", note)
     queue.wait_until_ready()
-    assert asked == [b"\n"] * 3
+    assert asked == [Trial()] * 3
     assert queue.compiler._tokenizer is not None
     queue.wait_until_ready()
     assert len(asked) == 3

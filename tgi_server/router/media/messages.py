@@ -1,14 +1,6 @@
-"""Messages between the router and the processes that decode images, over pipes.
-
-A message is preceded by its size in eight bytes, and followed by the bytes that it announces.
-"""
-
-import struct
-from typing import Any, BinaryIO
+"""Messages between the router and the processes that decode images (`shared/pipes.py`)."""
 
 import msgspec
-
-SIZE = struct.Struct("<Q")
 
 
 class ImageTask(msgspec.Struct):
@@ -49,19 +41,3 @@ class ImageResult(msgspec.Struct):
 
 class UnusableImage(Exception):
     """An image cannot be had, or read. `str()` of it is the reason, which follows the name of the image."""
-
-
-def write(stream: BinaryIO, message: msgspec.Struct, *parts: Any) -> None:
-    """Writes a message, and the bytes that follow it."""
-    encoded = msgspec.msgpack.encode(message)
-    for part in (SIZE.pack(len(encoded)), encoded, *parts):
-        stream.write(part)
-    stream.flush()
-
-
-def read(stream: BinaryIO, size: int) -> bytes:
-    """Returns this many bytes. Raises EOFError if the other end is gone."""
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError("the other end is gone")
-    return data

@@ -13,16 +13,17 @@ import os
 import struct
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from shared.pipes import own_pipes, read, receive, send
 from tgi_server.router.media import torchvision_part
-from tgi_server.router.media.messages import SIZE, ImageArray, ImageResult, ImageTask, UnusableImage, read, write
+from tgi_server.router.media.messages import ImageArray, ImageResult, ImageTask, UnusableImage
 from tgi_server.router.media.sizes import scans
 from tgi_server.shared_bytes import SharedMemory
 
@@ -131,22 +132,22 @@ def _plain(found: Any, *, mask: bool) -> np.ndarray[Any, Any]:
 
 
 def serve(folder: Path, most_pixels: int, least_shared: int, tasks: BinaryIO, results: BinaryIO) -> None:
-    """Processes images until there are no more tasks. The first result says that it has begun.
+    """Processes images. The first result says that it has begun. Raises EOFError when there are no more tasks.
 
     least_shared: bytes of the tensors of an image that are left in shared memory; -1: they are sent, however many.
     """
     try:
         processor = load_processor(folder)
     except Exception as error:
-        write(results, ImageResult(error=f"{type(error).__name__}: {error}"))
+        send(results, ImageResult(error=f"{type(error).__name__}: {error}"))
         return
-    write(results, ImageResult(placeholder=processor.image_token))
-    while head := tasks.read(SIZE.size):
-        task = msgspec.msgpack.decode(read(tasks, SIZE.unpack(head)[0]), type=ImageTask)
+    send(results, ImageResult(placeholder=processor.image_token))
+    while True:
+        task = receive(tasks, ImageTask)
         try:
             text, arrays = processed(processor, decoded(read(tasks, task.size), most_pixels), task.detail)
         except UnusableImage as error:
-            write(results, ImageResult(error=str(error)))
+            send(results, ImageResult(error=str(error)))
             continue
         result = ImageResult(placeholder=processor.image_token, text=text)
         shares = 0 <= least_shared <= sum(each.nbytes for each in arrays.values())
@@ -173,17 +174,15 @@ def _write_arrays(
     for each_shared in shared.values():
         result.descriptor, result.inode = each_shared.place.descriptor, each_shared.place.inode
     sent = [each.data.cast("B") if each.nbytes else b"" for name, each in arrays.items() if name not in shared]
-    write(results, result, *sent)
+    send(results, result, *sent)
     if shared:
         read(tasks, 1)
 
 
 def main() -> None:
-    # What libraries print must not mix with the results.
-    results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.nice(_NICENESS)
-    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.stdin.buffer, results)
+    with suppress(EOFError):
+        serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *own_pipes())
 
 
 if __name__ == "__main__":

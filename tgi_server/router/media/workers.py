@@ -7,15 +7,13 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import TypeVar
 
-import msgspec
-
-from shared.processes import die_with_parent
+from shared.pipes import WorkerProcess, read, receive, send
 from tgi_server.contract import Tensor
 from tgi_server.router.errors import DecodingFailed
 from tgi_server.router.fairness import FairQueue
-from tgi_server.router.media.messages import SIZE, ImageResult, ImageTask, UnusableImage, read, write
+from tgi_server.router.media.messages import ImageResult, ImageTask, UnusableImage
 from tgi_server.shared_bytes import MemoryPlace, SharedBytes, SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class Workers:
     async def _free_worker(self) -> "_Worker":
         while self._idle:
             worker = self._idle.pop()
-            if worker.running:
+            if worker.poll() is None:
                 return worker
             self._end(worker)
         worker = await asyncio.get_running_loop().run_in_executor(self._threads, _Worker, self._command)
@@ -117,7 +115,7 @@ class Workers:
                     self._end(worker)
             raise
         except (EOFError, OSError) as error:
-            status = worker.status
+            status = worker.poll()
             self._end(worker)
             if isinstance(error, TimeoutError):
                 raise
@@ -133,42 +131,25 @@ class Workers:
         self._threads.submit(worker.wait)  # the system takes a while to free its memory
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     """One process. Its methods wait for it, so they are for threads."""
 
     def __init__(self, command: list[str]) -> None:
         # A session of its own: a terminal's interrupt stops the router, which lets running requests finish.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
-        self._tasks = cast(BinaryIO, self._process.stdin)
-        self._results = cast(BinaryIO, self._process.stdout)
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def status(self) -> int | None:
-        return self._process.poll()
+        super().__init__(command, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def started(self) -> str:
         """Returns why the worker cannot process images, once its libraries are imported; nothing if it can."""
-        return self._result().error
+        return receive(self.results, ImageResult).error
 
     def process(self, data: bytes, detail: str) -> tuple[ImageResult, tuple[Tensor, ...]]:
-        write(self._tasks, ImageTask(len(data), detail), data)
-        result = self._result()
+        send(self.tasks, ImageTask(len(data), detail), data)
+        result = receive(self.results, ImageResult)
         memory = self._memory(result)
         tensors: list[Tensor] = []
         for each in result.arrays:
             if memory is None or each.start is None:
-                content: bytes | SharedBytes = read(self._results, each.size)
+                content: bytes | SharedBytes = read(self.results, each.size)
             else:
                 content = SharedBytes(memory.place, each.start, each.size, memory)
             tensors.append(Tensor(each.name, each.dtype, each.shape, content))
@@ -178,17 +159,7 @@ class _Worker:
         """Opens the memory that the tensors of an image are in, which the worker then closes. Raises OSError."""
         if result.descriptor < 0:
             return None
-        memory = SharedMemory.open(MemoryPlace(self._process.pid, result.descriptor, result.inode))
-        self._tasks.write(b"\0")
-        self._tasks.flush()
+        memory = SharedMemory.open(MemoryPlace(self.pid, result.descriptor, result.inode))
+        self.tasks.write(b"\0")
+        self.tasks.flush()
         return memory
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> None:
-        self._process.wait()
-
-    def _result(self) -> ImageResult:
-        (size,) = SIZE.unpack(read(self._results, SIZE.size))
-        return msgspec.msgpack.decode(read(self._results, size), type=ImageResult)

@@ -127,7 +127,7 @@ async def test_tensors_come_in_shared_memory_that_goes_with_the_image(readers, t
     del shared, large
     reader._remembered.clear()
     gc.collect()
-    for process in ("self", *(str(worker._process.pid) for worker in workers._all)):
+    for process in ("self", *(str(worker.pid) for worker in workers._all)):
         assert not memories(process)
 
 
@@ -165,17 +165,17 @@ async def test_a_worker_that_dies_is_replaced(readers, tmp_path):
     reader, workers = readers(tmp_path)
     await read(reader, source(as_file(photograph(30, 30))))
     (worker,) = workers._all
-    os.kill(worker._process.pid, signal.SIGSTOP)  # so that it dies with a task
+    os.kill(worker.pid, signal.SIGSTOP)  # so that it dies with a task
     waiting = asyncio.create_task(read(reader, source(as_file(photograph(40, 30)))))
     await eventually(lambda: not workers._idle)
-    os.kill(worker._process.pid, signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(DecodingFailed, match="messages"):
         await waiting
     assert await read(reader, source(as_file(photograph(40, 30))))
     (other,) = workers._all
     assert other is not worker
-    os.kill(other._process.pid, signal.SIGKILL)  # while it is idle, nobody notices
-    other._process.wait()
+    os.kill(other.pid, signal.SIGKILL)  # while it is idle, nobody notices
+    other.wait()
     assert await read(reader, source(as_file(photograph(50, 30))))
 
 
@@ -185,7 +185,7 @@ async def test_a_worker_that_takes_too_long_is_replaced(readers, tmp_path):
     await read(reader, source(as_file(photograph(30, 30))))
     workers._image_seconds = 1.0
     (worker,) = workers._all
-    os.kill(worker._process.pid, signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(InvalidRequest, match="more than 1 s"):
         await read(reader, source(as_file(photograph(40, 30))))
     assert worker not in workers._all
@@ -205,7 +205,7 @@ async def test_an_image_is_processed_no_further_once_its_clients_have_left(reade
     reader, workers = readers(tmp_path)
     await read(reader, source(as_file(photograph(30, 30))))
     (worker,) = workers._all
-    os.kill(worker._process.pid, signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGSTOP)
     held = [Held() for _ in range(8)]
     first, *others = [
         asyncio.create_task(read(reader, source(as_file(photograph(40 + each // 2, 30))), account=held[each]))
