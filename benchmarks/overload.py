@@ -26,8 +26,8 @@ import uvloop
 from benchmarks.connection import Connection, ServerUnavailable, TimedResponse
 from benchmarks.report import finish, number, percentile, table, tell
 from benchmarks.servers import OURS, ServerDidNotStart, running, wait_until_healthy
+from shared.addresses import free_port
 from tgi_server import demo_model
-from tgi_server.launcher.machine import free_port
 
 _START_SECONDS, _READY_SECONDS = 600.0, 60.0
 _LOG = Path("runs/logs/overload.log")

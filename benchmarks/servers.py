@@ -18,9 +18,9 @@ from pathlib import Path
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.workloads import adapter_name
+from shared.addresses import free_port
 from shared.control_groups import usable_cores
 from tgi_server.gguf.paths import SUFFIX
-from tgi_server.launcher.machine import free_port
 
 _PROGRAMS = Path(sys.executable).parent
 _STOP_SECONDS = 30
