@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
@@ -28,9 +27,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tgi_server.contract import Task
-from tgi_server.engine.checkpoint.load_model import load_config
-from tgi_server.engine.checkpoint.load_shard import load_tensors
-from tgi_server.engine.checkpoint.weight_files import check_files, gguf_of, stored_dtype
+from tgi_server.engine.checkpoint.load_model import load_config, load_tensors
+from tgi_server.engine.checkpoint.reader import read_tensors
+from tgi_server.engine.checkpoint.weight_files import check_files, stored_dtype
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.linear import linear_factory
@@ -265,8 +264,8 @@ def _dense(folder: Path) -> tuple[Tensor, Tensor | None, nn.Module]:
     if name not in _ACTIVATIONS or config.get("use_residual"):
         raise UnsupportedModel(f"{folder / 'config.json'}: a dense layer with {name} and residuals is not served")
     try:
-        weights = load_file(folder / "model.safetensors")
-    except (OSError, SafetensorError) as error:
+        weights = read_tensors(folder / "model.safetensors")
+    except FileNotFoundError as error:
         raise InvalidWeights(f"{folder} needs its weights in model.safetensors: {error}") from error
     bias = weights.get("linear.bias")
     return weights["linear.weight"].float(), None if bias is None else bias.float(), _ACTIVATIONS[name]()
@@ -292,20 +291,9 @@ def _load(kind: Any, config: EngineConfig, model_config: PretrainedConfig, dtype
     transformers_logging.set_verbosity_error()
     folder = config.model_path
     try:
-        if gguf_of(folder) is not None:
-            model, report = load_tensors(
-                folder, model_config, kind, dtype, HOST, None, trust_remote_code=config.trust_remote_code
-            )
-        else:
-            model, report = kind.from_pretrained(
-                folder,
-                config=model_config,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-            )
+        model, report = load_tensors(
+            folder, model_config, kind, dtype, HOST, None, trust_remote_code=config.trust_remote_code
+        )
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise UnsupportedModel(f"{folder} cannot be loaded: {(str(error).splitlines() or [''])[0]}") from error
     # Embeddings are made of the last layer, so what some models have behind it may be missing.

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from tgi_server.contract import StateSave
 from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
-from tgi_server.engine.checkpoint.load_model import load_config
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidCall, InvalidImage
 from tgi_server.engine.images import PromptImages
@@ -72,7 +71,7 @@ class Engine:
         self.adapters = LoadedAdapters(
             parts.model,
             config.model_path,
-            partial(load_config, config),
+            parts.config,
             lambda: self._runner.adapt(self._backend.lora(config.max_lora_rank)),
             config.group,
             max_rank=config.max_lora_rank,

@@ -3,10 +3,10 @@
 import logging
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.engine.backends.devices import choose_dtype
-from tgi_server.engine.checkpoint.load_model import check_shards, load_model, load_vision
+from tgi_server.engine.checkpoint.load_model import check_shards, load_config, load_model, load_vision
 from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, write_packed
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
@@ -64,11 +64,12 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine. model: of `transformers`, whose layers may be in the runner.
+    """The parts of an engine. model: of `transformers`, whose layers may be in the runner. config: the folder's own.
 
     tower: reads images; None where none are read. speculation: plans drafts; None where none are wanted.
     """
 
+    config: PretrainedConfig
     model: PreTrainedModel
     runner: Runner
     tower: VisionTower | None
@@ -82,16 +83,18 @@ def load_parts(config: EngineConfig, model: PreTrainedModel | None = None) -> En
     model: one that is on the device already; None: the folder's. Nothing else of the folder is loaded beside a model
     that is given, so it reads no images.
     """
+    own = load_config(config) if model is None else model.config
     if model is None:
-        model, runner = _load_runner(config)
-        tower, no_images = _load_tower(config, model, runner)
+        model, runner = _load_runner(config, own)
+        tower, no_images = _load_tower(config, own, model, runner)
     else:
         runner, tower, no_images = create_runner(model, config), None, ""
-    speculation = _load_drafters(config, model, runner)
-    return EngineParts(model, runner, tower, speculation, _facts(config, model, runner, tower, no_images, speculation))
+    speculation = _load_drafters(config, own, model, runner)
+    info = _facts(config, model, runner, tower, no_images, speculation)
+    return EngineParts(own, model, runner, tower, speculation, info)
 
 
-def _load_runner(config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
+def _load_runner(config: EngineConfig, own: PretrainedConfig) -> tuple[PreTrainedModel, Runner]:
     """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
     file = packed_file(config)
     if (stored := read_packed(file, config.group, StoredModel)) is not None:
@@ -99,19 +102,21 @@ def _load_runner(config: EngineConfig) -> tuple[PreTrainedModel, Runner]:
         check_shards(config, model.config, model.dtype)
         return model, runner
     device = config.resolve_device()
-    model = load_model(config, device, choose_dtype(config, device))
+    model = load_model(config, device, choose_dtype(config, device), own)
     runner = create_runner(model, config)
     if file is not None and (content := stored_model(runner, model)) is not None:
         write_packed(file, content)
     return model, runner
 
 
-def _load_tower(config: EngineConfig, model: PreTrainedModel, runner: Runner) -> tuple[VisionTower | None, str]:
+def _load_tower(
+    config: EngineConfig, own: PretrainedConfig, model: PreTrainedModel, runner: Runner
+) -> tuple[VisionTower | None, str]:
     """Returns what reads images, or why nothing does; neither for a model of text alone."""
     if not config.image_memory:
         return None, "the server was started without memory for images"
     try:
-        vision = load_vision(config, config.resolve_device(), model.dtype)
+        vision = load_vision(config.model_path, own, config.resolve_device(), model.dtype)
     except (UnsupportedModel, InvalidWeights) as reason:
         logger.warning("prompts cannot have images: %s", reason)
         return None, str(reason)
@@ -124,7 +129,9 @@ def _load_tower(config: EngineConfig, model: PreTrainedModel, runner: Runner) ->
     return runner.tower, ""
 
 
-def _load_drafters(config: EngineConfig, model: PreTrainedModel, runner: Runner) -> Speculation | None:
+def _load_drafters(
+    config: EngineConfig, own: PretrainedConfig, model: PreTrainedModel, runner: Runner
+) -> Speculation | None:
     if not config.speculate and config.speculative_model is None:
         return None
     if not isinstance(runner, PagedRunner):
@@ -136,8 +143,8 @@ def _load_drafters(config: EngineConfig, model: PreTrainedModel, runner: Runner)
     if config.speculative_model is not None:
         drafter = load_drafter(config, model, runner)
         most, drafters = most or drafter.default_most, [HistoryDrafter(), drafter]
-    elif (own := load_own_drafter(config, model, runner)) is not None:
-        drafters = [HistoryDrafter(), own]
+    elif (drafter_of_model := load_own_drafter(config, own, model, runner)) is not None:
+        drafters = [HistoryDrafter(), drafter_of_model]
     runner.most_drafted = most
     return Speculation(most, drafters, config.group, config.resolve_device())
 

@@ -17,10 +17,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from tgi_server.engine.checkpoint.fill import empty_model, fill
 from tgi_server.engine.checkpoint.quantized.formats import gptq as gptq_format
-from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.engine.checkpoint.weight_files import check_files, fingerprint, write_index
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.memory import HOST
 from tgi_server.model_files.gptq_rounding import GptqSettings, Hessian, round_weight
 
 _SETTINGS = "quantize_config.json"
@@ -72,8 +74,7 @@ class _Layers:
     def __init__(self, folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> None:
         self._folder = folder
         self._config = config
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        empty = empty_model(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
         self._class = type(empty)
         self._dtype = getattr(config, "dtype", None) or torch.float32
         lists = [(path, module) for path, module in empty.named_modules() if isinstance(module, nn.ModuleList)]
@@ -91,21 +92,15 @@ class _Layers:
         """Returns the model with these layers; the others pass their input on."""
         left_out = [path for path in self.paths if path not in paths]
 
-        class SomeLayers(self._class):  # type: ignore[name-defined]
-            def __init__(self, config: PretrainedConfig) -> None:
-                super().__init__(config)
-                for path in left_out:
-                    self.set_submodule(path, _LayerRecorder(self.get_submodule(path)))
+        def leave_out(model: PreTrainedModel) -> None:
+            for path in left_out:
+                model.set_submodule(path, _LayerRecorder(model.get_submodule(path)))
 
-        SomeLayers.__name__ = self._class.__name__
-        SomeLayers.__module__ = self._class.__module__
         with open_checkpoint(self._folder) as tensors:
             wanted = {name: each for name, each in tensors.items() if not self._is_of(name, left_out)}
-            model, report = SomeLayers.from_pretrained(
-                None, config=copy.deepcopy(self._config), state_dict=wanted, dtype=self._dtype, output_loading_info=True
-            )
-        if missing := sorted(report["missing_keys"]):
-            raise UnsupportedModel(f"{self._folder}: its tensors have other names than the model's: {missing[0]}")
+            model, report = fill(self._class, copy.deepcopy(self._config), leave_out, wanted, self._dtype, HOST)
+        if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
+            raise UnsupportedModel(f"{self._folder}: its tensors differ from the model's in name or shape: {wrong[0]}")
         return model.eval().requires_grad_(False)
 
     def name_in_files(self, path: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.load_shard import by_model_names
+from tgi_server.engine.checkpoint.fill import by_model_names
 from tgi_server.engine.checkpoint.weight_files import tensor_infos, weight_files, write_index
 from tgi_server.engine.errors import InvalidAdapter
 from tgi_server.engine.lora.adapter import AdapterLayer

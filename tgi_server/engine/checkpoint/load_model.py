@@ -15,22 +15,28 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, load_without_text
-from tgi_server.engine.checkpoint.quantized import find_quantization
+from tgi_server.engine.checkpoint.cut import check_vocabulary, cut, surround
+from tgi_server.engine.checkpoint.fill import empty_model, fill
+from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
-from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.engine.checkpoint.settings_check import check_padding, check_rotary_settings
+from tgi_server.engine.checkpoint.skeleton import QuantizedLayers, leave_out_images, leave_out_text
 from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, fingerprint, stored_dtype
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.models.families import plan_for
+from tgi_server.engine.parallel.group import ShardGroup
+from tgi_server.engine.parallel.shares import share_of
 from tgi_server.engine.progress import follow_transformers, progress
-from tgi_server.loading import READING
+from tgi_server.loading import READING, ROUNDING
 
 # Models whose class for text and images needs a library for images (timm); their text models have classes of their own.
 _TEXT_ALONE = {"gemma3n"}
@@ -81,17 +87,22 @@ def _read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def load_model(config: EngineConfig, device: torch.device, choose_dtype: ChooseDtype | None = None) -> PreTrainedModel:
+def load_model(
+    config: EngineConfig,
+    device: torch.device,
+    choose_dtype: ChooseDtype | None = None,
+    model_config: PretrainedConfig | None = None,
+) -> PreTrainedModel:
     """Returns the model, or this shard of it, in evaluation mode on `device`, after a check that no weight is missing.
 
-    Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
+    Only safetensors and GGUF files are read; `.bin` files are converted beforehand by `text-generation-server
     download-weights`. choose_dtype: returns the dtype to compute in for that of the checkpoint, if it says one; None:
-    the same.
+    the same. model_config: the model's own, if it has been read.
 
     Raises ModelNotFound, InvalidWeights or UnsupportedModel.
     """
     progress(READING)
-    model_config = load_config(config)
+    model_config = load_config(config) if model_config is None else model_config
     check_files(config.model_path)
     # Models that also read images say it beside what the text model is, and some older ones do not say it.
     parts = (model_config.get_text_config(decoder=True), model_config)
@@ -138,24 +149,29 @@ def check_shards(config: EngineConfig, model_config: PretrainedConfig, dtype: to
         config.group.check_same(facts)
 
 
-def load_vision(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
+def load_vision(
+    path: Path, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel | None:
     """Returns the parts of the model that read images, in evaluation mode on `device`; None for a model of text alone.
 
-    Raises UnsupportedModel for a model whose images are not served, and InvalidWeights where their weights are missing.
+    path: the model's folder. model_config: the model's own. Raises UnsupportedModel for a model whose images are not
+    served, and InvalidWeights where their weights are missing.
     """
-    model_config = copy.deepcopy(load_config(config))
     model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model_config), None)
     if model_class is None:
         return None
     kind = model_config.model_type
     if kind not in IMAGE_MODELS:
         raise UnsupportedModel(f"images are not served with {kind} models, only with {', '.join(sorted(IMAGE_MODELS))}")
-    quantization = find_quantization(config.model_path, model_config, None)
-    for part in (model_config, model_config.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
-    path = config.model_path
-    model, report = _load(path, lambda: load_without_text(path, model_config, model_class, dtype, device, quantization))
+    quantization = find_quantization(path, model_config, None)
+    model_config = without_quantization(model_config)
+    model_config.tie_word_embeddings = False  # of a head and embeddings that are not there
+
+    def load() -> tuple[PreTrainedModel, dict[str, Any]]:
+        with open_checkpoint(path, quantization=quantization) as tensors:
+            return fill(model_class, model_config, leave_out_text, tensors, dtype, device)
+
+    model, report = _load(path, load)
     if missing := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise InvalidWeights(f"{path} lacks weights that read images: {_some(missing)}")
     return model.to(device).eval().requires_grad_(False)
@@ -181,16 +197,65 @@ def _load_part(
     quantization = find_quantization(path, model_config, config.quantize)
     if quantization is None:  # or else most of the time goes into weights that are not read by `transformers`
         follow_transformers(READING)
-    if config.group is None:
-        model, report = load_tensors(path, model_config, factory, dtype, device, quantization, trust_remote_code=trust)
-    else:
+    if config.group is not None:
         check_shards(config, model_config, dtype)
-        model, report = load_shard(
-            path, model_config, factory, dtype, device, config.group,
-            quantization=quantization, trust_remote_code=trust,
-        )  # fmt: skip
+    model, report = load_tensors(
+        path, model_config, factory, dtype, device, quantization, config.group, trust_remote_code=trust
+    )
     model.quantization = quantization.text if quantization else ""
     return model, report
+
+
+def load_tensors(
+    folder: Path,
+    config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+    group: ShardGroup | None = None,
+    *,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Loads a model of the tensors in its files, quantised ones as such, and of nothing else in its folder.
+
+    Returns it with what `transformers` reports of loading it. Of a group only this shard is ever in memory, and one
+    quantised weight. config: the model's. factory: a class of `transformers` that has `from_config`. quantization: of
+    its weights. Raises UnsupportedModel for a model that cannot be split over this many shards.
+    """
+    plan = None if group is None else plan_for(config)
+    share = None if plan is None or group is None else share_of(group.rank, group.world_size, plan.heads)
+    empty = empty_model(factory, without_quantization(config), trust_remote_code=trust_remote_code)
+    leave_out_images(empty)
+    with open_checkpoint(folder, plan, share, quantization) as tensors:
+        if plan is not None:
+            check_vocabulary(empty, tensors, plan)
+        quantized = QuantizedLayers.of(empty, tensors)
+
+        def arrange(model: PreTrainedModel) -> None:
+            leave_out_images(model)
+            if plan is not None and share is not None:
+                cut(model, plan, share, model.config)
+            quantized.place(model)
+
+        # the configuration of the text model, where it is loaded without its images
+        model, report = fill(type(empty), empty.config, arrange, quantized.others(tensors), dtype, device)
+        quantized.fill(model, folder, device, ROUNDING if quantization and quantization.rounds else READING)
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if plan is not None and share is not None and group is not None:
+        surround(model, plan, share, group, config)
+    return model, report
+
+
+def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns a copy that does not make `transformers` read quantised weights."""
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    return plain
 
 
 def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:

@@ -1,6 +1,5 @@
 """The model that adapters change: its linear layers, and their weights as its checkpoint has them."""
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,10 +15,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.checkpoint.load_model import model_factory
-from tgi_server.engine.checkpoint.load_shard import by_model_names, name_in_model
+from tgi_server.engine.checkpoint.fill import by_model_names, name_in_model
+from tgi_server.engine.checkpoint.load_model import model_factory, without_quantization
 from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
-from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
+from tgi_server.engine.checkpoint.reader import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
 from tgi_server.engine.errors import InvalidAdapter
 
 # Names that checkpoints have for modules which models have by other names now: of GPT-NeoX.
@@ -101,10 +100,7 @@ class BaseModel:
     @classmethod
     def of(cls, folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
         """Returns the model in a folder. config: the folder's own, as it was read. No weight is read."""
-        plain = copy.deepcopy(config)
-        for part in (plain, plain.get_text_config(decoder=True)):
-            if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config
+        plain = without_quantization(config)
         factory = model_factory(config)
         with torch.device("meta"):
             model = factory.from_config(plain, trust_remote_code=trust_remote_code)

@@ -81,20 +81,20 @@ class LoadedAdapters:
         self,
         model: PreTrainedModel,
         folder: Path,
-        read_config: Callable[[], PretrainedConfig],
+        config: PretrainedConfig,
         adapt: Callable[[], list[AdaptedLinear]],
         group: ShardGroup | None,
         *,
         max_rank: int,
         trust_remote_code: bool,
     ) -> None:
-        """folder: of the base model. read_config: reads its configuration. adapt: returns the linear layers of the
+        """folder: of the base model. config: its own. adapt: returns the linear layers of the
         running model, once the first adapter is read. group: the shards of the model, when this is one of them.
         max_rank: of a layer.
         """
         self._model = model
         self._folder = folder
-        self._read_config = read_config
+        self._config = config
         self._adapt = adapt
         self._group = group
         self._max_rank = max_rank
@@ -192,7 +192,7 @@ class LoadedAdapters:
 
     @cached_property
     def _base(self) -> BaseModel:
-        return BaseModel.of(self._folder, self._read_config(), trust_remote_code=self._trust_remote_code)
+        return BaseModel.of(self._folder, self._config, trust_remote_code=self._trust_remote_code)
 
     @cached_property
     def _split(self) -> Callable[[str, AdapterLayer], AdapterLayer]:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.pickled import load_pickled
+from tgi_server.engine.checkpoint.reader import read_tensors
 from tgi_server.engine.errors import InvalidAdapter, InvalidWeights
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.base_model import BaseLayer, BaseModel, BaseWeights
@@ -67,11 +65,9 @@ def read_adapter(folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK) -> 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     file = folder / WEIGHTS
     try:
-        tensors = load_file(file) if file.is_file() else load_pickled(folder / PICKLED_WEIGHTS)
+        tensors = read_tensors(file if file.is_file() else folder / PICKLED_WEIGHTS)
     except FileNotFoundError as error:
         raise InvalidAdapter(f"{folder} has neither {WEIGHTS} nor {PICKLED_WEIGHTS}") from error
-    except (SafetensorError, OSError) as error:
-        raise InvalidAdapter(f"{file} is corrupt or incomplete ({error}); download it again") from error
     except InvalidWeights as error:
         raise InvalidAdapter(str(error)) from error
     if not any(map(_NAME.fullmatch, tensors)):

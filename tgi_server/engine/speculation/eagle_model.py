@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -19,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from tgi_server.engine.backends import PagedModel, PassInput
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
+from tgi_server.engine.checkpoint.reader import read_tensors
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 
@@ -140,11 +139,8 @@ def read_eagle(folder: Path, model: PreTrainedModel) -> tuple[EagleModel, Tensor
             "Llama layer is supported"
         )
     weights: dict[str, Tensor] = {}
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise InvalidWeights(f"{folder}: a safetensors file cannot be read: {error}") from error
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= read_tensors(file)
     offsets = weights.pop("d2t", None)
     weights.pop("t2d", None)
     own = {

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.backends.generic import GenericModel
-from tgi_server.engine.checkpoint.load_model import load_config, load_model
+from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
@@ -48,9 +48,13 @@ def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunn
     return _draft_model(folder, config, model, runner)
 
 
-def load_own_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> ModelDrafter | None:
+def load_own_drafter(
+    config: EngineConfig, model_config: PretrainedConfig, model: PreTrainedModel, runner: PagedRunner
+) -> ModelDrafter | None:
     """Returns the drafter in the model's own checkpoint, for its runner; None if there is none, or on GPUs for a model
     with a spec.
+
+    model_config: the folder's own.
     """
     if isinstance(runner.model, CpuModel):
         layer_type = runner.model.decoder.layer_type
@@ -58,7 +62,7 @@ def load_own_drafter(config: EngineConfig, model: PreTrainedModel, runner: Paged
         layer_type = type(decoder.layers[-1])
     else:
         return None
-    quantization = find_quantization(config.model_path, load_config(config), config.quantize)
+    quantization = find_quantization(config.model_path, model_config, config.quantize)
     network = read_mtp(config.model_path, model, layer_type, quantization, config.group)
     if network is None:
         return None

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
+from tgi_server.engine.checkpoint.reader import read_tensors
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.parallel import ShardGroup
@@ -91,8 +90,8 @@ def read_heads(folder: Path, model: PreTrainedModel) -> nn.ModuleList:
     settings = json.loads((folder / "config.json").read_text())
     count, depth = int(settings["medusa_num_heads"]), int(settings.get("medusa_num_layers", 1))
     try:
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
+        weights = read_tensors(folder / WEIGHTS)
+    except FileNotFoundError as error:
         raise InvalidWeights(f"{folder / WEIGHTS} cannot be read: {error}") from error
     own = model.get_output_embeddings()
     heads = nn.ModuleList()

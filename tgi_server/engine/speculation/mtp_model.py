@@ -17,9 +17,9 @@ from tgi_server.engine.backends import PagedModel, PassInput
 from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.generic import substitute_attention
-from tgi_server.engine.checkpoint.load_shard import cut, surround
+from tgi_server.engine.checkpoint.cut import cut, surround
 from tgi_server.engine.checkpoint.quantized import Quantization
-from tgi_server.engine.checkpoint.safetensors_files import Checkpoint, open_checkpoint
+from tgi_server.engine.checkpoint.reader import Checkpoint, open_checkpoint
 from tgi_server.engine.errors import InvalidWeights
 from tgi_server.engine.models.families import family_of, plan_for
 from tgi_server.engine.parallel import ShardGroup

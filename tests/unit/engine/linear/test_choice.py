@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.kernels import equal_bits, kinds_of_weights
-from tests.unit.engine.checkpoint.test_safetensors_files import own_bytes
+from tests.unit.engine.checkpoint.test_reader import own_bytes
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import build, load_kernels
 from tgi_server.engine.linear import choice, linear_factory, trials

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.quantized_models import LAYOUTS, make_quantized
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.checkpoint.quantized import find_quantization
-from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.reader import open_checkpoint
 
 TEXTS = prompts((1, 20, 5, 33))
 LINEAR_LAYOUTS = [layout for layout in LAYOUTS if layout != "mxfp4"]

@@ -15,7 +15,7 @@ from tests.gguf_models import HALVES, make_gguf, make_wide, random_blocks
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized_weight
-from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.engine.errors import EngineError
 from tgi_server.model_files.gguf_models import described
 

@@ -20,7 +20,7 @@ from tests.unit.model_files.test_gptq_quantizer import samples
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import find_quantization
-from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.model_files.gptq_quantizer import quantize_folder
 from tgi_server.model_files.gptq_rounding import GptqSettings
 

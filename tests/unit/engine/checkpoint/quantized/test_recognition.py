@@ -14,7 +14,7 @@ from tests.quantized_models import make_quantized, set_config
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.checkpoint.quantized import find_quantization
-from tgi_server.engine.checkpoint.safetensors_files import open_checkpoint
+from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 

@@ -1,4 +1,6 @@
-"""Reads a model's files of weights, or a shard's slices of them and nothing else; quantised weights as such."""
+"""Reads tensors by their names, from safetensors, GGUF and pickles: a model's, or a shard's slices of them and nothing
+else; quantised weights as such.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,9 +10,11 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tgi_server.engine.checkpoint.pickled import load_pickled
 from tgi_server.engine.checkpoint.quantized import Quantization, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_tensors
 from tgi_server.engine.checkpoint.quantized.rounding import STACKED
@@ -147,6 +151,21 @@ class QuantizedTensor:
 
 
 Checkpoint = dict[str, SlicedTensor | QuantizedTensor]
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a safetensors file or, by any other ending, of a pickle.
+
+    Raises InvalidWeights if it is corrupt, and FileNotFoundError if there is none.
+    """
+    if file.suffix != ".safetensors":
+        return load_pickled(file)
+    try:
+        return load_file(file)
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise InvalidWeights(f"{file} cannot be read: it is corrupt ({error}); download it again") from error
 
 
 @contextmanager
