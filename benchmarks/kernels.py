@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from benchmarks import trials
 from benchmarks.machine import read_config
 from benchmarks.report import finish, number, table, tell
 from benchmarks.workloads import positive
@@ -34,7 +35,7 @@ from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpa
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.linear import choice, trials
+from tgi_server.engine.linear import choice
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 

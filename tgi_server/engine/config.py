@@ -21,8 +21,8 @@ class EngineConfig:
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
-    linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "fma,fma_dequant@32"; "measure": those that
-        are fastest in trials at load; None: those of a table for each kind of CPU.
+    linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "fma,fma_dequant@32"; None: those of a
+        table for each kind of CPU.
     quantize: how the weights of linear layers are rounded while they are loaded, or how the checkpoint is quantised
         (`checkpoint/quantized/recognition.py`); None: as the checkpoint is.
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.

@@ -117,8 +117,8 @@ class ModelSettings(CheckpointSettings):
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, such as fma or fma,fma_dequant@32 (the second for 32 or more "
-        "rows); w4a16: 4-bit weights with inputs in 16 bits instead of 8; measure: time the kernels at load and use "
-        "the fastest, so results may differ between starts; default: by kind of CPU, from a table in the repository",
+        "rows); w4a16: 4-bit weights with inputs in 16 bits instead of 8; default: by kind of CPU, from a table in the "
+        "repository",
     )
     packed_weights_cache: Path | None = Field(
         None,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks import kernels as command
-from tgi_server.engine.linear import choice, trials
+from benchmarks import trials
+from tgi_server.engine.linear import choice
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 

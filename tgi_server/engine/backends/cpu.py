@@ -40,7 +40,7 @@ class CpuBackend(ReferenceBackend):
         self._limit_threads()
         super().__init__(source, config)
         pinned = config.linear_kernels
-        self._linear = linear_factory(source, source.dtype, config.quantize, group=config.group, pinned=pinned)
+        self._linear = linear_factory(source, source.dtype, config.quantize, pinned=pinned)
         self.linear_kernels = str(self._linear)
         self.samples_on_cpu = load_kernels()
         self._packed = False  # the linear layers of `source`

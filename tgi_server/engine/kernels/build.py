@@ -147,11 +147,6 @@ def prepare(targets: Iterable[str], folder: Path | None = None) -> bool:
     return True
 
 
-def cache_path(name: str) -> Path:
-    """Returns where to keep what was found out about these kernels on this machine."""
-    return CACHE / f"{_key(NATIVE)}-{name}"
-
-
 def compiled_library() -> Path | None:
     """Returns the best library that is compiled already and runs on this machine; None if there is none."""
     features = set(_cpu_features().split())

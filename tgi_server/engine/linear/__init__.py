@@ -1,6 +1,5 @@
 """Linear layers, y = x W^T + b: one file for each kind of weights, and the choice among kernels."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -12,20 +11,16 @@ from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWei
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.choice import A8, Weights, choose_kernels, plain_shapes, quantized_shapes
+from tgi_server.engine.linear.choice import A8, Weights, choose_kernels, quantized_kinds
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_linear import SideBySideLinear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear, packed_kind_of
-from tgi_server.engine.linear.trials import fastest
-from tgi_server.engine.parallel import ShardGroup
 
 __all__ = ["KernelTable", "LinearFactory", "PackedLinear", "linear_factory"]
 
-# In place of the names of kernels: trials at load decide.
-MEASURE = "measure"
 Linear = nn.Linear | QuantizedLinear
 
 
@@ -133,44 +128,28 @@ def linear_factory(
     dtype: torch.dtype,
     quantize: str | None,
     *,
-    group: ShardGroup | None = None,
     pinned: str | None = None,
 ) -> LinearFactory:
     """Returns the factory of a model's linear layers on a CPU, quantized if that is requested.
 
     pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
-    those of the table in the repository; MEASURE: those that are fastest in trials, which may differ from start to
-    start. Raises UnsupportedModel for kernels that this CPU does not have. If the kernels are not compiled, oneDNN
-    computes dense layers, and quantized ones are left as they are.
+    those of the table in the repository. Raises UnsupportedModel for kernels that this CPU does not have. If the
+    kernels are not compiled, oneDNN computes dense layers, and quantized ones are left as they are.
     """
     if not load_kernels():
         return LinearFactory(OneDnnLinear)
-    shapes, of_quantized = plain_shapes(model), quantized_shapes(model)
+    kinds = quantized_kinds(model)
     layer: type[PackedLinear] = FloatLinear
     weights = Weights.plain(dtype)
     if quantize == "int8":  # also the weights that the checkpoint has in another form
-        layer, weights = Int8Linear, Weights.quantized("int8", dtype)
-        for each in of_quantized.values():
-            shapes += each
-        of_quantized = {}
-    quantized = {}
-    for kind in sorted(of_quantized):
-        quantized[kind] = _table(pinned, of_quantized[kind], Weights.quantized(kind, dtype), group)
-    named = pinned != MEASURE and bool(quantized)
-    table = _table(None if named else pinned, shapes, weights, group)
+        layer, weights, kinds = Int8Linear, Weights.quantized("int8", dtype), []
+    quantized = {kind: _table(pinned, Weights.quantized(kind, dtype)) for kind in kinds}
+    table = _table(None if quantized else pinned, weights)
     return LinearFactory(layer, table, quantized, dtype, side_by_side=SideBySideLinear)
 
 
-def _table(
-    pinned: str | None, shapes: Counter[tuple[int, int]], weights: Weights, group: ShardGroup | None
-) -> KernelTable:
-    """Returns the kernels for weights of these shapes, the same for all shards of a model."""
-    if pinned is None:
-        return choose_kernels(weights)
-    if pinned != MEASURE:
-        return _pinned(pinned, weights)
-    answer = str(fastest(shapes, weights)) if group is None or group.rank == 0 else ""
-    return KernelTable.of(group.exchange(answer)[0] if group else answer)
+def _table(pinned: str | None, weights: Weights) -> KernelTable:
+    return choose_kernels(weights) if pinned is None else _pinned(pinned, weights)
 
 
 def _for_bits(name: str, bits: int, known: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ is not in the table uses the rules at the beginning of the file.
 """
 
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,20 +106,10 @@ def _real(kernels: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in kernels if not name.endswith(_EMULATED))
 
 
-def plain_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
-    """Returns how many linear layers of each shape, (outputs, inputs), have dense weights."""
-    shapes = (module.weight.shape for module in model.modules() if isinstance(module, nn.Linear))
-    return Counter((outputs, inputs) for outputs, inputs in shapes)
-
-
-def quantized_shapes(model: nn.Module) -> dict[str, Counter[tuple[int, int]]]:
-    """Returns how many linear layers of each shape have quantized weights, by their kind."""
-    found: dict[str, Counter[tuple[int, int]]] = {}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            kind = packed_kind_of(module.quantized(0, 1))
-            found.setdefault(kind, Counter())[module.out_features, module.in_features] += 1
-    return found
+def quantized_kinds(model: nn.Module) -> list[str]:
+    """Returns the kinds of quantized weights that linear layers of a model have."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
+    return sorted({packed_kind_of(layer.quantized(0, 1)) for layer in layers})
 
 
 def choose_kernels(weights: Weights) -> KernelTable:

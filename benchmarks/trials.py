@@ -1,28 +1,18 @@
-"""Times kernels of linear layers on this machine, for `--linear-kernels measure` and the table in the repository."""
+"""Times kernels of linear layers on this machine, for the table in the repository."""
 
-import hashlib
-import json
-import logging
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.kernels import cache_path
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.choice import Weights
 from tgi_server.engine.linear.kernel_linear import TILE
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.memory import malloc_trim
-
-logger = logging.getLogger(__name__)
 
 # Numbers of rows that are timed. A table says nothing finer.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -30,42 +20,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 # many rows down, since more time is lost with many.
 WORTH = 1.1
 BUDGET_SECONDS = 1.5
-# What takes longer was measured beside programs that wanted the cores, too, and is not stored for later starts.
-_QUIET_SECONDS = 2 * BUDGET_SECONDS
 # Bytes of weights that are timed, of all candidates together: enough that they come from memory, as the model's do, not
-# from a cache, and no more, since they stand beside those of the model.
+# from a cache.
 _WEIGHT_BYTES = 48 << 20
 # Operations of one measurement with many rows: more would not change which kernel is the fastest.
 _OPERATIONS = 2e8
 _REPEATS = 5
-# Models with fewer weights than this compute for so short a time that any kernel will do.
-_SMALL_BYTES = 32 << 20
 # Seconds of all layers together, by the number of rows.
 Times = Mapping[int, float]
-
-
-def fastest(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
-    """Returns the table that is fastest on this machine, from trials, or from those of an earlier start."""
-    outputs_by_depth: Counter[int] = Counter()
-    for (outputs, inputs), count in shapes.items():
-        outputs_by_depth[inputs] += outputs * count
-    numbers = sum(outputs * inputs for inputs, outputs in outputs_by_depth.items())
-    if numbers * weights.bits // 8 < _SMALL_BYTES:
-        return KernelTable.of(weights.kernels[0])
-    place = _cache_file(outputs_by_depth, weights)
-    if (cached := _read(place)) is not None:
-        logger.info("linear layers: %s, as measured on this machine before (%s)", cached, place)
-        return cached
-    started = time.perf_counter()
-    table = choose(measure(outputs_by_depth, {name: (weights, name) for name in weights.kernels}))
-    malloc_trim()  # some 100 MB of trials
-    seconds = time.perf_counter() - started
-    quiet = seconds <= _QUIET_SECONDS
-    busy = "" if quiet else "; other programs keep the cores busy, so the next start measures again"
-    logger.info("linear layers: %s, measured in %.1f s%s", table, seconds, busy)
-    if quiet:
-        _write(place, table)
-    return table
 
 
 def choose(times: Mapping[str, Times]) -> KernelTable:
@@ -150,24 +112,3 @@ class _Trial:
         started = time.perf_counter()
         linear(x)
         return (time.perf_counter() - started) / outputs
-
-
-def _cache_file(outputs_by_depth: Mapping[int, int], weights: Weights) -> Path:
-    facts = [sorted(outputs_by_depth.items()), weights.kind, str(weights.dtype), torch.get_num_threads(), ROWS]
-    return cache_path("linear-" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12] + ".txt")
-
-
-def _read(place: Path) -> KernelTable | None:
-    try:
-        return KernelTable.of(place.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _write(place: Path, table: KernelTable) -> None:
-    scratch = place.with_name(f"{place.name}.{os.getpid()}")
-    try:
-        scratch.write_text(str(table))
-        os.replace(scratch, place)
-    except OSError as error:
-        logger.info("the choice of kernels cannot be stored, so the next start measures again: %s", error)
