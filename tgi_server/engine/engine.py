@@ -96,9 +96,10 @@ class Engine:
         self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
         logger.info(
-            "loaded %s in %.1f s; weights: %s; linear layers: %s; threads: %d",
+            "loaded %s in %.1f s; forward pass: %s; weights: %s; linear layers: %s; threads: %d",
             config.model_path,
             time.perf_counter() - started,
+            self.info.forward_pass,
             self.info.quantization or self.info.dtype,
             self.info.linear_kernels,
             torch.get_num_threads(),

@@ -34,8 +34,8 @@ class LoadedModel:
 
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
-    at most.
-    quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
+    at most. For people: forward_pass: how a step is computed. quantization: of the weights; empty: none.
+    linear_kernels: what computes linear layers.
     kv_cache_dtype: of keys and values. images: prompts may have images. no_images: why a model that reads images does
     not; empty where it does, or never could. whole_images: no chunk of a prompt may end inside an image.
     """
@@ -54,6 +54,7 @@ class LoadedModel:
     block_size: int
     grammars: bool
     speculate: int
+    forward_pass: str
     quantization: str
     linear_kernels: str
     kv_cache_dtype: str
@@ -174,6 +175,7 @@ def _facts(
         block_size=runner.block_size,
         grammars=has_tokenizer(config.model_path),
         speculate=speculation.most if speculation else 0,
+        forward_pass=runner.model.name if isinstance(runner, PagedRunner) else "transformers, in padded batches",
         quantization=getattr(model, "quantization", ""),
         linear_kernels=runner.backend.linear_kernels,
         kv_cache_dtype=str(runner.model.attention.kv_format) if isinstance(runner, PagedRunner) else dtype,

@@ -32,7 +32,8 @@ class ModelDescription:
 
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
     `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
-    of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers. speculate:
+    of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers.
+    forward_pass: how a step is computed. speculate:
     tokens drafted for a sequence in one step, at most. device: cpu or cuda. dtype: of activations. paged: the KV cache
     is in blocks that sequences share; else batches are padded.
     """
@@ -48,6 +49,7 @@ class ModelDescription:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     linear_kernels: str | None = None
+    forward_pass: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
     paged: bool = True

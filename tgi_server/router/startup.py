@@ -458,6 +458,7 @@ def _describe(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Wa
         quantization=info.quantization or None,
         kv_cache_dtype=info.kv_cache_dtype or None,
         linear_kernels=info.linear_kernels or None,
+        forward_pass=info.forward_pass or None,
         device=info.device_type,
         dtype=info.dtype,
         paged=info.paged,

@@ -38,6 +38,7 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         decoder_start_token_id=model.decoder_start_token_id or 0,
         speculate=model.speculate,
         grammars=model.grammars,
+        forward_pass=model.forward_pass,
         quantization=model.quantization,
         linear_kernels=model.linear_kernels,
         kv_cache_dtype=model.kv_cache_dtype,

@@ -125,6 +125,7 @@ async def test_info(routers: RouterFactory):
         "kv_cache_dtype": None,
         "max_batch_total_tokens": info["max_batch_total_tokens"],
         "linear_kernels": None,
+        "forward_pass": None,
         "fallbacks": [],
         "encoders": [],
         "adapters": [],

@@ -64,6 +64,7 @@ class Engine:
             encoder_decoder=False,
             block_size=16,
             grammars=False,
+            forward_pass="one kernel call",
             quantization="",
             linear_kernels="float32: fma",
             kv_cache_dtype="float32",

@@ -76,8 +76,10 @@ class PagedModel(ABC):
     source: the model of `transformers` that it was made from; its configuration, embeddings and head stay there.
     attention: has the KV blocks, and attends over them. kv_shape: of what the layers of `transformers` cache, which
     may be arranged otherwise there. adapted: rows may have adapters.
-    states: of the layers without keys; None: there are no such layers.
+    states: of the layers without keys; None: there are no such layers. name: how a step is computed, for people.
     """
+
+    name = "transformers"
 
     attention: AttentionBackend
     adapted = False

@@ -32,6 +32,7 @@ _SCALED = ("qkv", "output", "mixer_in", "mixer_out", "up", "down")
 class CpuModel(PagedModel):
     """A decoder that computes every kind of pass in one kernel call."""
 
+    name = "one kernel call"
     attention: CpuAttention
 
     def __init__(

@@ -19,6 +19,8 @@ Rotation = tuple[Tensor, Tensor]
 class CudaModel(PagedModel):
     """Runs a decoder layer by layer. The host never reads a result in between, so any step can be captured."""
 
+    name = "fused layers"
+
     def __init__(self, source: nn.Module, decoder: Decoder, attention: AttentionBackend) -> None:
         super().__init__(source, attention)
         self.decoder = decoder

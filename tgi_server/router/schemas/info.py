@@ -50,6 +50,10 @@ class Info(ResponseModel, kw_only=True):
     kv_cache_dtype: str | None = None
     max_batch_total_tokens: Annotated[int, Meta(description="tokens that the KV cache has room for")]
     linear_kernels: str | None = None
+    forward_pass: Annotated[
+        str | None,
+        Meta(description="how a step is computed: one kernel call, fused layers, or transformers, which is slower"),
+    ] = None
     fallbacks: Annotated[
         list[str], Meta(description="why parts of the model are computed in a slower way than the device has")
     ]

@@ -124,6 +124,7 @@ def _info(service: Service) -> Info:
         kv_cache_dtype=service.model.kv_cache_dtype,
         max_batch_total_tokens=limits.max_batch_total_tokens,
         linear_kernels=service.model.linear_kernels,
+        forward_pass=service.model.forward_pass,
         fallbacks=list(service.model.fallbacks),
         encoders=[
             EncoderInfo(

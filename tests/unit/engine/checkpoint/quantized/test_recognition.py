@@ -66,6 +66,7 @@ def test_the_engine_says_what_serves(gptq) -> None:
     info = load_engine(gptq).info
     assert info.quantization == "GPTQ, 4 bits, groups of 32"
     assert info.linear_kernels == "fma (int4), fma"
+    assert info.forward_pass == "one kernel call"
 
 
 def test_inputs_are_rounded_to_8_bits_only_where_that_is_requested(gptq) -> None:
