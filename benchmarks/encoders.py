@@ -85,7 +85,7 @@ def engine_embeds(folder: Path, *, custom_kernels: bool = True) -> Embed:
 
 def onnx_embeds(folder: Path) -> Embed:
     """Returns embeddings by ONNX Runtime, in the engine's batches."""
-    import onnxruntime  # type: ignore[import-not-found]
+    import onnxruntime
 
     model = BertModel.from_pretrained(folder, attn_implementation="eager").eval()
 
@@ -117,7 +117,7 @@ def onnx_embeds(folder: Path) -> Embed:
 
 
 def sentence_transformers_embeds(folder: Path) -> Embed:
-    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
+    from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder), device="cpu")
     return lambda texts: torch.from_numpy(model.encode(list(texts), batch_size=32, show_progress_bar=False))

@@ -83,7 +83,9 @@ class Beside:
 def photograph(seed: str, width: int, height: int) -> str:
     """Returns a JPEG with blurred colours and some noise, as a data URL; another one for each seed."""
     random = Random(seed)
-    colours = Image.frombytes("RGB", (16, 12), random.randbytes(16 * 12 * 3)).resize((width, height), Image.BICUBIC)
+    colours = Image.frombytes("RGB", (16, 12), random.randbytes(16 * 12 * 3)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
     noise = Image.frombytes("L", (width, height), random.randbytes(width * height)).convert("RGB")
     file = io.BytesIO()
     Image.blend(colours, noise, 0.06).save(file, "JPEG", quality=85)

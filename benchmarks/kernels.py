@@ -164,7 +164,8 @@ def attention_times(config: PretrainedConfig, dtype: torch.dtype, tokens: int) -
     wide = [each.float() for each in dense]
 
     def by_torch(parts: list[torch.Tensor]) -> torch.Tensor:
-        return scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != kv_heads)
+        query, key, value = parts
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
 
     return _least(
         {

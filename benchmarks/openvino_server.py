@@ -80,7 +80,7 @@ def application(folder: Path, channel: Connection) -> Starlette:
         yield
 
     async def events(prompt: list[int], max_tokens: int) -> AsyncIterator[str]:
-        number, queue = next(numbers), asyncio.Queue()
+        number, queue = next(numbers), asyncio.Queue[Any]()
         queues[number] = queue
         channel.send((number, prompt, max_tokens))
         text, new_tokens, finished = DecodeStream(skip_special_tokens=True), 0, False

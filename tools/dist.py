@@ -147,8 +147,9 @@ def _bill_of_materials() -> dict[str, object]:
 
 
 def _license(package: Distribution) -> str:
-    text = package.metadata.get("License-Expression") or package.metadata.get("License") or ""
-    return str(text).strip().splitlines()[0][:100] if str(text).strip() else ""
+    found = package.metadata.json
+    text = str(found.get("license_expression") or found.get("license") or "").strip()
+    return text.splitlines()[0][:100] if text else ""
 
 
 if __name__ == "__main__":

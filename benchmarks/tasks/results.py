@@ -183,8 +183,8 @@ def print_tables(sides: Sequence[tuple[str, Sequence[TaskResult]]]) -> None:
     for name, by_family in of_sides:
         if scored := [row for row in by_family.values() if row.loss is not None]:
             print(f"\nDecisions of {name}: mean negative log-probability of the right answer")
-            cells = [[row.family, f"{row.score:.1%}", f"{row.loss:.3f}"] for row in scored]
-            print(table(("family", "right", "loss"), cells))
+            losses = [[row.family, f"{row.score:.1%}", f"{row.loss:.3f}"] for row in scored]
+            print(table(("family", "right", "loss"), losses))
 
 
 def _cell(row: TaskRow | None, kind: str) -> str:
