@@ -17,7 +17,6 @@ from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidCall, InvalidImage
-from tgi_server.engine.images import PromptImages
 from tgi_server.engine.load_parts import load_parts
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
@@ -38,6 +37,7 @@ from tgi_server.engine.sampling.masks import MaskBuilder, PendingMask
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
 from tgi_server.engine.speculation import Draft, DraftCheck
 from tgi_server.engine.step import Step
+from tgi_server.engine.vision.images import PromptImages
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar, LimitedThoughts
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from tgi_server.engine.speculation import (
     load_drafter,
     load_own_drafter,
 )
-from tgi_server.engine.vision_tower import VisionTower
+from tgi_server.engine.vision.tower import VisionTower
 from tgi_server.grammar.tokenizer import has_tokenizer
 
 logger = logging.getLogger(__name__)

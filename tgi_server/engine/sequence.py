@@ -15,7 +15,7 @@ from tgi_server.contract import (
     ThoughtBudget,
 )
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.images import PromptImages
+from tgi_server.engine.vision.images import PromptImages
 from tgi_server.grammar import Constraint, LimitedThoughts
 
 

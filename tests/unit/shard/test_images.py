@@ -14,7 +14,7 @@ from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGe
 from tests.image_prompts import ImagePrompt, expected, image_prompt, load_image_reference, make_image_model
 from tgi_server.contract import Image
 from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine.vision_tower import VisionTower
+from tgi_server.engine.vision.tower import VisionTower
 from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.server import SERVER_OPTIONS
 from tgi_server.shard.service import Place, TextGenerationService

@@ -11,7 +11,7 @@ from tgi_server.engine.errors import InvalidImage
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged_batch import PagedBatch
-from tgi_server.engine.vision_tower import VisionTower
+from tgi_server.engine.vision.tower import VisionTower
 
 
 def with_images(

@@ -21,7 +21,7 @@ from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.image_input import with_images
 from tgi_server.engine.runners.paged_batch import PagedBatch
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.vision_tower import VisionTower
+from tgi_server.engine.vision.tower import VisionTower
 
 
 class PagedSteps(Runner):

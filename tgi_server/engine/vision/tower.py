@@ -1,37 +1,25 @@
-"""The vision tower of a model: what it makes of images, computed in short pieces and cached by content."""
+"""The vision tower of a model, and the cache of what it makes of images."""
 
 import inspect
 import math
 import threading
-import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, activations
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from tgi_server import contract
 from tgi_server.contract import Image
-from tgi_server.engine.backends.attention.dense import DenseAttention
 from tgi_server.engine.errors import InvalidImage
-from tgi_server.engine.linear import PackedLinear
+from tgi_server.engine.vision.pieces import in_pieces
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 # Raised by models for tensors of the wrong shape.
 _MODEL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
-# The name of attention in pieces, among those of `transformers`.
-_IMPLEMENTATION = "oatmill_pieces"
-# Multiplications a second, until pieces have been measured: those of a slow core.
-_FIRST_RATE = 5e9
-# Rows that are computed together at least: fewer would read weights, keys and values too often.
-_LEAST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,63 +36,6 @@ class ImageFeatures:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.embeddings, *self.added))
-
-
-class Pieces:
-    """Cuts the work of a thread into pieces of a time, by the speed of those before, so that others can compute in
-    between. A thread that has not begun any computes everything at once.
-    """
-
-    def __init__(self) -> None:
-        self._rates: defaultdict[str, float] = defaultdict(lambda: _FIRST_RATE)
-        self._thread = threading.local()
-
-    @contextmanager
-    def cut(self, between: Callable[[], None] | None, seconds: Callable[[], float]) -> Iterator[None]:
-        """Cuts what this thread computes in the context.
-
-        between: called before each piece; None: nothing is cut. seconds: returns how long the next piece may take.
-        """
-        self._thread.between, self._thread.seconds, self._thread.ends_at = between, seconds, 0.0
-        try:
-            yield
-        finally:
-            self._thread.between = None
-
-    def pause(self, *_: Any) -> None:
-        """Lets others compute, if the piece has taken its time."""
-        if getattr(self._thread, "between", None) is not None and time.perf_counter() >= self._thread.ends_at:
-            self._begin()
-
-    def compute(
-        self, kind: str, work: Callable[[int, int], Tensor], items: int, products: int, least: int = 1
-    ) -> list[Tensor]:
-        """Returns the results of work(first, end) for all of some items, in one or several pieces.
-
-        kind: of work, each with a speed of its own. products: multiplications of an item. least: items of a piece.
-        """
-        if getattr(self._thread, "between", None) is None:
-            return [work(0, items)]
-        results, first = [], 0
-        while first < items:
-            if self._fitting(kind, products) < min(least, items - first):
-                self._begin()
-            started = time.perf_counter()
-            end = min(items, first + max(least, self._fitting(kind, products)))
-            results.append(work(first, end))
-            measured = (end - first) * products / max(time.perf_counter() - started, 1e-6)
-            self._rates[kind] += 0.2 * (measured - self._rates[kind])
-            first = end
-        return results
-
-    def _begin(self) -> None:
-        """Lets others compute, and begins a piece."""
-        self._thread.between()
-        self._thread.ends_at = time.perf_counter() + self._thread.seconds()
-
-    def _fitting(self, kind: str, products: int) -> int:
-        """Returns how many items of a kind of work fit into the rest of the piece."""
-        return int((self._thread.ends_at - time.perf_counter()) * self._rates[kind] / products)
 
 
 class VisionTower:
@@ -132,7 +63,7 @@ class VisionTower:
         self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
-        self._pieces = _in_pieces(model)
+        self._pieces = in_pieces(model)
 
     def encode(
         self,
@@ -214,73 +145,6 @@ class VisionTower:
         while self._cached_bytes > self.memory:
             _, oldest = self._cache.popitem(last=False)
             self._cached_bytes -= oldest.nbytes
-
-
-def _in_pieces(model: PreTrainedModel) -> Pieces:
-    """Makes the layers of a model that compute each row alone, and its attention, compute in pieces, and pauses before
-    each of its layers.
-    """
-    pieces = Pieces()
-    model.set_attn_implementation(_IMPLEMENTATION)
-    for module in model.modules():
-        module.pieces = pieces
-        if isinstance(module, nn.Linear | PackedLinear):
-            products = module.in_features * module.out_features
-            module.forward = partial(_rows, pieces, "linear", products, module.forward)  # type: ignore[method-assign]
-        elif type(module) is nn.LayerNorm or type(module).__name__.endswith("RMSNorm") or _is_activation(module):
-            module.forward = partial(_rows, pieces, type(module).__name__, 0, module.forward)
-        for layer in module if isinstance(module, nn.ModuleList) else ():
-            layer.register_forward_pre_hook(pieces.pause)
-    return pieces
-
-
-def _is_activation(module: nn.Module) -> bool:
-    return type(module).__module__ == activations.__name__ or isinstance(module, nn.GELU | nn.SiLU | nn.ReLU)
-
-
-def _rows(pieces: Pieces, kind: str, products: int, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Computes a layer some rows at a time. products: multiplications of a row; 0: one for each of its numbers."""
-    rows = x.flatten(0, -2)
-    products = products or x.shape[-1]
-    results = pieces.compute(kind, lambda first, end: forward(rows[first:end]), len(rows), products, _LEAST_ROWS)
-    return (results[0] if len(results) == 1 else torch.cat(results)).view(*x.shape[:-1], -1)
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Computes attention as `transformers` does, some rows or heads at a time.
-
-    query: [images, heads, tokens, head_dim]. Returns [images, tokens, heads, head_dim].
-    """
-    images, heads, tokens, size = query.shape
-    products = 2 * key.shape[2] * size
-    if attention_mask is None and not _is_causal(module, options) and DenseAttention.supports(query, key, value):
-        attention = DenseAttention(key, value, options.get("scaling") or size**-0.5)
-        rows = query.transpose(1, 2).flatten(0, 1)
-        attend_rows = partial(attention.attend, rows)
-        results = module.pieces.compute("attention", attend_rows, len(rows), heads * products, _LEAST_ROWS)
-        return (results[0] if len(results) == 1 else torch.cat(results)).view(images, tokens, heads, size), None
-
-    def attend(first: int, end: int) -> Tensor:
-        part = (each[:, first:end] for each in (query, key, value))
-        result: Tensor = sdpa_attention_forward(module, *part, attention_mask, **options)[0]
-        return result
-
-    if key.shape[1] != heads:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    results = module.pieces.compute("attention of heads", attend, heads, images * tokens * products)
-    return results[0] if len(results) == 1 else torch.cat(results, 2), None
-
-
-def _is_causal(module: Any, options: Mapping[str, Any]) -> bool:
-    """Returns True if tokens attend to those before them only, as `transformers` has it."""
-    said = options.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if said is None else said)
-
-
-AttentionInterface.register(_IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
 
 
 def _two_way(config: Any) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.contract import Image
 from tgi_server.engine.errors import InvalidCall, InvalidImage
-from tgi_server.engine.vision_tower import ImageFeatures, VisionTower
+from tgi_server.engine.vision.tower import ImageFeatures, VisionTower
 
 
 class PlacedImage:

@@ -25,7 +25,7 @@ from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import InvalidCall, InvalidImage
 from tgi_server.engine.offline import generate
 from tgi_server.engine.parallel import ShardGroup
-from tgi_server.engine.vision_tower import VisionTower
+from tgi_server.engine.vision.tower import VisionTower
 
 NEW = 10
 # Sizes of the images of each prompt; the last one is text alone.
