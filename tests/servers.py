@@ -79,7 +79,7 @@ class TextGenerationServer:
         return self.process.wait(seconds)
 
     def stop(self) -> int:
-        """Stops it unless it has ended. Returns its exit status; fails when its log has a traceback."""
+        """Stops it unless it has ended. Returns its exit status; fails when its log has a traceback, or lines of gRPC."""
         if self.process.poll() is None:
             self.terminate()
         try:
@@ -88,4 +88,5 @@ class TextGenerationServer:
             self.process.kill()
             raise AssertionError(f"it did not stop within {STOP_SECONDS} s:\n{self.lines()}") from None
         assert_no_traceback(self.lines())
+        assert ".cc:" not in self.lines()
         return status

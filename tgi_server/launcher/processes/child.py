@@ -65,7 +65,8 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **command.environment},
+                # gRPC would log each start of a process; those that its users start run other programs at once.
+                env={"GRPC_ENABLE_FORK_SUPPORT": "0", **os.environ, **command.environment},
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
