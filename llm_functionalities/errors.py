@@ -144,7 +144,7 @@ class CallRefused(Exception):
 
 
 class InvalidArgument(CallRefused):
-    """The request contradicts the service's contract, such as a message that is none of the method's type."""
+    """The request contradicts the service's contract, such as a message of another type than the method's."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 

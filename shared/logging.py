@@ -147,7 +147,7 @@ def _iso(seconds: float) -> str:
 
 
 def _write_in_background(formatter: logging.Formatter, order_seconds: float) -> None:
-    """Has a thread write what is written to sys.stderr, unless that is no file of the system's."""
+    """Has a thread write what is written to sys.stderr, unless that is not a file of the system."""
     try:
         descriptor = sys.stderr.fileno()
     except (AttributeError, OSError):  # it was closed when the process began, or is a test's

@@ -79,7 +79,7 @@ class TextGenerationServer:
         return self.process.wait(seconds)
 
     def stop(self) -> int:
-        """Stops it unless it has ended. Returns its exit status; fails when its log has a traceback, or lines of gRPC."""
+        """Stops it unless it has ended. Returns its exit status; fails if its log has a traceback or lines of gRPC."""
         if self.process.poll() is None:
             self.terminate()
         try:

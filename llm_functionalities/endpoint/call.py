@@ -37,7 +37,7 @@ class Deadline:
         """Returns the sooner of the request's `timeout_ms` and the caller's gRPC deadline; the default without them.
 
         `caller_seconds` is what is left of the caller's gRPC deadline; the response has to leave a little before it.
-        Nobody gets more than `longest_seconds`.
+        No call gets more than `longest_seconds`.
         """
         limits = []
         if timeout_ms > 0:

@@ -261,7 +261,7 @@ def _concerns_one_grammar(message: str) -> bool:
 def _text(answer: Any) -> str:
     """Returns `answer` with U+FFFD for each half of a surrogate pair: JSON may have them, gRPC's messages may not.
 
-    Raises BadResponse if it is no text.
+    Raises BadResponse if it is not a text.
     """
     if not isinstance(answer, str):
         raise BadResponse(f"the answer is a {type(answer).__name__}, not a text")

@@ -28,8 +28,8 @@ class Grammar:
 class GenerationParameters:
     """The parameters that a text-generation server is sent beside the prompt.
 
-    max_tokens: most tokens of the answer. grammar_is_optional: a server that takes no grammars may answer without it.
-    adapter_id: of an adapter that the server has; None: the model as it is. sampling: further arguments of
+    max_tokens: maximum number of tokens of the answer. grammar_is_optional: a server that takes no grammars may answer
+    without it. adapter_id: of an adapter that the server has; None: the model as it is. sampling: further arguments of
     `InferenceClient.text_generation`, such as `temperature`. stop: texts that end the answer.
     """
 

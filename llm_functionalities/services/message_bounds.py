@@ -22,7 +22,7 @@ def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
     """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries, or is
     a string that was given in place of a list.
 
-    Stops where the bytes are no message, because parsing them will fail at the same place.
+    Stops where the bytes are not a message, because parsing them will fail at the same place.
     """
     try:
         _Check(message, max_entries).walk(kind, 0, len(message), "")
@@ -39,7 +39,7 @@ class _Check:
         self._left = FIELDS_PER_ENTRY * (max_entries + 1)
 
     def walk(self, kind: Descriptor, at: int, end: int, place: str) -> None:
-        """Counts the fields between two positions of the message. Raises IndexError where the bytes are no fields."""
+        """Counts the fields between two positions of the message. Raises IndexError where the bytes are not fields."""
         entries: Counter[str] = Counter()
         characters: dict[str, set[bytes] | None] = {}  # of lists of texts; None: not all entries are characters
         while at < end:

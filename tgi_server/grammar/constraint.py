@@ -33,7 +33,7 @@ class Constraint:
     """Walks through a grammar token by token.
 
     Where the grammar leaves one continuation, llguidance says which tokens the model's tokenizer would make of it,
-    as far as that is certain. These jump-forward tokens wait in a queue, and the matcher already stands behind them:
+    as far as that is certain. These jump-forward tokens wait in a queue, and the matcher has already consumed them:
     the text and its tokens are the same when they are taken together and when they are taken one at a time. The same
     queue holds the tokens of hints, and the end-of-sequence token once nothing else can follow.
 
@@ -57,8 +57,8 @@ class Constraint:
     ) -> None:
         """matcher: this sequence's own. hints: tokens by the marker that they stand for. eos: the first is preferred.
 
-        max_new_tokens: the most tokens of the sequence, hints included. ignore_eos: the text goes on for as long as the
-        grammar lets it. closing: ranks tokens for `close`. on_fault: called when the matcher has failed.
+        max_new_tokens: maximum number of tokens of the sequence, hints included. ignore_eos: the text goes on for
+        as long as the grammar lets it. closing: ranks tokens for `close`. on_fault: called when the matcher has failed.
         """
         self.error: str | None = None
         self.ended = False

@@ -18,7 +18,7 @@ from tgi_server.grammar.errors import InvalidGrammar
 MAX_HINTS = 64
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _ANCHOR = "a"
-# Behind it, llguidance has the name of a special token.
+# llguidance has the name of a special token after it.
 _SPECIAL = b"\xff"
 # Strings, regular expressions and comments of a Lark grammar, in which angle brackets are text; and names in them.
 # Where one has no end, the grammar is invalid: it is matched all the same, so that nothing is read twice.
@@ -56,7 +56,7 @@ class GrammarTokenizer:
     closing: the tokens by how soon they end a text. markers: ids past the vocabulary. In a grammar each is the place of
     a hint; the model never sees them.
 
-    Special tokens are no text. All other tokens are, whatever they look like: many models write `<tool_call>` or `<b>`
+    Special tokens are not text. All other tokens are, whatever they look like: many models write `<tool_call>` or `<b>`
     with tokens that were added to the tokenizer as ordinary ones. llguidance, which would take any added token in
     angle brackets for a special one, is therefore given the spelling of each token.
     """
@@ -76,7 +76,7 @@ class GrammarTokenizer:
         self.eos = tuple(eos) or _named_ends(content)
         added = {each["id"]: each["content"] for each in content["added_tokens"]}
         special = {each["id"] for each in content["added_tokens"] if each["special"]}
-        # What ends a text is no part of it, though not all tokenizers call it special.
+        # The token that ends a text does not belong to it, though not all tokenizers call it special.
         names = {token: added.get(token, f"\ue0a0end {token}\ue0a1") for token in special.union(self.eos)}
         names |= {token: f"\ue0a0hint {index}\ue0a1" for index, token in enumerate(self.markers)}
         self._ordinary = {name: token for token, name in added.items() if token not in names}
@@ -132,7 +132,7 @@ class SpelledTokenizer:
     bos_token_id = None
 
     def __init__(self, content: Mapping[str, Any], size: int, eos: int, special: Mapping[int, str]) -> None:
-        """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are no text."""
+        """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are not text."""
         self.eos_token_id = eos
         definition = json.dumps(_without(special, content))
         self._encode, spellings = _byte_tokenizer(definition) or _decoding_tokenizer(definition, size)
@@ -206,9 +206,9 @@ def _decoding_tokenizer(definition: str, size: int) -> _Texts:
         if anchor is None:
             return bytes(tokenizer.decode([token]).encode())
         before: str = tokenizer.decode([anchor])
-        behind: str = tokenizer.decode([anchor, token])
+        joined: str = tokenizer.decode([anchor, token])
         # A decoder that changes what stands before the token cannot be expressed as a list of spellings.
-        return behind.removeprefix(before).encode() if behind.startswith(before) else b""
+        return joined.removeprefix(before).encode() if joined.startswith(before) else b""
 
     return encode, [spelling(token) for token in range(size)]
 

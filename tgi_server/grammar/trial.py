@@ -117,7 +117,7 @@ class _Bounds:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + self.memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are nobody's log line
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are not logged
 
 
 def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcome:

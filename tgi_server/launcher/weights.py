@@ -112,7 +112,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _check_local(model_id: str) -> None:
-    """Raises CannotStartError for a path that is no folder in the format of transformers, and no GGUF file."""
+    """Raises CannotStartError for a path that is neither a folder in the format of transformers nor a GGUF file."""
     folder = Path(model_id).expanduser()
     if not (folder.exists() or folder.is_absolute() or model_id.startswith(".")):
         return  # an id of the hub

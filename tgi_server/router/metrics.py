@@ -316,7 +316,7 @@ class ImageMetrics:
 
 
 class GatewayMetrics(Collector):
-    """What Kubernetes' inference gateways choose a server by, under the names of vLLM's metrics.
+    """The gauges by which Kubernetes' inference gateways choose a server, under the names of vLLM's metrics.
 
     The names and their meaning are those of the model server protocol of the Gateway API Inference Extension.
     """

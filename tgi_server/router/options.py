@@ -212,7 +212,7 @@ def _path(name: str, dialect: Dialect) -> str:
 
 
 _TOKEN_LISTS = tuple(row.option for row in rows(Dialect.TGI) if row.type == tuple[int, ...])
-# A text of more characters than this is no stop sequence.
+# Maximum number of characters in a stop sequence.
 _LONGEST_STOP = 1_000
 _SEED_BITS = 64
 _ON_TIMEOUT = ("fail", "partial", "complete")

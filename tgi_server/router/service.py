@@ -124,7 +124,7 @@ class TextParts:
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """What the settings say about requests.
+    """The settings that concern requests.
 
     payload_limit: bytes of a body. max_stored_responses: number of responses stored for /v1/responses. strict_fields:
     unknown fields are refused. is_local: requests come from this process itself, not over HTTP. ignored_fields: unknown

@@ -19,7 +19,7 @@ class Sink(Protocol):
     """The receiver of a request's tokens. Only the scheduler's task calls it, in order, and not after the last call."""
 
     def started(self, cached_tokens: int) -> None:
-        """Hears that the request left the queue for the first time. Not called again after a preemption.
+        """Called when the request leaves the queue for the first time, not after a preemption.
 
         cached_tokens: of the prompt, those that had been computed for another request. Without a cache namespace they
         are rounded down.
@@ -33,10 +33,10 @@ class Sink(Protocol):
         """
 
     def finished(self, reason: FinishReason) -> None:
-        """Hears that nothing more comes; the request ended as it should."""
+        """Called once, when the request has finished normally."""
 
     def failed(self, error: RouterError) -> None:
-        """Hears that nothing more comes; the request did not end as it should."""
+        """Called once, when the request has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class Submitter(Protocol):
     """The part of the scheduler that the API uses."""
 
     def submit(self, request: PreparedRequest, sink: Sink) -> None:
-        """Queues the request; the sink hears of it from then on. Never waits."""
+        """Queues the request; the sink is called from then on. Never waits."""
 
     def cancel(self, request_id: int) -> str:
-        """Forgets the request within one step; its sink hears nothing more.
+        """Forgets the request within one step; its sink is not called any more.
 
         Returns how far it had come, for the log; nothing if the id is unknown.
         """

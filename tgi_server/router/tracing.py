@@ -14,7 +14,7 @@ Moment = float
 
 
 class RequestTracer:
-    """Makes spans, or nothing at all when nobody collects them."""
+    """Makes spans, or nothing at all when none are collected."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._tracer = trace.get_tracer("tgi_server.router") if enabled else None

@@ -18,7 +18,7 @@ class Document:
     """
 
     def __init__(self, text: str) -> None:
-        """Raises InvalidGrammar for a text that is no JSON schema, or is nested too deep."""
+        """Raises InvalidGrammar for a text that is not a JSON schema, or is nested too deep."""
         try:
             self.root: Any = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:

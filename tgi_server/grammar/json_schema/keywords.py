@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# One layout, that of Python's json.dumps: whitespace is no choice of the model's, so it is forced and costs nothing.
+# One layout, that of Python's json.dumps: the model does not choose whitespace, so it is forced and costs nothing.
 ITEM_SEPARATOR = ", "
 KEY_SEPARATOR = ": "
 # Without \u: llguidance would let a name that stands in `properties` be written once more with it, and hold it for

@@ -14,7 +14,7 @@ from tgi_server.grammar.json_schema.keywords import (
 )
 
 Schema = Any
-# Schemas that one document's opposites are made of: more are no use to anybody.
+# Schemas that one document's opposites are made of: more are of no use.
 _MAX_SCHEMAS = 1_000
 _MAX_OPEN = 30
 _MAX_VALUES = 200

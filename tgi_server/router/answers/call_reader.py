@@ -69,14 +69,14 @@ class _CallState(Enum):
     """The states of a reader of calls."""
 
     BEGINNING = "before anything is known"
-    TEXT_HEAD = "behind the name of a call that is written as a text"
+    TEXT_HEAD = "after the name of a call that is written as a text"
     TEXT = "before the first call"
-    FIRST_HEAD = "behind the trigger"
+    FIRST_HEAD = "after the trigger"
     ARGUMENTS = "within arguments"
-    TAIL = "behind arguments"
-    BETWEEN = "behind a call"
-    TEXT_BETWEEN = "behind a call that is written as a text"
-    NEXT_HEAD = "behind what stands between calls"
+    TAIL = "after arguments"
+    BETWEEN = "after a call"
+    TEXT_BETWEEN = "after a call that is written as a text"
+    NEXT_HEAD = "after the separator of calls"
     PLAIN = "in a text in which no call comes"
 
 
@@ -181,7 +181,7 @@ class CallReader(BodyReader):
         before, found, rest = self._buffer.partition(trigger)
         held = 0 if found or last else beginning_held(before, trigger)
         if found:
-            # The lines before a call are no text.
+            # The lines before a call are not part of the text.
             yield Piece(AnswerPart.TEXT, before.rstrip())
             self._trigger, self._buffer, self._state = trigger, rest, _CallState.FIRST_HEAD
             return
@@ -191,8 +191,8 @@ class CallReader(BodyReader):
         yield Piece(AnswerPart.TEXT, before[: len(before) - held])
 
     def _head(self, names: Mapping[str, str], heads: Beginnings, *, last: bool) -> Iterator[Piece]:
-        """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
-        # A call that has named its tool is no text, even if it is cut off here.
+        """Reads up to the arguments of a call. A trigger may also be followed by a text that only looks like one."""
+        # A call that has named its tool is not a text, even if it is cut off here.
         ended = last and not self._form.anywhere and _JSON_STRING.match(self._buffer) is None
         seen, number = _joined(self._buffer, heads.longest + _LONGEST_NUMBER), ""
         if self._form.numbered and (numbered := _NUMBER.search(seen)) is not None:
@@ -203,7 +203,7 @@ class CallReader(BodyReader):
             identity = f"functions.{name}{number}" if number else ""
             yield from self._begin(name, self._heads.form_of(name), self._heads.reader(name), identity)
             length = len(found) + (len(number) - len(f":{NUMBER}") if number else 0)
-            self._buffer = _behind(self._buffer, length)
+            self._buffer = _after(self._buffer, length)
         elif self._state is _CallState.FIRST_HEAD and (ended or not heads.may_follow(seen)):
             self._buffer, self._state = self._trigger + self._buffer, _CallState.PLAIN
 
@@ -235,7 +235,7 @@ class CallReader(BodyReader):
         tail = self._called.tail.strip("\n")
         joined, length = _joined(self._buffer.lstrip(BLANKS), len(tail)), len(_BREAK.sub("", tail))
         if joined[:length] == _BREAK.sub("", tail):
-            self._buffer = _behind(self._buffer.lstrip(BLANKS), length)
+            self._buffer = _after(self._buffer.lstrip(BLANKS), length)
             self._state = _CallState.TEXT_BETWEEN if self._as_text else _CallState.BETWEEN
 
     def _between(self) -> None:
@@ -255,7 +255,7 @@ def _joined(text: str, most: int) -> str:
     return "".join([*pieces, text[start : start + most + 1]])
 
 
-def _behind(text: str, size: int) -> str:
+def _after(text: str, size: int) -> str:
     """Returns what comes after the first `size` characters of a text that are not white space around line breaks."""
     while (found := _BREAK.search(text)) is not None and found.start() < size:
         size -= found.start()

@@ -50,7 +50,7 @@ class FrameWriter:
     """Writes the Lark grammar of a whole answer. `%schema POINTER` in it stands for JSON that fits a schema."""
 
     def __init__(self, special_tokens: Mapping[int, str], marks: Mapping[int, str]) -> None:
-        """special_tokens: names by id. In a grammar they are no text, but tokens of their own.
+        """special_tokens: names by id. In a grammar they are tokens of their own, not text.
 
         marks: other tokens that the tokenizer has for marks of calls. They are text, too, but two of them that begin
         alike would not be written as tokens if the grammar had them as text.
@@ -65,7 +65,7 @@ class FrameWriter:
         calls: those that it may have. schema: the place of the schema of an answer without calls; None: any text.
         thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
         """
-        return self._behind_thoughts(partial(self._answers, calls, schema), thoughts, open_=open_)
+        return self._after_thoughts(partial(self._answers, calls, schema), thoughts, open_=open_)
 
     def without_calls(
         self, form: ToolFormat, arguments: Mapping[str, Arguments], thoughts: ReasoningTags | None, *, open_: bool
@@ -80,7 +80,7 @@ class FrameWriter:
             lines.append(f"OTHER: {_beginning_without(others)}")
             yield f"{opening} OTHER"
 
-        return self._behind_thoughts(answers, thoughts, open_=open_)
+        return self._after_thoughts(answers, thoughts, open_=open_)
 
     def one_call(
         self, marks: Sequence[tuple[Mark, Mark]], thoughts: ReasoningTags | None, *, open_: bool
@@ -100,9 +100,9 @@ class FrameWriter:
             yield "OTHER"
 
         possible = all(self._until_mark(begin, "prelude", [], []) for begin, _ in marks) and all(closed)
-        return self._behind_thoughts(answers, thoughts, open_=open_) if possible else None
+        return self._after_thoughts(answers, thoughts, open_=open_) if possible else None
 
-    def _behind_thoughts(
+    def _after_thoughts(
         self,
         written: Callable[[str, Sequence[str], list[str]], Iterator[str]],
         thoughts: ReasoningTags | None,
@@ -126,11 +126,11 @@ class FrameWriter:
         if thoughts is not None:
             thought = self._until(thoughts.end, "thought", [], lines)
             blank = "" if opening else "BLANK"
-            behind = answers
+            after = answers
             if thoughts.around is not None and "OTHER" not in answers[-1]:  # which is any text
                 first, last = map(self._literal, thoughts.around)
-                behind = [*answers, *(f"{first} BLANK ({each}) BLANK {last}" for each in answers)]
-            known = [f"{begin} {thought} {blank} {each}" for each in behind]
+                after = [*answers, *(f"{first} BLANK ({each}) BLANK {last}" for each in answers)]
+            known = [f"{begin} {thought} {blank} {each}" for each in after]
             answers = known + answers if may_think else known
         return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
 

@@ -1,4 +1,4 @@
-"""Tools that are no functions to their client, as the functions that they are to the model."""
+"""Tools that are not functions to their client, as the functions that the model calls."""
 
 import json
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ import re
 
 BLANKS = " \n"
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
-_BEHIND_WORD = re.compile(r"[^\w.+-]")
+_AFTER_WORD = re.compile(r"[^\w.+-]")
 
 
 class JsonReader:
@@ -31,9 +31,9 @@ class JsonReader:
             if not text:
                 return "", "", False
             if text[0] not in '{["':
-                behind = _BEHIND_WORD.search(text)
-                self.ended = behind is not None
-                return ("", text, False) if behind is None else (text[: behind.start()], text[behind.start() :], True)
+                after = _AFTER_WORD.search(text)
+                self.ended = after is not None
+                return ("", text, False) if after is None else (text[: after.start()], text[after.start() :], True)
             self._begun = True
         end = self._end(text)
         self.ended = end is not None

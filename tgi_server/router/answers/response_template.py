@@ -1,4 +1,4 @@
-"""The `response_template` of a model's tokenizer_config.json, which says how its answers are taken apart.
+"""The `response_template` of a model's tokenizer_config.json, which says how its answers are parsed.
 
 An answer consists of regions. Each is a member of the message: its text (`content`), its thoughts, calls of tools, or
 something that no interface has, which is dropped. A region begins and ends with marks, fixed texts or regular
@@ -54,7 +54,7 @@ class SearchBudget:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What begins or ends a region. open_ended: at the end of a text, a match may still become longer."""
+    """The beginning or end of a region. open_ended: at the end of a text, a match may still become longer."""
 
     pattern: Any
     open_ended: bool
@@ -63,7 +63,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A kind of regions. part: None: nobody gets it. parser, settings: of its body. transform: what is made of that."""
+    """A kind of regions. part: None: it is dropped. parser, settings: of its body. transform: what is made of that."""
 
     name: str
     part: AnswerPart | None
@@ -97,7 +97,7 @@ class ResponseTemplate:
 
     @classmethod
     def read(cls, spec: Any) -> "ResponseTemplate":
-        """Raises ValueError for what is no template."""
+        """Returns the template of a specification. Raises ValueError if it is not one."""
         if not isinstance(spec, dict) or spec.get("version", 1) != 1:
             raise ValueError("it is not an object of version 1")
         fields = spec.get("fields")
@@ -116,7 +116,7 @@ class ResponseTemplate:
 
     @property
     def call_marks(self) -> list[tuple[Mark, Mark]]:
-        """The beginnings and ends of calls. Behind one without an end nothing follows."""
+        """The beginnings and ends of calls. Nothing follows one without an end."""
         marks = ((each.begin, each.end) for each in self.regions if each.part is AnswerPart.CALL)
         return [(begin, end) for begin, end in marks if begin is not None and end is not None]
 

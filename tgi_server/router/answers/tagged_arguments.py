@@ -71,7 +71,7 @@ class ArgumentTags:
 
     @property
     def in_lines(self) -> bool:
-        """True if a value stands on lines of its own: the breaks before and after it are no part of it."""
+        """True if a value stands on lines of its own: the breaks before and after it do not belong to it."""
         return self.begin[1].endswith("\n")
 
     @property
@@ -166,7 +166,7 @@ def _parameter(name: str, schema: Any, root: Mapping[str, Any], *, required: boo
 def _text(schema: Any, root: Mapping[str, Any]) -> tuple[tuple[str, ...], bool] | None:
     """Returns the values of a schema of texts, or none where any text fits, and True if it allows null besides.
 
-    None: it is no schema of texts, or one that asks more of them.
+    None: the schema is not one of texts, or asks more of them.
     """
     schema = _followed(schema, root)
     if not isinstance(schema, dict):

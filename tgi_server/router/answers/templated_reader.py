@@ -117,7 +117,7 @@ class TemplatedReader(BodyReader):
         self._captures = {name: text for name, text in match.groupdict().items() if text is not None}
 
     def _take(self, text: str) -> Iterator[Piece]:
-        """Takes a part of the body of a region. Blanks around a text are no part of it."""
+        """Takes a part of the body of a region, without the blanks around a text."""
         region = self._region
         if region is None or region.part is None or not text:
             return

@@ -126,7 +126,7 @@ class AnswerForm:
         """added_tokens: those that were added to the tokenizer, special or not. calls_as_text: an answer that is
         nothing but the JSON of a call is one, whatever the form of calls.
 
-        template: takes answers apart that have no grammar; None: all have one if there are tools.
+        template: parses answers that have no grammar; None: all have one if there are tools.
         """
         self._template = template
         self._calls = calls
@@ -227,7 +227,7 @@ class AnswerForm:
         return self._calls_as_text and answer is None and not use.required
 
     def _templated(self, use: ToolUse, answer: Grammar | None) -> ResponseTemplate | None:
-        """Returns what takes an answer apart that has no grammar: calls that must come are in TGI's form."""
+        """Returns what parses an answer without a grammar. Calls that must come are in TGI's form."""
         return self._template if answer is None and not use.required else None
 
     def _arguments(self, use: ToolUse) -> dict[str, Arguments]:

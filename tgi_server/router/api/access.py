@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _TENANT, _KEY = "tenant", "key"
 _ANY = "*"
-# Chat templates may have instructions that are nobody else's business.
+# Chat templates may have confidential instructions.
 _PRIVATE_PATHS = ("/v1/responses/", "/tokenizer_info")
 # Browsers let pages send these anywhere, and programs have no reason to. A third one is curl's default.
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})

@@ -48,7 +48,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def read_json(body: bytes) -> Any:
-    """Returns the body as Python objects. Raises InvalidRequest for what is no JSON, or nests too deep."""
+    """Returns the body as Python objects. Raises InvalidRequest if it is not JSON, or nests too deep."""
     try:
         return from_json(body)
     except ValueError as error:

@@ -48,7 +48,7 @@ class ClientConnection(HttpToolsProtocol):
     A request is parsed once the one before it is answered. Until then its bytes wait, and few are read.
 
     turn_began: when the server began to wait for the client. receiving: a request has begun, or is the first.
-    on_lost: called once the connection is no more. on_broken: called with the reason if that is amid a request or its
+    on_lost: called once the connection is lost. on_broken: called with the reason if that is amid a request or its
     response. on_data: called with the number of bytes that have come. host: the address that the client was
     accepted from. network: of that address.
     """
@@ -193,7 +193,7 @@ class ClientConnection(HttpToolsProtocol):
         self._parse()
 
     def pause_writing(self) -> None:
-        """The client is behind by more than the transport's high-water mark."""
+        """Called when the client has not read more than the transport's high-water mark."""
         super().pause_writing()
         if self._reading_deadline is None:
             self._reading_deadline = self.loop.call_later(self.timeout_keep_alive, self.break_off)

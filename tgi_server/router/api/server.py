@@ -160,7 +160,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Takes nobody in any more."""
+        """Accepts no more connections."""
         if self._paused is not None:
             self._paused.cancel()
         if self._listener.fileno() >= 0:

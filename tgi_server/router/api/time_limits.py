@@ -18,7 +18,7 @@ class TimeLimits:
 
     @classmethod
     def of(cls, headers: Headers) -> "TimeLimits":
-        """Returns the limits in the headers of a request. A value that is no positive number is no limit."""
+        """Returns the limits in the headers of a request. A value that is not a positive number sets no limit."""
         return cls(_positive(headers.get(_ENVOY_TIMEOUT)) / 1000, _positive(headers.get(_READ_TIMEOUT)))
 
     def deadlines(self, arrived: float, timeout_ms: int, *, streams: bool) -> tuple[float, float]:

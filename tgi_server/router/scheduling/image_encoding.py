@@ -1,4 +1,4 @@
-"""What the model makes of images, computed between steps, before the requests that have them are queued."""
+"""Encodes images between steps, before the requests that have them are queued."""
 
 import asyncio
 import logging

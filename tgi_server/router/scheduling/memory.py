@@ -163,7 +163,7 @@ class PagedMemory:
         return self._pool.available >= sequences
 
     def grow(self, sequence: Sequence) -> int:
-        """Whatever is said next begins with a reply: so each has one snapshot, which moves along as blocks fill."""
+        """A reply has one snapshot, which moves along as blocks fill, because the next prompt begins with the reply."""
         if not sequence.jumps:
             self._forget(sequence)
             sequence.saved = len(sequence.blocks) * self.block_size

@@ -164,7 +164,7 @@ class PrefixCache:
         for root in self._roots.values():
             assert root.children, "a root without a tree"
         for block, leaf in self._parked.items():
-            assert not leaf.children, "a parked node is no leaf"
+            assert not leaf.children, "a parked node is not a leaf"
             assert leaf.blocks[-1:] == [block], "a leaf is parked under a block that is not its last"
             assert self._pool.users[block], "a leaf is parked though it can be evicted"
         return held

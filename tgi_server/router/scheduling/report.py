@@ -1,4 +1,4 @@
-"""What metrics say about the queue, the running batch and the calls to the shards."""
+"""Reports the queue, the running batch and the calls to the shards."""
 
 from collections import Counter
 

@@ -231,7 +231,7 @@ class Scheduler:
             self._end(first, CannotBeInTime("the server is busy: too little time is left for the request", 1))
 
     def cancel(self, request_id: int) -> str:
-        """Forgets the request; its sink hears nothing more.
+        """Forgets the request; its sink is not called any more.
 
         Returns how far it had come, and whether that is cached; nothing if the id is unknown.
         """

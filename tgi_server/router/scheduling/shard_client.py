@@ -206,7 +206,7 @@ class ShardedClient:
     async def connect(
         cls, master_uds_path: str, *, timeout_s: float = 30.0, call_timeout_s: float = 300.0
     ) -> "ShardedClient":
-        """Asks the shard behind `master_uds_path` for its siblings, and opens a channel to each.
+        """Asks the shard at `master_uds_path` for its siblings, and opens a channel to each.
 
         Raises Unhealthy when one of them does not answer within `timeout_s` seconds.
         """
@@ -307,7 +307,7 @@ class ShardedClient:
     ) -> None:
         """Has every shard compute what the model makes of images; steps go on meanwhile.
 
-        Raises InvalidRequest for images that are none of the model's, and Unhealthy.
+        Raises InvalidRequest for images that the model cannot take, and Unhealthy.
         """
         request = pb.EncodeImagesRequest(images=map(image_to_message, images), target_gap_ms=target_gap_ms)
 

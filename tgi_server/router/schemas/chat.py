@@ -117,7 +117,7 @@ class ChatRequest(SharedParameters):
     messages: Items[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
     tools: Items[ChatTool] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
+    tool_choice: ToolChoice | None = Field(default=None, description="If the model may, must, or must not call one.")
     parallel_tool_calls: bool = Field(default=True, description="An answer may have several calls.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = Field(default=None, description="Documents that the template shows.")

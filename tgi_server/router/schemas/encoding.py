@@ -36,7 +36,8 @@ class EmbeddingsRequest(RefusingModel):
     dimensions: _TOKENS | None = Field(default=None, description="The first numbers of each embedding, normalized.")
     encoding_format: Literal["float", "base64"] | None = "float"
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        default=None, description="Most tokens of a text, which loses its end; -1: as many as the model reads."
+        default=None,
+        description="Maximum number of tokens of a text, which loses its end; -1: as many as the model reads.",
     )
     prompt_name: Name | None = _PROMPT_NAME
 

@@ -125,7 +125,7 @@ class OutputConfig(RequestModel):
 
 
 class MessagesParameters(RefusingModel):
-    """What /v1/messages and /v1/messages/count_tokens have in common."""
+    """The fields that /v1/messages and /v1/messages/count_tokens have in common."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),
@@ -146,9 +146,9 @@ class MessagesParameters(RefusingModel):
     ] = Field(default=None, description="What the system says.")
     tools: Items[MessageTool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: MessagesToolSelection | None = Field(
-        default=None, description="Whether it may, must, or must not call one."
+        default=None, description="If the model may, must, or must not call one."
     )
-    thinking: ThinkingOptions | None = Field(default=None, description="Whether to think; unset: no.")
+    thinking: ThinkingOptions | None = Field(default=None, description="If the model thinks. Default: it does not.")
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = Field(
         default=None, description="Edits of the conversation that are made before the model reads it."

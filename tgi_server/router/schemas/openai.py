@@ -60,7 +60,7 @@ class StructuredOutputs(RefusingModel):
 
 
 class TextParameters(RefusingModel):
-    """What all routes of OpenAI have in common; vLLM's fields are included."""
+    """The fields that all routes of OpenAI have in common, with vLLM's."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
         {

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AliasChoices, BaseModel, GetCoreSchemaHandler, RootModel
 from pydantic_core import CoreSchema, core_schema
 
-# The type of the error of a value that is no member. Its context has what was expected.
+# The type of the error of a value that is not a member. Its context has what was expected.
 NO_MEMBER = "no_member"
 
 _KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -63,7 +63,7 @@ class _Choice:
         self._untyped = {tag: required - common for tag, required in untyped.items()}
 
     def tag_of(self, value: Any) -> str | None:
-        """Returns the tag of the member that a value is; None if it is no member."""
+        """Returns the tag of the member that a value is; None if it is not a member."""
         typed = self._types or self._other
         if not isinstance(value, dict) or not (typed or self._untyped):
             return self._kinds.get(type(value))

@@ -54,7 +54,7 @@ class AskedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class DecisionConfig:
-    """What a model's `decision.json` says, by the kinds of questions: texts of labels, and temperatures."""
+    """A model's `decision.json`: texts of labels, and temperatures, by the kinds of questions."""
 
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     temperature: Mapping[str, float] = field(default_factory=dict)

@@ -22,7 +22,7 @@ class Detokenizer:
     their own in a sequence.
 
     `DecodeStream` of `tokenizers` does not do: it returns the prompt's part of such a character again, waits for ever
-    after bytes that are no character, and cannot say what is left at the end.
+    after bytes that are not a character, and cannot say what is left at the end.
     """
 
     __slots__ = ("_known", "_known_text", "_of_prompt", "_pending", "_tokenizer")

@@ -31,7 +31,7 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """What becomes of texts that are too long. cut: they lose their end, or with `left` their beginning; else the
+    """The treatment of texts that are too long. cut: they lose their end, or with `left` their beginning; else the
     request is refused. most: tokens of a text, if fewer than the model's. name: the field, for the error.
     """
 

@@ -20,7 +20,7 @@ WHOLE_SCHEMA = "#"
 def requested_grammar(requested: schemas.GrammarType | None, place: str = "response_format") -> Grammar | None:
     """Returns the grammar of the field at `place`; None when any text will do.
 
-    Raises InvalidRequest for a JSON schema that is none.
+    Raises InvalidRequest for an invalid JSON schema.
     """
     if requested is None:
         return None

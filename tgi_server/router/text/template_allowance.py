@@ -29,7 +29,7 @@ def render_deadline() -> float:
 
 
 class Allowance:
-    """The time and the memory that one rendering has left. Templates cannot reach it: it is no variable of theirs."""
+    """The time and the memory that one rendering has left. Templates cannot reach it: it is not a variable."""
 
     def __init__(self, size: int = _CHARACTERS, until: float | None = None) -> None:
         """size: characters that the template may build. until: the end of its time, on the clock of `monotonic()`."""
@@ -61,7 +61,7 @@ class Allowance:
                 raise TemplateError(f"the template uses a list of more than {self._size} characters")
 
     def expanded(self, value: Any) -> int:
-        """Returns the most characters that a value has as text."""
+        """Returns the maximum number of characters that a value has as text."""
         return _expanded(value, {}, 0)
 
     def collected(self, items: Iterable[Any]) -> list[Any]:

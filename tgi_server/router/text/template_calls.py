@@ -1,4 +1,4 @@
-"""Lists the calls that a chat template may make, and the most characters that each call builds.
+"""Lists the calls that a chat template may make, and the maximum number of characters that each call builds.
 
 Whatever is not listed here is refused: methods and filters of Jinja and Python that no chat template needs are many,
 and some of them take hours or gigabytes.
@@ -126,7 +126,7 @@ def result_size(allowance: Allowance, operator: str, left: Any, right: Any) -> i
 
 
 def text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Returns the most characters that a method of a text, or a filter, may build. Raises TemplateError."""
+    """Returns the maximum number of characters that a method or filter of a text builds. Raises TemplateError."""
     given = (*args, *kwargs.values())
     widest = check_widths(args, kwargs)
     longest = sum(len(each) for each in given if isinstance(each, str))
@@ -157,7 +157,7 @@ def text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...],
 
 
 def joined_size(allowance: Allowance, members: Any, joint: Any) -> int:
-    """Returns the most characters that the members of a list have as one text."""
+    """Returns the maximum number of characters that the members of a list have as one text."""
     sizes = (len(each) if isinstance(each, str) else allowance.expanded(each) for each in members)
     return sum(sizes) + len(str(joint)) * _length(members)
 

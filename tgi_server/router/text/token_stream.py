@@ -89,7 +89,7 @@ class TokenStream(Generic[F]):
         observe_gap: Callable[[float], None] | None = None,
     ) -> None:
         """input_ids: the prompt; the first generated token may read differently after it.
-        stops: stop sequences, if the request has any. stop_ids: tokens that end the text, and are no part of it.
+        stops: stop sequences, if the request has any. stop_ids: tokens that end the text, which does not include them.
         on_end: called once, at the end, with the error if the sequence did not end as it should.
         min_tokens: before this many tokens, nothing that the request names ends the text.
         shown: special tokens that are part of the text.
@@ -147,7 +147,7 @@ class TokenStream(Generic[F]):
             special = token_id in self._special_tokens
             stop_token = token_id in self._stop_ids and self._may_end
             end_token = reason in (FinishReason.EOS_TOKEN, FinishReason.DEADLINE)
-            if stop_token or end_token:  # no part of the text, nor of a stop sequence
+            if stop_token or end_token:  # belongs neither to the text nor to a stop sequence
                 text, visible, stopped = self._tokenizer.token_text(token_id), "", False
                 reason = reason if end_token else FinishReason.EOS_TOKEN
             elif special:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Tokenizing this many characters takes less time than waking a thread for it (about 0.1 ms).
 _SHORT = 1_000
-# Texts with more characters have threads of their own: shorter ones do not wait behind them.
+# Texts with more characters have threads of their own, so that shorter ones do not wait for them.
 _LONG = 32_768
 # Texts with more characters for each token that is allowed are tokenized in pieces first, until there are too many.
 _PLAUSIBLE = 4

@@ -21,7 +21,7 @@ class TokenizerConfig:
 
     chat_templates: Jinja sources by name; most models have one, named "default". tokens: by their names in TOKEN_NAMES;
     those that the model has not are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
-    response_template: how answers are taken apart, as it is in the file; None: there is none. tokenizer_class: the
+    response_template: how answers are parsed, as in the file; None: the file has none. tokenizer_class: the
     name of the tokenizer's class in `transformers`.
     """
 

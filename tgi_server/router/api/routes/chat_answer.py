@@ -59,7 +59,7 @@ class ChatAnswer:
         show_thoughts: bool = True,
         token_ids: bool = False,
     ) -> None:
-        """reader: takes the text apart; None: all of it is text. most: alternatives reported for each token; None: no
+        """reader: parses the text; None: all of it is text. most: alternatives reported for each token; None: no
         log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them. token_ids: keep the
         tokens.
         """
@@ -118,7 +118,7 @@ class ChatAnswer:
         assert self._reader is not None
         others = [piece for piece in pieces if piece.part is not AnswerPart.THOUGHT]
         if thinking or self._reader.thinking or len(others) < len(pieces):
-            # Only the last token may be of what comes behind the thoughts.
+            # Only the last token may belong to what comes after the thoughts.
             self._logprobs = self._logprobs[-1:] if others else []
         return others
 

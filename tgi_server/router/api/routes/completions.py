@@ -252,7 +252,7 @@ def _stream(generation: RequestGeneration, plan: _Plan) -> Response:
 
 class _CompletionChunks:
     """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has, unless
-    usage comes once, for all sequences of the stream, behind the last of them.
+    usage comes once, for all sequences of the stream, after the last of them.
 
     Of a prompt that is shown, the first chunk has all.
     """

@@ -78,7 +78,7 @@ def decision_routes(service: Service) -> list[Route]:
 
 @dataclass(slots=True)
 class _Ask:
-    """One prompt of a question: its options in one order, behind the input or a neutral one.
+    """One prompt of a question: its options in one order, after the input or a neutral one.
 
     prepared: None once it is scored. steps: the log-probabilities of the tokens that may follow, by the beginning of a
     label.

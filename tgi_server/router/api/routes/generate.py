@@ -151,7 +151,7 @@ def _told(stream: AnyStream, text: str, visible: str) -> str:
 
 
 def _ends_text(stream: AnyStream, visible: str) -> bool:
-    """Returns True if the last token ends the text and is no part of it, which clients tell by its being special."""
+    """Returns True if the last token ends the text without belonging to it, which clients tell by its being special."""
     return stream.finish_reason in (FinishReason.EOS_TOKEN, FinishReason.DEADLINE) and not visible
 
 

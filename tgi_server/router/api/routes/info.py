@@ -90,8 +90,8 @@ def probe_routes(service: Service) -> list[Route]:
     all_summary = "The models, by all their names, and adapters; with `anthropic-version` as pages"
     one = answered_by("Model") | _NO_SUCH_MODEL
     return [
-        *(DescribedRoute(path, health, "Whether the server can generate", _HEALTH) for path in ("/health", "/ping")),
-        DescribedRoute("/", root, "Whether the server can generate", _HEALTH),
+        *(DescribedRoute(path, health, "200 if the server can generate", _HEALTH) for path in ("/health", "/ping")),
+        DescribedRoute("/", root, "200 if the server can generate", _HEALTH),
         DescribedRoute("/info", info, "What is served, and with which limits", answered_by(Info)),
         DescribedRoute("/metrics", metrics, "Metrics in Prometheus' text format", PLAIN_TEXT),
         DescribedRoute("/version", version, "The version of this server", answered_by(VersionInfo)),

@@ -104,7 +104,7 @@ class ResponseItems:
     """
 
     def __init__(self, emit: Emit, tools: Mapping[str, ClientTool]) -> None:
-        """tools: those that are no plain functions, by the names that the model knows."""
+        """tools: those that are not plain functions, by the names that the model knows."""
         self._tools = tools
         self.items: list[ResponseItem] = []
         self.reason: str | None = None

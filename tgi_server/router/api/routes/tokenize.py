@@ -37,7 +37,7 @@ from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAME
 
 T = TypeVar("T")
 
-# Most tokens of one response, unless a prompt may have more.
+# Maximum number of tokens of one response, unless a prompt may have more.
 MOST_TOKENS = 65_536
 
 
