@@ -413,6 +413,9 @@ def _scale_up(model: PreTrainedModel) -> None:
             parameter.mul_(SCALE)
         else:
             parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):  # of Gemma 4
+            buffer.fill_(0.75)
 
 
 def make_llama(folder: Path, **overrides: Any) -> Path:

@@ -1,6 +1,7 @@
 """Fills a spec with the weights of a model of `transformers`, packed for a device; or packs that model's own layers."""
 
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from tgi_server.engine.backends.attention.base import AttentionVariant, Latents
 from tgi_server.engine.backends.decoder import (
     AttentionHeads,
     Decoder,
+    DecoderInputs,
     DecoderLayer,
     LatentLayers,
     Norm,
@@ -38,11 +40,17 @@ from tgi_server.loading import PACKING
 logger = logging.getLogger(__name__)
 
 # The norms of LayerSpec, in the order of a layer's steps.
-NORMS = ("attention_norm", "query_norm", "key_norm", "attended_norm", "feed_forward_norm", "fed_norm")
+_NORMS = (
+    *("attention_norm", "query_norm", "key_norm", "value_norm", "attended_norm", "feed_forward_norm"),
+    *("mixture_norm", "router_norm", "mixed_norm", "shared_norm", "fed_norm", "input_norm"),
+)
 # The linear layers that a decoder layer may have.
-_LINEARS = ("qkv", "query", "output", "mixer_in", "mixer_out", "up", "down", "shared_gate")
-# The norms that a layer without attention has not.
-_OF_ATTENTION = ("query_norm", "key_norm")
+_LINEARS = (
+    *("qkv", "query", "output", "mixer_in", "mixer_out", "up", "down", "shared_gate"),
+    *("input_gate", "input_projection"),
+)
+# The norms that a layer without attention has not, of heads.
+_OF_ATTENTION = ("query_norm", "key_norm", "value_norm")
 # Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
 # Linear layers, of Mamba, whose weight is multiplied by the module above them.
@@ -67,7 +75,7 @@ def build_decoder(
     """
     modules = layers_of(model, spec)
     mixers = _check(model, modules, spec, variants, linear)
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model)
     norms = [Norm.of(decoder.get_submodule(name)) if name else None for name in (spec.embedding_norm, spec.final_norm)]
     layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
@@ -83,6 +91,7 @@ def build_decoder(
     head = model.get_output_embeddings()
     assert head is not None
     positions = decoder.get_submodule(spec.positions) if spec.positions else None
+    inputs = _inputs(model, decoder, spec, linear)
     paths = {id(module): path for path, module in model.named_modules()}
     new_head = _in_parallel(head, linear) if keep else _head(model, linear)
     return Decoder(
@@ -97,7 +106,22 @@ def build_decoder(
         paths[id(modules)],
         paths[id(head)],
         layer_type,
+        inputs,
     )
+
+
+def _inputs(model: nn.Module, decoder: nn.Module, spec: DecoderSpec, linear: LinearFactory) -> DecoderInputs | None:
+    """Returns what makes the further inputs of layers; the model keeps the embedding alone."""
+    if spec.inputs is None:
+        return None
+    own = spec.inputs
+    embedding = _embedding(decoder.get_submodule(own.embedding), None, None, linear)
+    projection = decoder.get_submodule(own.projection)
+    path = next(path for path, module in model.named_modules() if module is projection)
+    made, deferred = linear(cast(Any, projection)), DeferredFree()
+    _put(model, path, nn.Identity(), deferred)
+    deferred.free()
+    return DecoderInputs(own, embedding, made, Norm.of(decoder.get_submodule(own.norm)), path)
 
 
 def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
@@ -124,9 +148,15 @@ def unpack(model: nn.Module) -> None:
     _compute_experts_together(model, wanted=False)
 
 
+def decoder_of(model: Any) -> Any:
+    """Returns the decoder of a model of `transformers`; Llama 4's causal model takes itself for it."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder is model else decoder
+
+
 def layers_of(model: Any, spec: DecoderSpec) -> nn.ModuleList:
     """Returns the decoder layers of a model of `transformers`; none for code of another structure."""
-    layers = getattr(model.get_decoder(), spec.layer_list, None) if hasattr(model, "get_decoder") else None
+    layers = getattr(decoder_of(model), spec.layer_list, None) if hasattr(model, "get_decoder") else None
     return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()
 
 
@@ -151,8 +181,7 @@ def _check(
             names_of = _linear_names(layer, mixer)
             parts = [[inner(_linear(module, name)) for name in names] for names in names_of.values()]
             mixture = module.get_submodule(layer.mixture.name) if layer.mixture else None
-            for name in _norm_names(layer).values():
-                Norm.of(module.get_submodule(name))
+            _norms(module, layer)
         except AttributeError as error:
             raise Unfit(f"layer {index}: {error}") from error
         mixed = mixture is None or hasattr(mixture, "experts")
@@ -184,8 +213,7 @@ def _layer(
         linears[part] = _joined(own, linear)
         if spec.scales.keys() & set(names):
             scales[part] = torch.cat([_scales(module, spec, *each) for each in parts[part]])
-    norms = {name: Norm.of(module.get_submodule(path)) for name, path in _norm_names(spec).items()}
-    mixture = module.get_submodule(spec.mixture.name) if spec.mixture else None
+    norms, mixture = _norms(module, spec), _mixture(module, spec)
     heads, latents = None, None
     if variant is not None and spec.attention is not None:
         attention = module.get_submodule(spec.attention)
@@ -210,7 +238,43 @@ def _layer(
         mixture,
         parts,
         scales,
+        linears["input_gate"],
+        linears["input_projection"],
+        1.0 if spec.output_scale is None else float(module.get_buffer(spec.output_scale)),
     )
+
+
+def _norms(module: nn.Module, spec: LayerSpec) -> dict[str, Norm]:
+    """Returns the norms that a layer has, by their names in the spec."""
+    norms: dict[str, Norm] = {}
+    size = _head_size(module.get_submodule(spec.attention)) if spec.attends and spec.attention else 1
+    for kind, name in _norm_names(spec).items():
+        whole = norms["attention_norm"].size if "attention_norm" in norms else 1
+        norms[kind] = Norm.of(module.get_submodule(name), size if kind in _OF_ATTENTION else whole)
+    if spec.mixture and spec.mixture.router_scale:
+        scale, norm = operator.attrgetter(spec.mixture.router_scale)(module).float(), norms["router_norm"]
+        norms["router_norm"] = replace(norm, weight=norm.weight.float() * scale * len(scale) ** -0.5)
+    return norms
+
+
+def _mixture(layer: nn.Module, spec: LayerSpec) -> Any:
+    """Returns a layer's mixture, whose experts say what `Experts` asks of them; None if it has none."""
+    if spec.mixture is None:
+        return None
+    mixture: Any = layer.get_submodule(spec.mixture.name)
+    if mixture is layer:
+        router = spec.mixture.router.partition(".")[0]
+        mixture = nn.ModuleDict({name: layer.get_submodule(name) for name in ("experts", router)})
+    experts = inner(mixture.experts)
+    if not isinstance(experts, Experts) and not hasattr(experts, "has_gate"):  # of Llama 4
+        experts.has_gate, experts.is_transposed = True, True
+        experts._apply_gate = partial(_gated, experts.act_fn)
+    return mixture
+
+
+def _gated(activation: Callable[[Tensor], Tensor], joined: Tensor) -> Tensor:
+    gate, up = joined.chunk(2, -1)
+    return activation(gate) * up
 
 
 def _scales(module: nn.Module, spec: LayerSpec, name: str, outputs: int) -> Tensor:
@@ -221,8 +285,12 @@ def _scales(module: nn.Module, spec: LayerSpec, name: str, outputs: int) -> Tens
     return torch.full((outputs,), scale)
 
 
+def _head_size(attention: Any) -> int:
+    return int(getattr(attention, "head_dim", 0) or getattr(attention, "head_size", 1))
+
+
 def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> AttentionHeads:
-    size = int(attention.head_dim if hasattr(attention, "head_dim") else attention.head_size)
+    size = _head_size(attention)
     of_value = int(getattr(attention, "v_head_dim", size))
     heads = inner(linears["output"]).in_features // of_value
     queries = 2 * heads if spec.gated else heads
@@ -269,12 +337,13 @@ def _linear_names(spec: LayerSpec, mixer: MixerKernel | None) -> dict[str, tuple
         }
     if spec.up and (spec.mixture is None or spec.shared):
         names |= {"up": spec.up, "down": (spec.down,)}
-    return names | {"shared_gate": (spec.shared_gate,)} if spec.shared_gate else names
+    others = {name: getattr(spec, name) for name in ("shared_gate", "input_gate", "input_projection")}
+    return names | {name: (path,) for name, path in others.items() if path}
 
 
 def _norm_names(spec: LayerSpec) -> dict[str, str]:
     """Returns the names in `transformers` of the norms that there are, by those in the spec."""
-    norms = {kind: name for kind in NORMS if (name := getattr(spec, kind)) is not None}
+    norms = {kind: name for kind in _NORMS if (name := getattr(spec, kind)) is not None}
     return norms if spec.attends else {kind: name for kind, name in norms.items() if kind not in _OF_ATTENTION}
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput, TopOnly
-from tgi_server.engine.backends.build import NORMS
-from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderLayer, Norm, inner
+from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderInputs, DecoderLayer, Norm, inner
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
 from tgi_server.engine.backends.states import SequenceStates
@@ -25,8 +24,11 @@ from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 
-# Linear layers of a layer whose outputs may be multiplied, as the kernel takes them.
-_SCALED = ("qkv", "output", "mixer_in", "mixer_out", "up", "down")
+# Linear layers of a layer, by the names that the kernel has for them, too.
+_LINEARS = (
+    *("qkv", "output", "mixer_in", "mixer_out", "up", "down", "shared_gate"),
+    *("input_gate", "input_projection"),
+)
 
 
 class CpuModel(PagedModel):
@@ -116,7 +118,7 @@ class CpuModel(PagedModel):
         with self._faults():
             logits, taps = self._kernel.forward(
                 inputs.tokens, turns, *places, *tables, inputs.wanted, adapters, top.count if top else 0, head,
-                images, metadata.ends, *states,
+                images, metadata.ends, metadata.ends_in_windows, *states,
             )  # fmt: skip
         if adapters is not None and inputs.wanted is not None:
             adapters = adapters[inputs.wanted]
@@ -185,23 +187,36 @@ def _runs(metadata: ForwardMetadata, states: SequenceStates) -> tuple[Tensor, Te
 def _kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.CausalLM`. Raises UnsupportedModel."""
     spec, head, weight = decoder.spec, inner(decoder.head), decoder.embedding_weight
-    embedding = decoder.embedding.inner if isinstance(decoder.embedding, VocabParallelEmbedding) else decoder.embedding
     prefilter, prefilter_rows = head.prefilter if isinstance(head, PrefilteredHead) else ([], 0)
     if isinstance(head, PrefilteredHead) and head.tied:
         prefilter = [*prefilter, weight]
     return torch.classes.oatmill.CausalLM(
         _layers_kernel(decoder),
-        weight,
-        _linear_kernel(embedding.layer) if isinstance(embedding, QuantizedEmbedding) else None,
-        float(torch.tensor(spec.embedding_scale, dtype=weight.dtype)),
+        _embedding_kernel(decoder.embedding, spec.embedding_scale),
         decoder.positions,
         _norm_kernel(decoder.embedding_norm),
+        None if decoder.inputs is None else _inputs_kernel(decoder.inputs),
         _norm_kernel(decoder.norm),
         _linear_kernel(head),
         spec.logits_divisor,
         spec.logits_softcap,
         prefilter,
         prefilter_rows,
+    )
+
+
+def _embedding_kernel(embedding: Any, scale: float) -> Any:
+    """Returns a `torch.classes.oatmill.Embedding`. scale: of its rows, as their dtype has it."""
+    own = embedding.inner if isinstance(embedding, VocabParallelEmbedding) else embedding
+    layer = _linear_kernel(own.layer) if isinstance(own, QuantizedEmbedding) else None
+    return torch.classes.oatmill.Embedding(own.weight, layer, float(torch.tensor(scale, dtype=own.weight.dtype)))
+
+
+def _inputs_kernel(inputs: DecoderInputs) -> Any:
+    spec = inputs.spec
+    embedding, projection = _embedding_kernel(inputs.embedding, spec.embedding_scale), _linear_kernel(inputs.projection)
+    return torch.classes.oatmill.LayerInputs(
+        embedding, spec.tokens, projection, _norm_kernel(inputs.norm), spec.projection_scale, spec.scale
     )
 
 
@@ -212,14 +227,13 @@ def _layers_kernel(decoder: Decoder) -> Any:
         spec.activation, spec.gated_mlp, spec.parallel, spec.residual_scale, spec.interleaved
     )
     for layer in decoder.layers:
-        norms = [_norm_kernel(layer.norms.get(name)) for name in NORMS]
-        linears = [None if each is None else _linear_kernel(each) for each in (
-            layer.qkv, layer.output, layer.mixer_in, layer.mixer_out, layer.up, layer.down, layer.shared_gate
-        )]  # fmt: skip
+        norms = {name: _norm_kernel(norm) for name, norm in layer.norms.items()}
+        found = {name: getattr(layer, name) for name in _LINEARS}
+        linears = {name: _linear_kernel(each) for name, each in found.items() if each is not None}
         attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None
         mixer = layer.mixer.kernel if layer.mixer else None
         mixture = _mixture_kernel(layer) if layer.mixture is not None else None
-        kernel.add_layer(norms, attention, mixer, mixture, linears, [layer.scales.get(name) for name in _SCALED])
+        kernel.add_layer(norms, attention, mixer, mixture, linears, layer.scales, layer.scale)
     return kernel
 
 
@@ -233,25 +247,29 @@ def _attention_kernel(layer: DecoderLayer, heads: AttentionHeads, variant: Atten
     return torch.classes.oatmill.Attention(
         heads.heads, heads.kv_heads, heads.size, heads.value_size, spec.value_scale, latents,
         variant.scaling, variant.window, variant.softcap, variant.sinks, variant.alibi_slopes, variant.rounded_alibi,
-        -1 if spec.rope is None else spec.rope, spec.gated, spec.grouped, spec.clip,
+        -1 if spec.rope is None else spec.rope, spec.gated, spec.grouped, spec.clip, variant.chunk,
+        variant.source(layer.index), list(spec.tuning or ()),
     )  # fmt: skip
 
 
 def _mixture_kernel(layer: DecoderLayer) -> Any:
     mixture, spec = layer.mixture, layer.spec.mixture
     assert spec is not None
-    router, experts = getattr(mixture, spec.router), inner(mixture.experts)
+    router, experts = operator.attrgetter(spec.router)(mixture), inner(mixture.experts)
     kernel = experts.kernel() if isinstance(experts, Experts) else None
-    if kernel is None or not FloatLinear.supports(router.weight.dtype):
+    packed = isinstance(router, PackedLinear)
+    if kernel is None or not (packed or FloatLinear.supports(router.weight.dtype)):
         raise UnsupportedModel(
             f"layer {layer.index} has experts for which there is no kernel; start with --disable-custom-kernels"
         )
-    bias = None if spec.bias is None else operator.attrgetter(spec.bias)(mixture).float()
+    bias, factors = (
+        None if name is None else operator.attrgetter(name)(mixture).float() for name in (spec.bias, spec.factors)
+    )
     routing = torch.classes.oatmill.Routing(
-        router.top_k, spec.sigmoid, bias, spec.groups, spec.chosen_groups, spec.group_scores, spec.normalised,
-        spec.factor, spec.wide,
+        spec.chosen or router.top_k, spec.sigmoid, bias, spec.groups, spec.chosen_groups, spec.group_scores,
+        spec.normalised, spec.factor, spec.wide, factors, spec.share_inputs,
     )  # fmt: skip
-    linear = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
+    linear = (router if packed else FloatLinear(router.weight, getattr(router, "bias", None))).kernel()
     return torch.classes.oatmill.Mixture(linear, kernel, routing)
 
 

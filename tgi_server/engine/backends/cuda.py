@@ -16,7 +16,7 @@ from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import Unfit, build_decoder, layers_of, pack_quantized
+from tgi_server.engine.backends.build import Unfit, build_decoder, decoder_of, layers_of, pack_quantized
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceBackend
@@ -74,7 +74,7 @@ class CudaBackend(ReferenceBackend):
             probe = LogitsProbe(model, self.group, long=True, kv_format=model.attention.kv_format)
             self._prove_attention(model, probe)
             fused = type(model.attention) is not GatherAttention
-            if fused and spec is not None and not spec.has_states and not spec.has_latents:
+            if fused and spec is not None and not spec.on_cpus_alone:
                 proved = self._of_spec(model, probe, spec)
         if proved is None:
             pack_quantized(self.source, self._linear)
@@ -135,8 +135,8 @@ def _first_layer(model: Any, spec: DecoderSpec) -> Iterator[None]:
     layers = layers_of(model, spec)
     if not layers:
         raise Unfit("it has no list of layers")
-    setattr(model.get_decoder(), spec.layer_list, layers[:1])
+    setattr(decoder_of(model), spec.layer_list, layers[:1])
     try:
         yield
     finally:
-        setattr(model.get_decoder(), spec.layer_list, layers)
+        setattr(decoder_of(model), spec.layer_list, layers)

@@ -1,5 +1,6 @@
 """A decoder's weights by its spec, arranged for a device: what the models of backends compute with."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,10 +14,11 @@ from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding
 from tgi_server.engine.linear import PackedLinear
-from tgi_server.engine.models.spec import DecoderSpec, LayerSpec
+from tgi_server.engine.models.spec import DecoderSpec, LayerInputs, LayerSpec
 from tgi_server.engine.parallel.layers import (
     RowParallel,
     ShardedQueryNorm,
+    SummedExperts,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
@@ -46,18 +48,19 @@ class Norm:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, norm: Any) -> Self:
+    def of(cls, norm: Any, size: int = 1) -> Self:
         """Takes the weights of a norm of `transformers` or torch, or of one whose squares are summed over shards.
 
+        size: of what it normalises, if it has no weights.
         Its formula is tried out on a few numbers: norms differ in what they add to weights, and where they round.
         Raises Unfit for one that has another.
         """
         sharded = norm if isinstance(norm, ShardedQueryNorm) else None
         norm = norm if sharded is None else norm.inner
         eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
-        weight, bias = norm.weight, getattr(norm, "bias", None)
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if weight is None:
-            raise Unfit("a norm has no weights")
+            weight = torch.ones(size)
         kinds = [cls(weight, bias, eps, True), cls(1.0 + weight, bias, eps, True)]
         if bias is None:
             wide = weight.float()
@@ -124,7 +127,8 @@ class DecoderLayer:
     mixture: a module of `transformers` whose experts may be packed; None: there is none. up, down: the feed-forward
     part, or the expert that all tokens have; None: there is none. shared_gate: of that expert. parts: what each linear
     layer is made of in `transformers`, with the numbers of outputs. scales: what the outputs of these linear layers are
-    multiplied by, [outputs] float32, where that is not 1.
+    multiplied by, [outputs] float32, where that is not 1. input_gate, input_projection: of its further input; None: it
+    has none. scale: of its output.
     """
 
     spec: LayerSpec
@@ -144,14 +148,32 @@ class DecoderLayer:
     mixture: Any
     parts: dict[str, list[tuple[str, int]]]
     scales: dict[str, Tensor]
+    input_gate: PackedLinear | None = None
+    input_projection: PackedLinear | None = None
+    scale: float = 1.0
 
     def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
         for name, parts in self.parts.items():
             yield inner(self.latents.query if self.latents and name == "query" else getattr(self, name)), parts
+        if self.spec.mixture is not None:
+            router = operator.attrgetter(self.spec.mixture.router)(self.mixture)
+            if isinstance(router, PackedLinear):
+                yield router, [(self.spec.mixture.router, router.out_features)]
         if self.mixer is not None:
             for name, linear in self.mixer.inner.items():
                 yield linear, [(f"{self.spec.mixer}.{name}", linear.out_features)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderInputs:
+    """Makes the further inputs of all layers. path: of the projection in `transformers`."""
+
+    spec: LayerInputs
+    embedding: nn.Embedding | QuantizedEmbedding | VocabParallelEmbedding
+    projection: PackedLinear
+    norm: Norm
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +182,7 @@ class Decoder:
 
     positions: learned ones, [positions, hidden_size]; None: there are none. embedding_norm: of the sum of embeddings
     and positions; None: there is none. ropes: as in the spec. norm: after the layers; None: there is none. layer_type:
-    the class that the last layer had in `transformers`.
+    the class that the last layer had in `transformers`. inputs: of layers; None: they have no further ones.
     """
 
     spec: DecoderSpec
@@ -174,6 +196,7 @@ class Decoder:
     layers_path: str
     head_path: str
     layer_type: type[nn.Module]
+    inputs: DecoderInputs | None = None
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -186,6 +209,8 @@ class Decoder:
         for layer in self.layers:
             for linear, parts in layer.linears():
                 yield linear, [(f"{self.layers_path}.{layer.index}.{name}", outputs) for name, outputs in parts]
+        if self.inputs is not None:
+            yield self.inputs.projection, [(self.inputs.path, self.inputs.projection.out_features)]
         head = inner(self.head)
         yield head, [(self.head_path, head.out_features)]
 
@@ -196,4 +221,4 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 def inner(module: Any) -> Any:
     """Returns the layer inside a parallel one, which combines the shards' results, or else the module itself."""
-    return module.inner if isinstance(module, RowParallel | VocabParallelHead) else module
+    return module.inner if isinstance(module, RowParallel | SummedExperts | VocabParallelHead) else module

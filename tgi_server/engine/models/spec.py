@@ -37,17 +37,22 @@ class NoSpec(Exception):
 class MixtureSpec:
     """A mixture of experts: a module of that name, with `experts` and a router that chooses some of them for a token.
 
-    router: its name in the module; it has the number of a token's experts, `top_k`. wide: it computes in float32.
+    name: empty where the layer itself has them. router: its name in the module. chosen: the number of a token's
+    experts; None: the router has it, as `top_k`. wide: the router computes in float32. router_scale: a tensor by which
+    the router's input is multiplied, and divided by the root of its size; None: there is none.
     sigmoid: an expert's score is the sigmoid of its own output of the router, not its part of the softmax over all.
     bias: what is added to scores in the choice alone, by its name in the module; None: nothing. groups: of the experts,
     of equal size; a token has those of the `chosen_groups` best ones alone, by the sum of the `group_scores` highest
     scores in each. normalised: the shares of a token's experts add up to 1, and are otherwise their scores. factor: by
-    which shares are multiplied then.
+    which shares are multiplied then. factors: a tensor with the same for each expert. share_inputs: shares multiply
+    what goes into experts, not what comes out.
     """
 
     name: str = "mlp"
     router: str = "gate"
+    chosen: int | None = None
     wide: bool = False
+    router_scale: str | None = None
     sigmoid: bool = False
     bias: str | None = None
     groups: int = 1
@@ -55,6 +60,8 @@ class MixtureSpec:
     group_scores: int = 1
     normalised: bool = True
     factor: float = 1.0
+    factors: str | None = None
+    share_inputs: bool = False
 
     @classmethod
     def deepseek(cls, config: Any, name: str = "mlp") -> Self:
@@ -83,16 +90,22 @@ class LayerSpec:
     heads, its key and its value. clip: no output of theirs is further from 0; 0: nothing is clipped.
     latents: attention is over latents (DeepSeek-V2, 2024): the last of `qkv` makes these and the turned elements of
     keys. query: makes queries of what the first of `qkv` gives; None: that gives them.
-    query_norm, key_norm: of each head, or of all together, as their weights say; with latents, of what `query` takes,
-    and of latents.
+    query_norm, key_norm, value_norm: of each head, or of all together, as their weights say; with latents, of what
+    `query` takes, and of latents.
     attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
     up: the gate's projection first, where there is a gate; none: there is no feed-forward part but the mixture, if any.
     mixture: in the place of `up` and `down`.
     shared: beside the mixture, `up` and `down` are those of an expert that all tokens have. shared_gate: a linear layer
-    whose output, by its sigmoid, is a gate of that expert's.
+    whose output, by its sigmoid, is a gate of that expert's. mixed_norm, shared_norm: of what the mixture and that
+    expert give. mixture_norm, router_norm: of the layer's residual, which experts and router then read in place of what
+    `up` does.
+    input_gate, input_projection, input_norm: the layer has a further input (`LayerInputs`), multiplied by the gate's
+    activation; the normalised projection of that is added to the residual. output_scale: a tensor with the number by
+    which the layer's output is multiplied.
     rope: which of the model's rotary tables turns queries and keys; None: none does.
     value_scale: of values. scaling: of the scores, where `transformers` scales the query before it calls attention;
-    None: as it says there.
+    None: as it says there. tuning: a floor and a scale, of the query at each position: it is multiplied by
+    1 + scale * log(1 + floor((position + 1) / floor)) (Nakanishi 2025).
     gated: the query's projection gives a gate beside each head's query; the head's output is multiplied by its sigmoid.
     scales: what the outputs of linear layers are multiplied by, by their names: a number, or one and the name of a
     tensor with a further one for each output.
@@ -115,12 +128,22 @@ class LayerSpec:
     attention_norm: str | None = "input_layernorm"
     query_norm: str | None = None
     key_norm: str | None = None
+    value_norm: str | None = None
     attended_norm: str | None = None
     feed_forward_norm: str | None = "post_attention_layernorm"
     fed_norm: str | None = None
+    mixture_norm: str | None = None
+    router_norm: str | None = None
+    mixed_norm: str | None = None
+    shared_norm: str | None = None
+    input_gate: str | None = None
+    input_projection: str | None = None
+    input_norm: str | None = None
+    output_scale: str | None = None
     rope: int | None = 0
     value_scale: float = 1.0
     scaling: float | None = None
+    tuning: tuple[float, float] | None = None
     gated: bool = False
     scales: Mapping[str, float | tuple[float, str]] = field(default_factory=dict)
 
@@ -146,6 +169,24 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """A further input of each layer (Gemma 3n): of its token, by an embedding, and of what the first layer gets.
+
+    embedding, projection: modules of the decoder, whose outputs are those for all layers side by side. tokens: that the
+    embedding has; others have the input of the first one. norm: of each layer's part of the projection.
+    embedding_scale, projection_scale, scale: of the two, and of their sum.
+    """
+
+    tokens: int
+    embedding_scale: float
+    projection_scale: float
+    scale: float
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A model with a causal decoder: token embedding, layers, norm, head.
 
@@ -155,8 +196,8 @@ class DecoderSpec:
     interleaved: rotary embeddings turn neighbouring elements of a head, not those half of it apart.
     parallel: the feed-forward part has the input of attention; or, where there is a `feed_forward_norm`, the layer's
     input, normalised by that. residual_scale: what layers add is multiplied by it.
-    embedding_scale: the same of embeddings, as the model's dtype has it. logits_divisor, logits_softcap: what logits
-    are divided by; and capped by, 0 for not at all.
+    embedding_scale: the same of embeddings, as the model's dtype has it. inputs: of layers; None: they have no further
+    ones. logits_divisor, logits_softcap: what logits are divided by; and capped by, 0 for not at all.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -172,6 +213,7 @@ class DecoderSpec:
     parallel: bool = False
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
+    inputs: LayerInputs | None = None
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
 
@@ -179,6 +221,18 @@ class DecoderSpec:
     def has_states(self) -> bool:
         """True if there are layers with states."""
         return any(layer.mixer for layer in self.layers)
+
+    @property
+    def on_cpus_alone(self) -> bool:
+        """True if there are parts that kernels for GPUs do not have."""
+        return (
+            self.has_states
+            or self.has_latents
+            or any(
+                each.value_norm or each.output_scale or each.tuning or (each.mixture and each.mixture.share_inputs)
+                for each in self.layers
+            )
+        )
 
     @property
     def has_latents(self) -> bool:

@@ -41,7 +41,7 @@ def test_a_spec_is_run_outside_the_modules_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "custom_kernels", "attention"),
-    [("gemma4_text", True, CpuAttention), ("gpt2", False, GatherAttention), ("llama", False, GatherAttention)],
+    [("gemma3n_text", True, CpuAttention), ("gpt2", False, GatherAttention), ("llama", False, GatherAttention)],
 )
 def test_without_a_spec_or_kernels_transformers_computes(architecture, custom_kernels, attention) -> None:
     paged = made(build(architecture), custom_kernels=custom_kernels)

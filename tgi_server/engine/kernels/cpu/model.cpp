@@ -3,6 +3,7 @@
 // from it takes ten times as long as in a loop of its own.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/Dict.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -18,6 +19,7 @@
 #include <functional>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -112,7 +114,9 @@ using LatentsPtr = c10::intrusive_ptr<Latents>;
 // as many; the cache has zeros behind them. value_scale: of values. scaling .. rounded_alibi: as in paged_attention. rotation: the
 // number of its rotary tables; -1: it has none. gated: beside each head's query stands what, by its sigmoid, is a gate of the head's output. grouped: query, key and
 // value do not stand side by side; for each KV head there are its query heads, its key and its value. clip: no element of
-// them is further from 0; 0: nothing is clipped.
+// them is further from 0; 0: nothing is clipped. chunk: as in paged_attention. keys_of: the layer whose keys and values are
+// attended to, where kv_heads is 0. tuning: the query at position p is multiplied by 1 + tuning[1] * log(1 + floor((p + 1) /
+// tuning[0])) (Nakanishi 2025); or empty.
 struct Attention : torch::CustomClassHolder {
   int64_t heads, kv_heads, head_dim, value_dim;
   double value_scale;
@@ -125,14 +129,17 @@ struct Attention : torch::CustomClassHolder {
   int64_t rotation;
   bool gated, grouped;
   double clip;
+  int64_t chunk, keys_of;
+  std::vector<double> tuning;
 
   Attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t value_dim, double value_scale,
             std::optional<LatentsPtr> latents, double scaling, int64_t window, double softcap, MaybeTensor sinks,
-            MaybeTensor alibi_slopes, bool rounded_alibi, int64_t rotation, bool gated, bool grouped, double clip)
+            MaybeTensor alibi_slopes, bool rounded_alibi, int64_t rotation, bool gated, bool grouped, double clip,
+            int64_t chunk, int64_t keys_of, std::vector<double> tuning)
       : heads(heads), kv_heads(kv_heads), head_dim(head_dim), value_dim(value_dim), value_scale(value_scale),
         latents(latents.value_or(nullptr)), scaling(scaling), window(window), softcap(softcap), sinks(std::move(sinks)),
         alibi_slopes(std::move(alibi_slopes)), rounded_alibi(rounded_alibi), rotation(rotation), gated(gated),
-        grouped(grouped), clip(clip) {}
+        grouped(grouped), clip(clip), chunk(chunk), keys_of(keys_of), tuning(std::move(tuning)) {}
 };
 
 using AttentionPtr = c10::intrusive_ptr<Attention>;
@@ -164,20 +171,24 @@ struct Projection {
 };
 
 // Norms are none where a layer has none of the kind. attention, with the projections of query, key and value, and of its
-// output; mixer, between its own; a layer may have either, both or none. query_norm, key_norm: of each head, or of all heads
-// together; or of what makes queries, and of latents. up: with the gate before it where the feed-forward part is gated; up and
-// down are none where it is a mixture without a shared expert, or where there is no such part; shared_gate: its sigmoid
-// multiplies the shared expert's output, or none. attended_norm, fed_norm: of what attention and the feed-forward part add to
-// the residual.
+// output; mixer, between its own; a layer may have either, both or none. query_norm, key_norm, value_norm: of each head, or of
+// all heads together; or of what makes queries, and of latents. up: with the gate before it where the feed-forward part is
+// gated; up and down are none where it is a mixture without a shared expert, or where there is no such part; shared_gate: its
+// sigmoid multiplies the shared expert's output, or none. attended_norm, fed_norm: of what attention and the feed-forward part
+// add to the residual. mixture_norm, router_norm: of the residual, which experts and router then read in place of what up
+// does. mixed_norm, shared_norm: of the outputs of mixture and shared expert. input_gate, input_projection, input_norm: of the
+// layer's further input (Gemma 3n), or none. scale: of the layer's output.
 struct Layer {
-  MaybeNorm attention_norm, query_norm, key_norm, attended_norm, feed_forward_norm, fed_norm;
+  MaybeNorm attention_norm, query_norm, key_norm, value_norm, attended_norm, feed_forward_norm, fed_norm;
+  MaybeNorm mixture_norm, router_norm, mixed_norm, shared_norm, input_norm;
   AttentionPtr attention;
   Projection qkv, output;
   MixerPtr mixer;
   Projection mixer_in, mixer_out;
   Projection up, down;
-  LinearPtr shared_gate;
+  LinearPtr shared_gate, input_gate, input_projection;
   MixturePtr mixture;
+  double scale;
 };
 
 void add(at::Tensor& sums, const at::Tensor& others) {
@@ -187,6 +198,17 @@ void add(at::Tensor& sums, const at::Tensor& others) {
     for_rows(sums.numel(), 1, [&](int64_t i, int64_t last) {
       for (; i + LANES <= last; i += LANES) store(to + i, load(to + i) + load(from + i));
       for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
+    });
+  });
+}
+
+// numbers *= others, of the same shape, contiguous.
+void multiply(at::Tensor& numbers, const at::Tensor& others) {
+  by_dtype(numbers, [&]<typename T>(T*) {
+    T* to = numbers.mutable_data_ptr<T>();
+    const T* from = others.const_data_ptr<T>();
+    for_rows(numbers.numel(), 1, [&](int64_t i, int64_t last) {
+      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * static_cast<float>(from[i]));
     });
   });
 }
@@ -236,12 +258,15 @@ MaybeTensor chosen_rows(const MaybeTensor& rows, const at::Tensor& chosen) {
 }
 
 // The tokens of a pass: where they stand and how far they look, as attention wants to know it, which adapter each has, and
-// what layers with states know of them.
+// what layers with states know of them. positions: [tokens] int64. ends_in_windows: `ends` holds for layers with a window
+// alone. inputs: of all layers, [tokens, layers * size], where they have further ones.
 struct Pass {
   at::Tensor slots, tables, kv_lengths, query_starts;
   std::vector<at::Tensor> cos, sin;
   MaybeTensor adapters, ends;
   Runs runs;
+  at::Tensor positions, inputs;
+  bool ends_in_windows = false;
 };
 
 // Of each layer the states of all slots; none of a layer with attention.
@@ -271,7 +296,7 @@ Pass of_last_tokens(const Pass& pass, const at::Tensor& wanted) {
   const at::Tensor kept = at::tensor(sequences, wanted.options());
   return {pass.slots, pass.tables.index_select(0, kept), pass.kv_lengths.index_select(0, kept),
           at::tensor(ends, pass.query_starts.options()), {}, {}, chosen_rows(pass.adapters, wanted),
-          chosen_rows(pass.ends, wanted), {}};
+          chosen_rows(pass.ends, wanted), {}, {}, {}, pass.ends_in_windows};
 }
 
 // In passes that are padded to a fixed size, the tokens that fill up what is wanted are in no order.
@@ -305,17 +330,23 @@ class Decoder : public torch::CustomClassHolder {
       : activation_(activation_named(activation)), gated_(gated), parallel_(parallel), residual_scale_(residual_scale),
         interleaved_(interleaved) {}
 
-  // norms: before attention, of queries, of keys, of what attention adds, before the feed-forward part, of what that adds;
-  // each may be none. linears: of attention, of the mixer, and up and down; then of the gate of a shared expert. Those that a
-  // layer has not are none. scales: of the outputs of the first six.
-  void add_layer(std::vector<MaybeNorm> norms, std::optional<AttentionPtr> attention, std::optional<MixerPtr> mixer,
-                 std::optional<MixturePtr> mixture, std::vector<std::optional<LinearPtr>> linears,
-                 std::vector<MaybeTensor> scales) {
-    TORCH_CHECK(norms.size() == 6 && linears.size() == 7 && scales.size() == 6);
-    const auto projection = [&](int i) { return Projection{linears[i].value_or(nullptr), std::move(scales[i])}; };
-    layers_.push_back({norms[0], norms[1], norms[2], norms[3], norms[4], norms[5], attention.value_or(nullptr),
-                       projection(0), projection(1), mixer.value_or(nullptr), projection(2), projection(3), projection(4),
-                       projection(5), linears[6].value_or(nullptr), mixture.value_or(nullptr)});
+  // norms, linears: those of Layer that there are, by their names. scales: of the outputs of linears. scale: of the output.
+  void add_layer(const c10::Dict<std::string, NormPtr>& norms, std::optional<AttentionPtr> attention,
+                 std::optional<MixerPtr> mixer, std::optional<MixturePtr> mixture,
+                 const c10::Dict<std::string, LinearPtr>& linears, const c10::Dict<std::string, at::Tensor>& scales,
+                 double scale) {
+    const auto norm = [&](const char* name) { return norms.contains(name) ? MaybeNorm(norms.at(name)) : MaybeNorm(); };
+    const auto linear = [&](const char* name) { return linears.contains(name) ? linears.at(name) : LinearPtr(); };
+    const auto projection = [&](const char* name) {
+      return Projection{linear(name), scales.contains(name) ? MaybeTensor(scales.at(name)) : MaybeTensor()};
+    };
+    layers_.push_back({norm("attention_norm"), norm("query_norm"), norm("key_norm"), norm("value_norm"),
+                       norm("attended_norm"), norm("feed_forward_norm"), norm("fed_norm"), norm("mixture_norm"),
+                       norm("router_norm"), norm("mixed_norm"), norm("shared_norm"), norm("input_norm"),
+                       attention.value_or(nullptr), projection("qkv"), projection("output"), mixer.value_or(nullptr),
+                       projection("mixer_in"), projection("mixer_out"), projection("up"), projection("down"),
+                       linear("shared_gate"), linear("input_gate"), linear("input_projection"),
+                       mixture.value_or(nullptr), scale});
     const Layer& layer = layers_.back();
     TORCH_CHECK(!layer.attention || (layer.qkv.linear && layer.output.linear));
     TORCH_CHECK(!layer.mixer || (layer.mixer_in.linear && layer.mixer_out.linear));
@@ -343,8 +374,9 @@ class Decoder : public torch::CustomClassHolder {
       at::Tensor normed, attended, mixed;
       if (layer.attention || layer.mixer) normed = normalised(layer.attention_norm, residual);
       if (layer.attention) {
-        TORCH_CHECK(i < caches.size(), "each layer with attention needs its cache");
-        attended = attend(layer, layer.qkv(normed, pass.adapters), pass, caches[i], chosen);
+        const size_t own = layer.attention->kv_heads == 0 ? static_cast<size_t>(layer.attention->keys_of) : i;
+        TORCH_CHECK(own < caches.size(), "each layer with attention needs its cache");
+        attended = attend(layer, layer.qkv(normed, pass.adapters), pass, caches[own], chosen);
       }
       if (layer.mixer) {
         TORCH_CHECK(i < states.size(), "each layer with a mixer needs its states");
@@ -363,6 +395,8 @@ class Decoder : public torch::CustomClassHolder {
         if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
         residual = feed_forward(layer, normed, adapters, residual);
       }
+      if (layer.input_gate) residual = with_input(layer, residual, pass.inputs, i, chosen, adapters);
+      if (layer.scale != 1) multiply(residual, layer.scale);
       if (i < images.added.size()) residual.index_add_(0, images.rows, images.added[i]);
     }
     if (tap != tapped.end()) taps.push_back(residual);
@@ -389,7 +423,14 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor inner;
     if (layer.up.linear) inner = activate(layer.up(x, adapters), activation_, gated_);
     if (!layer.mixture) return added(layer.down, inner, adapters, residual, layer.fed_norm);
-    at::Tensor sum = (*layer.mixture)(x, as_it_is(layer.fed_norm) ? own_residual(residual) : MaybeTensor());
+    at::Tensor sum = (*layer.mixture)(layer.mixture_norm ? normalised(layer.mixture_norm, residual) : x,
+                                      layer.router_norm ? normalised(layer.router_norm, residual) : x,
+                                      as_it_is(layer.fed_norm) ? own_residual(residual) : MaybeTensor(), adapters);
+    if (layer.mixed_norm) {
+      sum = normalised(layer.mixed_norm, summed(sum));
+      add(sum, normalised(layer.shared_norm, summed(layer.down(inner, adapters))));
+      return with_residual(sum, residual, layer.fed_norm);
+    }
     if (layer.up.linear) {
       at::Tensor shared = layer.down(inner, adapters);
       if (layer.shared_gate) {
@@ -400,6 +441,16 @@ class Decoder : public torch::CustomClassHolder {
       add(sum, shared);
     }
     return as_it_is(layer.fed_norm) ? summed(sum) : with_residual(summed(sum), residual, layer.fed_norm);
+  }
+
+  // The residual and what a layer makes of it and of its further input. inputs: of all layers. chosen: as in `run`.
+  at::Tensor with_input(const Layer& layer, const at::Tensor& residual, const at::Tensor& inputs, size_t index,
+                        const MaybeTensor& chosen, const MaybeTensor& adapters) const {
+    const int64_t size = layer.input_gate->outputs;
+    at::Tensor gate = activate(layer.input_gate->adapted(residual, adapters), activation_, false);
+    const at::Tensor own = inputs.narrow(1, static_cast<int64_t>(index) * size, size);
+    multiply(gate, (chosen ? own.index_select(0, *chosen) : own).contiguous());
+    return with_residual(layer.input_projection->adapted(gate, adapters), residual, layer.input_norm);
   }
 
   // Returns true if what a layer computes is added to the residual without more ado.
@@ -446,8 +497,8 @@ class Decoder : public torch::CustomClassHolder {
     } else {
       const int64_t keys = queries * head_dim, values = keys + kv_heads * head_dim;
       query = qkv.narrow(1, 0, keys).unflatten(1, {queries, head_dim});
-      key = qkv.narrow(1, keys, values - keys).unflatten(1, {kv_heads, head_dim});
-      value = qkv.narrow(1, values, kv_heads * own.value_dim).unflatten(1, {kv_heads, own.value_dim});
+      key = qkv.narrow(1, keys, values - keys).view({tokens, kv_heads, head_dim});
+      value = qkv.narrow(1, values, kv_heads * own.value_dim).view({tokens, kv_heads, own.value_dim});
     }
     if (own.value_dim < head_dim) value = at::constant_pad_nd(value, {0, head_dim - own.value_dim});
     if (own.gated) {
@@ -455,6 +506,8 @@ class Decoder : public torch::CustomClassHolder {
       query = pairs.select(2, 0), gate = pairs.select(2, 1);
     }
     query = of_heads(layer.query_norm, query), key = of_heads(layer.key_norm, key);
+    value = of_heads(layer.value_norm, value);
+    if (!own.tuning.empty()) query = tuned(query, pass.positions, own.tuning);
     at::Tensor attended = with_cache(own, query, key, value, pass, cache, wanted);
     if (own.gated) multiply_by_sigmoid(attended, wanted ? gate.index_select(0, *wanted) : gate);
     if (own.value_dim < head_dim) attended = attended.narrow(2, 0, own.value_dim).contiguous();
@@ -487,21 +540,43 @@ class Decoder : public torch::CustomClassHolder {
   // Turns queries and keys, and writes keys and values. Returns what the wanted queries attend to, [rows, heads, head_dim].
   at::Tensor with_cache(const Attention& own, at::Tensor query, const at::Tensor& key, const at::Tensor& value,
                         const Pass& pass, Cache cache, const MaybeTensor& wanted) const {
-    if (own.rotation >= 0)
+    if (key.size(1) == 0 && own.rotation >= 0)
+      rotate(query, pass.cos.at(own.rotation), pass.sin.at(own.rotation), interleaved_);
+    else if (own.rotation >= 0)
       rotate_and_write(query, key, value, pass.cos.at(own.rotation), pass.sin.at(own.rotation), cache.keys,
                        cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
-    else
+    else if (key.size(1) != 0)
       write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
     if (wanted) query = query.index_select(0, *wanted);
     const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
     return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths, attending.query_starts,
                            own.scaling, own.window, own.softcap, own.alibi_slopes, own.rounded_alibi, own.sinks,
-                           cache.key_scale, cache.value_scale * own.value_scale, 0, attending.ends);
+                           cache.key_scale, cache.value_scale * own.value_scale, own.chunk,
+                           pass.ends_in_windows && own.window == 0 ? MaybeTensor() : attending.ends);
+  }
+
+  // query: [tokens, heads, head_dim]. positions: [tokens] int64.
+  static at::Tensor tuned(const at::Tensor& query, const at::Tensor& positions, const std::vector<double>& tuning) {
+    at::Tensor output = query.contiguous();
+    if (output.is_same(query)) output = query.clone();
+    const int64_t size = query.size(1) * query.size(2);
+    const int64_t* position = positions.const_data_ptr<int64_t>();
+    const auto floor = static_cast<float>(tuning.at(0)), scale = static_cast<float>(tuning.at(1));
+    by_dtype(output, [&]<typename T>(T*) {
+      T* to = output.mutable_data_ptr<T>();
+      for_rows(query.size(0), size, [&](int64_t t, int64_t last) {
+        for (; t < last; ++t) {
+          const float factor = std::log1p(std::floor((static_cast<float>(position[t]) + 1) / floor)) * scale + 1;
+          for (int64_t i = t * size; i < (t + 1) * size; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * factor);
+        }
+      });
+    });
+    return output;
   }
 
   // x: [tokens, heads, head_dim]. The norm is of each head, or of all heads of a token together.
   at::Tensor of_heads(const MaybeNorm& norm, const at::Tensor& x) const {
-    if (!norm) return x;
+    if (!norm || x.size(1) == 0) return x;
     const bool whole = (*norm)->whole_size != 0;
     if (!whole && ((*norm)->weight.numel() == x.size(2) || (*norm)->weight.dim() == 2)) return (**norm)(x);
     const at::Tensor together = x.as_strided({x.size(0), 1, x.size(1) * x.size(2)}, {x.stride(0), x.stride(0), 1});
@@ -518,23 +593,90 @@ class Decoder : public torch::CustomClassHolder {
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
 
+// Embeddings of tokens, multiplied by scale once they are looked up. weight: [tokens, size], of this rank; or empty, of the
+// dtype, where a layer has them as its weights, quantised.
+struct Embedding : torch::CustomClassHolder {
+  at::Tensor weight;
+  LinearPtr layer;  // or none
+  double scale;
+
+  Embedding(at::Tensor weight, std::optional<LinearPtr> layer, double scale)
+      : weight(std::move(weight)), layer(layer.value_or(nullptr)), scale(scale) {}
+
+  // tokens: [tokens] int64. ranks: those that have the others, an equal number each; or none. Returns [tokens, size].
+  at::Tensor operator()(const at::Tensor& tokens, const RanksPtr& ranks) const {
+    at::Tensor rows = ranks ? of_ranks(tokens, *ranks) : look_up(tokens);
+    if (scale != 1) multiply(rows, scale);
+    return rows;
+  }
+
+ private:
+  at::Tensor look_up(const at::Tensor& ids) const {
+    return layer ? layer->rows(ids, weight.scalar_type()) : rows_of(weight, ids);
+  }
+
+  at::Tensor of_ranks(const at::Tensor& tokens, Ranks& ranks) const {
+    const int64_t own = layer ? layer->outputs : weight.size(0), first = ranks.rank() * own;
+    at::Tensor local = at::empty_like(tokens);
+    const int64_t* token = tokens.const_data_ptr<int64_t>();
+    int64_t* to = local.mutable_data_ptr<int64_t>();
+    const auto elsewhere = [&](int64_t i) { return token[i] < first || first + own <= token[i]; };
+    for (int64_t i = 0; i < tokens.numel(); ++i) to[i] = elsewhere(i) ? 0 : token[i] - first;
+    at::Tensor rows = look_up(local);
+    for (int64_t i = 0; i < tokens.numel(); ++i)
+      if (elsewhere(i)) rows.select(0, i).zero_();
+    ranks.all_reduce(rows);
+    return rows;
+  }
+};
+
+using EmbeddingPtr = c10::intrusive_ptr<Embedding>;
+
+// Makes the further inputs of all layers (Gemma 3n): of a token, by an embedding of its own, and of the first layer's input.
+// tokens: that the embedding has; it takes others for the first one. norm: of each layer's part of what projection gives.
+// scale: of the sum.
+struct LayerInputs : torch::CustomClassHolder {
+  EmbeddingPtr embedding;
+  int64_t tokens;
+  LinearPtr projection;
+  NormPtr norm;
+  double projection_scale, scale;
+
+  LayerInputs(EmbeddingPtr embedding, int64_t tokens, LinearPtr projection, NormPtr norm, double projection_scale,
+              double scale)
+      : embedding(std::move(embedding)), tokens(tokens), projection(std::move(projection)), norm(std::move(norm)),
+        projection_scale(projection_scale), scale(scale) {}
+
+  // ids: [tokens] int64. hidden: [tokens, hidden_size]. Returns [tokens, layers * size].
+  at::Tensor operator()(const at::Tensor& ids, const at::Tensor& hidden, const MaybeTensor& adapters,
+                        const RanksPtr& ranks) const {
+    at::Tensor projected = projection->adapted(hidden, adapters), known = ids.clone();
+    multiply(projected, projection_scale);
+    for (int64_t& id : std::span(known.mutable_data_ptr<int64_t>(), static_cast<size_t>(known.numel())))
+      if (id >= tokens) id = 0;
+    at::Tensor inputs = (*norm)(projected.view({-1, norm->weight.size(0)})).view(projected.sizes());
+    add(inputs, (*embedding)(known, ranks));
+    multiply(inputs, scale);
+    return inputs;
+  }
+};
+
+using LayerInputsPtr = c10::intrusive_ptr<LayerInputs>;
+
 // A whole model: from tokens to logits. Whatever a step brings, it is computed here: adapters, masks of rows, and
 // hidden states that somebody wants to read.
 class CausalLM : public torch::CustomClassHolder {
  public:
-  // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
-  // models that learn it, [positions, hidden_size]. embedding_norm: of the sum of both; or none. logits_divisor,
-  // logits_softcap: what is done with the head's outputs; 1 and 0: nothing. prefilter: as Linear::top_logits takes it,
-  // for at most prefilter_rows rows; empty: all logits are computed. Where the head has the embedding's weights, the
-  // sixth tensor is these.
-  // quantized_embedding: has the embeddings as its weights; then `embedding` is empty, and says the dtype.
-  CausalLM(DecoderPtr decoder, at::Tensor embedding, std::optional<LinearPtr> quantized_embedding, double embedding_scale,
-           MaybeTensor position_embedding, MaybeNorm embedding_norm, MaybeNorm norm, LinearPtr head, double logits_divisor,
+  // position_embedding: of models that learn it, [positions, hidden_size]. embedding_norm: of the sum of both; or none.
+  // inputs: makes those of each layer; or none. logits_divisor, logits_softcap: what is done with the head's outputs; 1 and
+  // 0: nothing. prefilter: as Linear::top_logits takes it, for at most prefilter_rows rows; empty: all logits are computed.
+  // Where the head has the embedding's weights, the sixth tensor is these.
+  CausalLM(DecoderPtr decoder, EmbeddingPtr embedding, MaybeTensor position_embedding, MaybeNorm embedding_norm,
+           std::optional<LayerInputsPtr> inputs, MaybeNorm norm, LinearPtr head, double logits_divisor,
            double logits_softcap, std::vector<at::Tensor> prefilter, int64_t prefilter_rows)
-      : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
-        quantized_embedding_(quantized_embedding ? *quantized_embedding : LinearPtr()), embedding_scale_(embedding_scale),
-        position_embedding_(std::move(position_embedding)), embedding_norm_(std::move(embedding_norm)),
-        norm_(std::move(norm)), head_(std::move(head)),
+      : decoder_(std::move(decoder)), embedding_(std::move(embedding)), position_embedding_(std::move(position_embedding)),
+        embedding_norm_(std::move(embedding_norm)), inputs_(inputs.value_or(nullptr)), norm_(std::move(norm)),
+        head_(std::move(head)),
         logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), prefilter_(std::move(prefilter)),
         prefilter_rows_(prefilter_rows) {}
 
@@ -609,17 +751,19 @@ class CausalLM : public torch::CustomClassHolder {
   // decode. wanted: as in Decoder::run. adapters: [tokens] int32, as Linear::adapted takes them; none: no token has one.
   // top: so many of each row's largest logits are needed; 0: all. head: false: the head's input is returned in place of logits,
   // so that `logits` may be called later. images: the members of ImageRows, in order; empty: there are none. ends: as in
-  // paged_attention. runs, saves: as in read_runs; none: no layer has states. drafted: `advance` may be called for some of
-  // the tokens. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
+  // paged_attention, of layers with a window alone if ends_in_windows. runs, saves: as in read_runs; none: no layer has
+  // states. drafted: `advance` may be called for some of the tokens. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
   std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& tokens, const at::Tensor& positions,
                                                           const at::Tensor& slots, const at::Tensor& tables,
                                                           const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                                                           std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
                                                           int64_t top, bool head, std::vector<at::Tensor> images,
-                                                          const MaybeTensor& ends, const MaybeTensor& runs,
-                                                          const MaybeTensor& saves, bool drafted) {
+                                                          const MaybeTensor& ends, bool ends_in_windows,
+                                                          const MaybeTensor& runs, const MaybeTensor& saves,
+                                                          bool drafted) {
     Pass pass{slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters, ends, {}};
+    pass.ends_in_windows = ends_in_windows;
     if (runs && saves) pass.runs = read_runs(*runs, *saves, state_slots(), tokens.size(0));
     return run(tokens, positions, std::move(pass), wanted, top, head, std::move(images), drafted);
   }
@@ -649,8 +793,7 @@ class CausalLM : public torch::CustomClassHolder {
                                                       const MaybeTensor& wanted, int64_t top, bool head,
                                                       std::vector<at::Tensor> images, bool drafted) {
     own_threads = at::get_num_threads();
-    at::Tensor hidden = embedded(tokens);
-    if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
+    at::Tensor hidden = (*embedding_)(tokens, ranks_);
     ImageRows places;
     if (!images.empty()) {
       places = {images[0], images[1], {images.begin() + 2, images.end()}};
@@ -658,6 +801,8 @@ class CausalLM : public torch::CustomClassHolder {
     }
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     if (embedding_norm_) hidden = (**embedding_norm_)(hidden);
+    pass.positions = positions;
+    if (inputs_) pass.inputs = (*inputs_)(tokens, hidden, pass.adapters, ranks_);
     for (std::vector<at::Tensor>* kinds : {&pass.cos, &pass.sin})
       for (at::Tensor& table : *kinds) table = rows_of(table, positions);
     const int64_t layers = static_cast<int64_t>(decoder_->layers()), added = static_cast<int64_t>(places.added.size());
@@ -682,24 +827,6 @@ class CausalLM : public torch::CustomClassHolder {
     return 0;
   }
 
-  at::Tensor embedded(const at::Tensor& tokens) const {
-    const auto look_up = [&](const at::Tensor& ids) {
-      return quantized_embedding_ ? quantized_embedding_->rows(ids, embedding_.scalar_type()) : rows_of(embedding_, ids);
-    };
-    if (!ranks_) return look_up(tokens);
-    const int64_t own = quantized_embedding_ ? quantized_embedding_->outputs : embedding_.size(0), first = ranks_->rank() * own;
-    at::Tensor local = at::empty_like(tokens);
-    const int64_t* token = tokens.const_data_ptr<int64_t>();
-    int64_t* to = local.mutable_data_ptr<int64_t>();
-    const auto elsewhere = [&](int64_t i) { return token[i] < first || first + own <= token[i]; };
-    for (int64_t i = 0; i < tokens.numel(); ++i) to[i] = elsewhere(i) ? 0 : token[i] - first;
-    at::Tensor hidden = look_up(local);
-    for (int64_t i = 0; i < tokens.numel(); ++i)
-      if (elsewhere(i)) hidden.select(0, i).zero_();
-    ranks_->all_reduce(hidden);
-    return hidden;
-  }
-
   at::Tensor divided(at::Tensor logits) const {
     if (logits_divisor_ != 1)
       change_each(logits, [divisor = static_cast<float>(logits_divisor_)](float x, auto) { return x / divisor; });
@@ -707,11 +834,11 @@ class CausalLM : public torch::CustomClassHolder {
   }
 
   DecoderPtr decoder_;
-  at::Tensor embedding_;
-  LinearPtr quantized_embedding_;  // or none
-  double embedding_scale_;
+  EmbeddingPtr embedding_;
   MaybeTensor position_embedding_;
-  MaybeNorm embedding_norm_, norm_;
+  MaybeNorm embedding_norm_;
+  LayerInputsPtr inputs_;  // or none
+  MaybeNorm norm_;
   LinearPtr head_;
   double logits_divisor_, logits_softcap_;
   std::vector<at::Tensor> prefilter_;
@@ -771,10 +898,12 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("add", &Experts::add)
       .def("forward", &Experts::forward);
   library.class_<Routing>("Routing").def(
-      torch::init<int64_t, bool, MaybeTensor, int64_t, int64_t, int64_t, bool, double, bool>());
+      torch::init<int64_t, bool, MaybeTensor, int64_t, int64_t, int64_t, bool, double, bool, MaybeTensor, bool>());
   library.class_<Mixture>("Mixture")
       .def(torch::init<LinearPtr, ExpertsPtr, RoutingPtr>())
-      .def("forward", &Mixture::operator());
+      .def("forward", [](const MixturePtr& self, const at::Tensor& x, const MaybeTensor& residual) {
+        return (*self)(x, x, residual, {});
+      });
   library.class_<Mixer>("Mixer")
       .def_static("gated_delta_net", &gated_delta_net)
       .def_static("kimi_delta_attention", &kimi_delta_attention)
@@ -785,12 +914,14 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       torch::init<int64_t, int64_t, std::optional<LinearPtr>, std::vector<LinearPtr>, std::vector<LinearPtr>>());
   library.class_<Attention>("Attention")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, std::optional<LatentsPtr>, double, int64_t, double, MaybeTensor, MaybeTensor, bool, int64_t, bool,
-                       bool, double>());
+                       bool, double, int64_t, int64_t, std::vector<double>>());
   library.class_<Decoder>("Decoder")
       .def(torch::init<std::string, bool, bool, double, bool>())
       .def("add_layer", &Decoder::add_layer);
+  library.class_<Embedding>("Embedding").def(torch::init<at::Tensor, std::optional<LinearPtr>, double>());
+  library.class_<LayerInputs>("LayerInputs").def(torch::init<EmbeddingPtr, int64_t, LinearPtr, NormPtr, double, double>());
   library.class_<CausalLM>("CausalLM")
-      .def(torch::init<DecoderPtr, at::Tensor, std::optional<LinearPtr>, double, MaybeTensor, MaybeNorm, MaybeNorm,
+      .def(torch::init<DecoderPtr, EmbeddingPtr, MaybeTensor, MaybeNorm, std::optional<LayerInputsPtr>, MaybeNorm,
                        LinearPtr, double, double, std::vector<at::Tensor>, int64_t>())
       .def("attach_cache", &CausalLM::attach_cache)
       .def("attach_rows", &CausalLM::attach_rows)

@@ -1,13 +1,21 @@
-"""Gemma 1, 2 and 3, and VaultGemma: scaled embeddings, GELU for the gate.
+"""Gemma 1 to 4, and VaultGemma: scaled embeddings, GELU for the gate.
 
-Gemma 3n and 4, whose last layers share the keys of earlier ones, and which have further inputs of each layer, are
+In Gemma 3n and 4 the last layers may share the keys of earlier ones, and layers may have further inputs. Gemma 3n is
 computed by `transformers`.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import (
+    DecoderSpec,
+    Family,
+    LayerInputs,
+    LayerSpec,
+    MixtureSpec,
+    RopeSpec,
+    activation,
+)
 from tgi_server.engine.models.splits import EXPERTS, GATED, LLAMA, attention, heads_of, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, vocab_parallel_embedding
 
@@ -42,6 +50,61 @@ def gemma3(config: Any) -> DecoderSpec:
     layers = (replace(layer, rope=types.index(each)) for each in config.layer_types)
     ropes = tuple(RopeSpec(layer_type) for layer_type in types)
     return DecoderSpec(tuple(layers), ropes=ropes, **_facts(config, config.hidden_activation))
+
+
+def gemma4(config: Any) -> DecoderSpec:
+    """Values are normalised, too; in some models, those of layers that look at all tokens are their keys before that.
+
+    Beside the feed-forward part there may be a mixture, with norms of its own.
+    """
+    types = sorted(set(config.layer_types))
+    layer = replace(_LAYER, query_norm="self_attn.q_norm", output_scale="layer_scalar")
+    if config.hidden_size_per_layer_input:
+        layer = replace(
+            layer,
+            input_gate="per_layer_input_gate",
+            input_projection="per_layer_projection",
+            input_norm="post_per_layer_input_norm",
+        )
+    if config.enable_moe_block:
+        layer = replace(
+            layer,
+            mixture=_gemma4_mixture(config),
+            shared=True,
+            mixture_norm="pre_feedforward_layernorm_2",
+            router_norm="router.norm",
+            mixed_norm="post_feedforward_layernorm_2",
+            shared_norm="post_feedforward_layernorm_1",
+        )
+    layers = (
+        replace(_with_keys(layer, config, kind, mode), rope=types.index(kind))
+        for kind, mode in zip(config.layer_types, config.kv_sharing_modes, strict=True)
+    )
+    return DecoderSpec(
+        tuple(layers),
+        ropes=tuple(RopeSpec(kind) for kind in types),
+        inputs=_layer_inputs(config) if config.hidden_size_per_layer_input else None,
+        **_facts(config, config.hidden_activation),
+    )
+
+
+def _with_keys(layer: LayerSpec, config: Any, kind: str, mode: str | None) -> LayerSpec:
+    """Returns a layer with keys and values of its own, unless it has those of another one."""
+    if mode == "reuse":
+        return replace(layer, qkv=("self_attn.q_proj",))
+    value = "k_proj" if getattr(config, "attention_k_eq_v", False) and kind == "full_attention" else "v_proj"
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", f"self_attn.{value}")
+    return replace(layer, qkv=qkv, key_norm="self_attn.k_norm", value_norm="self_attn.v_norm")
+
+
+def _gemma4_mixture(config: Any) -> MixtureSpec:
+    chosen, scale, factors = config.top_k_experts, "router.scale", "router.per_expert_scale"
+    return MixtureSpec("", "router.proj", chosen=chosen, router_scale=scale, factors=factors)
+
+
+def _layer_inputs(config: Any) -> LayerInputs:
+    scales = config.hidden_size_per_layer_input**0.5, config.hidden_size**-0.5, 2**-0.5
+    return LayerInputs(config.vocab_size_per_layer_input, *scales)
 
 
 def vaultgemma(config: Any) -> DecoderSpec:
@@ -84,6 +147,6 @@ FAMILIES = {
     "gemma2": Family(gemma2, llama_plan),
     "gemma3_text": Family(gemma3, llama_plan),
     "gemma3n_text": Family(plan=_gemma3n_plan),
-    "gemma4_text": Family(plan=_gemma4_plan),
+    "gemma4_text": Family(gemma4, _gemma4_plan),
     "vaultgemma": Family(vaultgemma, llama_plan),
 }

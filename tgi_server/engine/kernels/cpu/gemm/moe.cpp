@@ -60,6 +60,13 @@ at::Tensor clamped_gate(const at::Tensor& up, const float* bias, float alpha, fl
   return output;
 }
 
+// row *= share, with the share rounded to the dtype first.
+template <typename T>
+void multiply_row(T* row, float share, int64_t size) {
+  const float factor = static_cast<float>(static_cast<T>(share));
+  for (int64_t i = 0; i < size; ++i) row[i] = static_cast<T>(static_cast<float>(row[i]) * factor);
+}
+
 template <typename From, typename To>
 void convert(const From* from, To* to, int64_t numbers) {
   int64_t i = 0;
@@ -108,6 +115,7 @@ void choose(const T* logits, const Routing& routing, std::vector<float>& scores,
   for (int64_t c = 0; c < routing.chosen; ++c) {
     choices[c].share /= total;
     if (routing.factor != 1) choices[c].share *= static_cast<float>(routing.factor);
+    if (routing.factors) choices[c].share *= routing.factors->const_data_ptr<float>()[choices[c].expert];
   }
 }
 
@@ -141,13 +149,19 @@ at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& chosen, const
   return sum(x.contiguous(), choices, {});
 }
 
-void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
+void Experts::compute(const at::Tensor& x, std::vector<Work>& works, bool share_inputs) const {
   constexpr int64_t ENOUGH = 4;  // items of a thread
   const auto count = static_cast<int64_t>(works.size());
   const int64_t shares = count == 0 ? 1 : ceil_div(ENOUGH * loop_threads(), count);
   const auto begin = [&](Work& work) {
     const auto rows = static_cast<int64_t>(work.tokens.size());
-    work.rows = x.size(0) == 1 ? x : rows_of(x, at::from_blob(work.tokens.data(), {rows}, at::kLong));
+    const bool as_they_are = x.size(0) == 1 && !share_inputs;
+    work.rows = as_they_are ? x : rows_of(x, at::from_blob(work.tokens.data(), {rows}, at::kLong));
+    if (share_inputs)
+      by_dtype(x, [&]<typename T>(T*) {
+        T* row = work.rows.mutable_data_ptr<T>();
+        for (float& share : work.shares) multiply_row(row, std::exchange(share, 1.0f), x.size(1)), row += x.size(1);
+      });
     work.up = at::empty({rows, work.expert->up->outputs}, x.options());
     work.output = at::empty(work.rows.sizes(), x.options());
   };
@@ -176,7 +190,7 @@ void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
 }
 
 at::Tensor Experts::sum(const at::Tensor& x, const std::vector<Choice>& choices,
-                        const std::optional<at::Tensor>& residual) const {
+                        const std::optional<at::Tensor>& residual, bool share_inputs) const {
   const int64_t tokens = x.size(0), size = x.size(1);
   const int64_t of_each = tokens == 0 ? 0 : static_cast<int64_t>(choices.size()) / tokens;
   std::vector<Work> works(experts_.size());
@@ -188,7 +202,7 @@ at::Tensor Experts::sum(const at::Tensor& x, const std::vector<Choice>& choices,
     works[expert].shares.push_back(choices[i].share);
   }
   std::erase_if(works, [](const Work& work) { return work.tokens.empty(); });
-  compute(x, works);
+  compute(x, works, share_inputs);
   // The row of a token in the work of each of its experts, in their order.
   std::vector<std::pair<const Work*, int64_t>> rows(choices.size());
   std::vector<int64_t> found(tokens);
@@ -232,10 +246,14 @@ Mixture::Mixture(LinearPtr router, ExpertsPtr experts, RoutingPtr routing)
   TORCH_CHECK(!routing_->bias || (routing_->sigmoid && routing_->bias->scalar_type() == at::kFloat &&
                                   routing_->bias->is_contiguous() && routing_->bias->numel() == count),
               "a bias is a float32 number for each expert, whose score is a sigmoid");
+  TORCH_CHECK(!routing_->factors || (routing_->factors->scalar_type() == at::kFloat && routing_->factors->numel() == count),
+              "factors are a float32 number for each expert");
 }
 
-at::Tensor Mixture::operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const {
-  const at::Tensor logits = (*router_)(routing_->wide ? x.to(at::kFloat) : x);
+at::Tensor Mixture::operator()(const at::Tensor& x, const at::Tensor& of_router,
+                               const std::optional<at::Tensor>& residual,
+                               const std::optional<at::Tensor>& adapters) const {
+  const at::Tensor logits = router_->adapted(routing_->wide ? of_router.to(at::kFloat) : of_router, adapters);
   const int64_t tokens = x.size(0), experts = experts_->count(), chosen = routing_->chosen;
   std::vector<Choice> choices(tokens * chosen);
   by_dtype(logits, [&]<typename T>(T*) {
@@ -245,7 +263,7 @@ at::Tensor Mixture::operator()(const at::Tensor& x, const std::optional<at::Tens
       for (; t < last; ++t) choose(from + t * experts, *routing_, scores, ranks, choices.data() + t * chosen);
     });
   });
-  return experts_->sum(x, choices, residual);
+  return experts_->sum(x, choices, residual, routing_->share_inputs);
 }
 
 }  // namespace oatmill

@@ -45,8 +45,10 @@ struct Experts : torch::CustomClassHolder {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& shares) const;
 
   // x: [tokens, hidden_size], contiguous. choices: [tokens, of each]. residual: as x, or none. Returns it and the outputs
-  // of each token's experts, times their shares, [tokens, hidden_size]; sums are in float32.
-  at::Tensor sum(const at::Tensor& x, const std::vector<Choice>& choices, const std::optional<at::Tensor>& residual) const;
+  // of each token's experts, times their shares, [tokens, hidden_size]; sums are in float32. share_inputs: shares multiply
+  // what goes into experts instead.
+  at::Tensor sum(const at::Tensor& x, const std::vector<Choice>& choices, const std::optional<at::Tensor>& residual,
+                 bool share_inputs = false) const;
 
   int64_t count() const { return static_cast<int64_t>(experts_.size()); }
 
@@ -61,7 +63,7 @@ struct Experts : torch::CustomClassHolder {
 
   // Computes the outputs of all works. A thread takes an expert at a time, or where there are few of them a share of the
   // outputs of one of its layers: threads meet a few times, and not for every layer of every expert.
-  void compute(const at::Tensor& x, std::vector<Work>& works) const;
+  void compute(const at::Tensor& x, std::vector<Work>& works, bool share_inputs) const;
 
   at::Tensor activated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
 
@@ -83,11 +85,15 @@ struct Routing : torch::CustomClassHolder {
   bool normalised;                 // shares add up to 1, and are otherwise the scores
   double factor;                   // of shares
   bool wide;                       // the router computes in float32, whatever the model does
+  std::optional<at::Tensor> factors;  // of the shares of each expert, [experts] float32; or none
+  bool share_inputs;               // shares multiply what goes into experts
 
   Routing(int64_t chosen, bool sigmoid, std::optional<at::Tensor> bias, int64_t groups, int64_t chosen_groups,
-          int64_t group_scores, bool normalised, double factor, bool wide)
+          int64_t group_scores, bool normalised, double factor, bool wide, std::optional<at::Tensor> factors,
+          bool share_inputs)
       : chosen(chosen), sigmoid(sigmoid), bias(std::move(bias)), groups(groups), chosen_groups(chosen_groups),
-        group_scores(group_scores), normalised(normalised), factor(factor), wide(wide) {}
+        group_scores(group_scores), normalised(normalised), factor(factor), wide(wide), factors(std::move(factors)),
+        share_inputs(share_inputs) {}
 };
 
 using RoutingPtr = c10::intrusive_ptr<Routing>;
@@ -96,8 +102,9 @@ using RoutingPtr = c10::intrusive_ptr<Routing>;
 struct Mixture : torch::CustomClassHolder {
   Mixture(LinearPtr router, ExpertsPtr experts, RoutingPtr routing);
 
-  // x, residual: as in Experts::sum.
-  at::Tensor operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const;
+  // x, residual: as in Experts::sum. of_router: what the router reads, as x. adapters: as Linear::adapted takes them.
+  at::Tensor operator()(const at::Tensor& x, const at::Tensor& of_router, const std::optional<at::Tensor>& residual,
+                        const std::optional<at::Tensor>& adapters) const;
 
  private:
   LinearPtr router_;

@@ -268,6 +268,24 @@ at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
   return rows;
 }
 
+// Rotates query, [tokens, heads, head_dim] with a dense last dimension, in place. The others as below.
+void rotate(at::Tensor& query, const at::Tensor& cos, const at::Tensor& sin, bool interleaved) {
+  const int64_t heads = query.size(1), head_dim = query.size(2), rotated = cos.size(-1);
+  TORCH_CHECK(query.stride(2) == 1 && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
+  by_dtype(query, [&]<typename T>(T*) {
+    T* q = query.mutable_data_ptr<T>();
+    const T* c = cos.const_data_ptr<T>();
+    const T* s = sin.const_data_ptr<T>();
+    for_rows(query.size(0), heads * head_dim, [&](int64_t t, int64_t last) {
+      for (; t < last; ++t)
+        for (int64_t h = 0; h < heads; ++h) {
+          T* head = q + t * query.stride(0) + h * query.stride(1);
+          (interleaved ? rotate_pairs<T> : rotate_halves<T>)(head, head, c + t * rotated, s + t * rotated, rotated, head_dim);
+        }
+    });
+  });
+}
+
 // Rotates query in place and key on its way into the cache, and puts value beside it.
 // query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], all with a dense last dimension and
 // possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h), with its

@@ -25,6 +25,8 @@ void multiply_by_sigmoid(at::Tensor& x, const at::Tensor& gate);
 
 at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices);
 
+void rotate(at::Tensor& query, const at::Tensor& cos, const at::Tensor& sin, bool interleaved);
+
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
                       const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
                       double key_scale, double value_scale, bool interleaved = false);

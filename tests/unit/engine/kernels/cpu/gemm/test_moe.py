@@ -83,6 +83,7 @@ def routing_of(router: Any, chosen: int = CHOSEN) -> Any:
     return torch.classes.oatmill.Routing(
         chosen, with_bias, bias.float() if with_bias else None, groups, getattr(router, "topk_group", 1),
         2 if with_bias else 1, normalised, getattr(router, "routed_scaling_factor", 1.0), grouped,
+        None, False,
     )  # fmt: skip
 
 
@@ -180,6 +181,6 @@ def test_experts_that_there_are_not_are_refused(block) -> None:
     none = torch.classes.oatmill.Experts("silu", True, 0.0, 0.0)
     with pytest.raises(RuntimeError, match="a router of 6 for 0 experts"):
         torch.classes.oatmill.Mixture(linear, none, routing_of(router))
-    one = torch.classes.oatmill.Routing(1, True, None, 4, 1, 1, True, 1.0, False)
+    one = torch.classes.oatmill.Routing(1, True, None, 4, 1, 1, True, 1.0, False, None, False)
     with pytest.raises(RuntimeError, match="6 experts are not in 4 groups"):
         torch.classes.oatmill.Mixture(linear, experts, one)

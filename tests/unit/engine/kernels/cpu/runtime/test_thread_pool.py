@@ -20,8 +20,9 @@ from tgi_server.engine.linear.float import FloatLinear
 none = torch.zeros(1, dtype=torch.int64)
 decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False)
 head = FloatLinear(torch.ones(16, 16)).kernel()
-model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), None, 1.0, None, None, None, head, 1.0, 0.0, [], 0)
-model.forward(*[none] * 6, [], [], None, None, False, True, [], None, None, None, False)
+embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
+model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
+model.forward(*[none] * 6, [], [], None, None, False, True, [], None, False, None, None, False)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -39,10 +40,10 @@ def _kernels() -> None:
     none = torch.zeros(1, dtype=torch.int64)
     decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False)
     head = FloatLinear(torch.ones(16, 16)).kernel()
-    weight = torch.ones(16, 16)
-    model = torch.classes.oatmill.CausalLM(decoder, weight, None, 1.0, None, None, None, head, 1.0, 0.0, [], 0)
+    embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
+    model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
     # The process has threads of its own once it has run.
-    model.forward(*[none] * 6, [], [], None, None, False, True, [], None, None, None, False)
+    model.forward(*[none] * 6, [], [], None, None, False, True, [], None, False, None, None, False)
 
 
 @pytest.fixture
