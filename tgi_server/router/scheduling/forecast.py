@@ -122,9 +122,11 @@ class Forecast:
         left = min(sequence.request.deadline, sequence.request.first_token_by) - now
         return not own <= left <= own * (1 + _QUEUE_MARGIN) + _MARGIN_S
 
-    def closing_s(self, given_s: float) -> float:
-        """Returns the seconds before its deadline at which a grammar begins to end a text. given_s: for all of it."""
-        return min(_CLOSING_STEPS * (self._steps.value or 0.0), _CLOSING_SHARE * given_s)
+    def has_to_close(self, sequence: Sequence, now: float) -> bool:
+        """Returns True if the grammar of a request has to begin to end the text now to be in time."""
+        given_s = sequence.request.deadline - sequence.submitted_at
+        closing_s = min(_CLOSING_STEPS * (self._steps.value or 0.0), _CLOSING_SHARE * given_s)
+        return sequence.deadline - now <= closing_s
 
     def _is_sure(self, now: float, others: int) -> bool:
         """Returns True if steps have been measured, lately if no other requests run or wait."""

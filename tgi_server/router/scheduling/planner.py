@@ -12,6 +12,7 @@ from tgi_server.contract import StateSave
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
+from tgi_server.router.scheduling.forecast import Forecast
 from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.order import Order, ShortPrompts
 from tgi_server.router.scheduling.pace import PromptPace
@@ -132,22 +133,16 @@ class StepPlanner:
         batch: Batch,
         policy: AdmissionPolicy,
         pace: PromptPace,
-        on_fault: Callable[[Sequence], None],
         adapters: Adapters,
         order: Order,
-        is_pressing: Callable[[Sequence], bool],
-        can_wait: Callable[[Sequence], bool],
-        has_to_close: Callable[[Sequence], bool],
+        forecast: Forecast,
+        clock: Callable[[], float],
+        on_fault: Callable[[Sequence], None],
     ) -> None:
-        """is_pressing: returns True for a waiting sequence that should join at once because of its deadline.
-
-        can_wait: returns False for a running one that others should not pass because of its deadline.
-        has_to_close: returns True for one that should end its text, because of its deadline.
-        """
-        self._has_to_close = has_to_close
+        """forecast: says what deadlines ask for. clock: in seconds."""
         self._order = order
-        self._is_pressing = is_pressing
-        self._can_wait = can_wait
+        self._forecast = forecast
+        self._clock = clock
         self._short_prompts = ShortPrompts()
         self._long_step = False  # the last one that was planned
         self._waiting = waiting
@@ -258,7 +253,10 @@ class StepPlanner:
         plan.replies = batch.replies if plan.decode else 0
         running = len(batch)
         self._grow(plan, (sequence for sequence in batch.jumping() if batch.memory.can_grow(1)))
-        plan.closing = [each.id for each in batch.closable() if self._has_to_close(each)]
+        closing = [each for each in batch.closable() if self._forecast.has_to_close(each, self._clock())]
+        plan.closing = [each.id for each in closing]
+        for sequence in closing:
+            sequence.close()
         prefilling = self._order.arrange(batch.prefilling())
         budget = self._admit(plan, self._prefill_budget(plan.replies), self._overtaking())
         budget = self._prefill_short_first(plan, prefilling, budget)
@@ -292,7 +290,7 @@ class StepPlanner:
         budget.
         """
         first = prefilling[0] if prefilling and self._batch.memory.chunks else None
-        if first is None or first.remaining <= budget or not self._can_wait(first):
+        if first is None or first.remaining <= budget or not self._forecast.can_wait(first, self._clock()):
             return self._prefill(plan, prefilling, budget)
         left = budget
         for sequence in self._short_prompts.passing(first, [*prefilling, *self._joinable()]):
@@ -325,7 +323,7 @@ class StepPlanner:
         usual = self._policy.reason_to_admit(running, len(self._waiting), self._steps_since_prefill)
         if usual is None and len(self._waiting) and running < self._policy.limits.max_batch_size:
             first = self._waiting.first()
-            return Reason.DEADLINE if first is not None and self._is_pressing(first) else None
+            return Reason.DEADLINE if first is not None and self._forecast.is_pressing(first, self._clock()) else None
         return usual
 
     def _overtaking(self) -> list[Sequence]:

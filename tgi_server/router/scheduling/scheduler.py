@@ -120,12 +120,11 @@ class Scheduler:
             self.batch,
             AdmissionPolicy(limits),
             pace,
-            self._drop_broken,
             self._adapters,
             self._order,
-            lambda sequence: self._forecast.is_pressing(sequence, clock()),
-            lambda sequence: self._forecast.can_wait(sequence, clock()),
-            self._has_to_close,
+            self._forecast,
+            clock,
+            self._drop_broken,
         )
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
@@ -212,14 +211,6 @@ class Scheduler:
                 f"({len(self.batch)} requests run, {len(self.waiting)} wait); allow it more time, or try again later",
                 retry_after=max(1, ceil(late)),
             )
-
-    def _has_to_close(self, sequence: Sequence) -> bool:
-        """Returns True, once, for a sequence whose grammar has to end the text now to be in time."""
-        left = sequence.deadline - self._clock()
-        if left > self._forecast.closing_s(sequence.request.deadline - sequence.submitted_at):
-            return False
-        sequence.close()
-        return True
 
     def _refuse_hopeless(self) -> None:
         """Ends requests that waited longer than was estimated, and would miss their deadlines if they began now."""
