@@ -78,8 +78,8 @@ MORE_EVENTS = 16
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# Another server, which takes grammars, may have come in the place of one that takes none.
-TRY_GRAMMAR_AGAIN_SECONDS = 300.0
+# Seconds after which a feature that a server lacked is tried again.
+TRY_AGAIN_SECONDS = 300.0
 
 # Oatmill's server says so of a grammar that is too complex, and when it has too many to compile. It may take others.
 _ONE_GRAMMAR = (
@@ -97,7 +97,7 @@ class Endpoint:
         self.breaker = CircuitBreaker(f"endpoint {self.name}", self._probe, **breaker)
         self._http = http
         self._token = token
-        self._grammars = _GrammarSupport(self.name)
+        self._grammars = OptionalFeature()
         self._lock = threading.Lock()
         self._in_flight = 0
 
@@ -124,9 +124,12 @@ class Endpoint:
             except Rejected as error:
                 call.allow_another()
                 answer = self._generate(prompt, generation.without_grammar(), call)
-                self._grammars.refused(error)
+                if not _concerns_one_grammar(str(error)) and self._grammars.missing():
+                    logger.warning(
+                        "endpoint %s does not support grammars; requests are sent without: %s", self.name, error
+                    )
             else:
-                self._grammars.taken()
+                self._grammars.found()
             return answer
         return self._generate(prompt, generation.without_grammar(), call)
 
@@ -225,32 +228,26 @@ class Endpoint:
                 self._in_flight -= counted
 
 
-class _GrammarSupport:
-    """Remembers whether an endpoint takes grammars. Used from many threads."""
+class OptionalFeature:
+    """Remembers for a while that a server lacks a feature. Then another server may have come in its place."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._try_at = 0.0
-        self._is_known_to_lack_it = False
+        self._is_missing = False
 
     def worth_a_try(self) -> bool:
         return time.monotonic() >= self._try_at
 
-    def refused(self, reason: Exception) -> None:
-        """Notes that a request was refused with a grammar and answered without. Logs that the first time."""
-        if _concerns_one_grammar(str(reason)):
-            return
-        self._try_at = time.monotonic() + TRY_GRAMMAR_AGAIN_SECONDS
+    def missing(self) -> bool:
+        """Notes that the server lacks the feature. Returns True if that is news. Used from many threads."""
         with self._lock:
-            known, self._is_known_to_lack_it = self._is_known_to_lack_it, True
-        if not known:
-            logger.warning(
-                "endpoint %s does not support grammars; requests are sent without: %s", self._endpoint, reason
-            )
+            known, self._is_missing = self._is_missing, True
+            self._try_at = time.monotonic() + TRY_AGAIN_SECONDS
+        return not known
 
-    def taken(self) -> None:
-        self._is_known_to_lack_it = False
+    def found(self) -> None:
+        self._is_missing = False
 
 
 def _concerns_one_grammar(message: str) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 
 from llm_functionalities.endpoint.call import REQUEST_ID, Deadline
+from llm_functionalities.endpoint.endpoint import OptionalFeature
 from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
 from llm_functionalities.errors import InvalidArgument, Rejected, UnusableGrammar
 from llm_functionalities.model.model import Answer, Model, Question
@@ -40,9 +40,6 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: 0 < value < inf, "above 0"),
     "frequency_penalty": (lambda value: -2 <= value <= 2, "from -2 to 2"),
 }
-
-# Another server, which has decisions, may have come in the place of one that has none.
-TRY_DECISIONS_AGAIN_SECONDS = 300.0
 
 T = TypeVar("T")
 
@@ -80,20 +77,6 @@ class CallContext:
         self._rpc.set_trailing_metadata(tuple(metadata))
 
 
-@dataclass
-class DecisionSupport:
-    """Remembers that model servers have no decisions, for a while."""
-
-    _try_at: float = 0.0
-
-    @property
-    def worth_a_try(self) -> bool:
-        return time.monotonic() >= self._try_at
-
-    def missing(self) -> None:
-        self._try_at = time.monotonic() + TRY_DECISIONS_AGAIN_SECONDS
-
-
 @dataclass(frozen=True)
 class ModelClient:
     """Asks the model on behalf of calls, with defaults for what a request leaves open. Time-outs are in seconds."""
@@ -102,7 +85,7 @@ class ModelClient:
     default_timeout: float
     max_timeout: float
     max_tokens: int
-    decisions: DecisionSupport = field(default_factory=DecisionSupport)
+    decisions: OptionalFeature = field(default_factory=OptionalFeature)
 
     def deadline(self, context: CallContext, timeout_ms: int = 0) -> Deadline:
         """Returns the soonest of the request's deadline, the caller's gRPC deadline and the longest time allowed.

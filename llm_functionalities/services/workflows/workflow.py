@@ -68,7 +68,7 @@ async def _chosen(first: FirstChoice, model: ModelClient, context: CallContext, 
 
     The options are listed in several orders, so a model that prefers a place in the list is not sure.
     """
-    if not model.decisions.worth_a_try:
+    if not model.decisions.worth_a_try():
         return ""
 
     def parse(response: dict[str, Any]) -> str:

@@ -231,7 +231,7 @@ _SCRIPT = """SwaggerUIBundle({
   url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true, tryItOutEnabled: true, validatorUrl: null,
 })
 """
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -253,7 +253,7 @@ def document_routes(routes: Iterable[BaseRoute], version: str) -> list[Route]:
         return Response(await asyncio.shield(making), media_type=JSON)
 
     async def page(_: Request) -> Response:
-        return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+        return HTMLResponse(_PAGE, headers=PAGE_HEADERS)
 
     async def asset(request: Request) -> Response:
         name = request.url.path.rpartition("/")[2]

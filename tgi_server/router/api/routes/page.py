@@ -11,17 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgi_server.router.api.documentation import PAGE_HEADERS
 from tgi_server.router.errors import NoSuchRoute
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
+_HEADERS = PAGE_HEADERS | {"Cache-Control": "no-cache"}
 _FOLDER = "/static/"
 
 
