@@ -1,20 +1,21 @@
 """Tries grammars: the program that a `Sandbox` runs in a process of its own.
 
-    python -m tgi_server.grammar.trial MODEL NICENESS MEMORY_BYTES VOCAB_SIZE EOS...
+    python -m tgi_server.grammar.trial MODEL MEMORY_BYTES VOCAB_SIZE EOS...
 
 It reads trials from its standard input and writes the outcome of each to its standard output. The tokenizer is read
 once; each grammar is then compiled and walked through by a child of this process, which the kernel ends when it takes
-more time, memory or stack than it may. This process has one thread, so that a child is a whole copy of it.
+more time, memory or stack than it may. Children run side by side. This process has one thread, so that each child is a
+whole copy of it.
 """
 
 import gc
+import io
 import os
 import random
 import resource
+import selectors
 import signal
 import sys
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from tgi_server.grammar.sandbox import Outcome, Trial
 _COMPILE_STACK_BYTES = COMPILE_STACK_BYTES // 4
 _WALK_STACK_BYTES = 256 * 2**10  # the least of a shard's threads has 2 MiB
 _WALL_SECONDS = 10.0
+_PIPE_BYTES = 65_536
 
 _WALKS = 2
 _WALKED_TOKENS = 24
@@ -43,48 +45,68 @@ _LIMITS = {signal.SIGPROF: "cpu", signal.SIGALRM: "time"}
 
 
 def main() -> None:
-    model, niceness, memory_bytes, vocab_size, *eos = sys.argv[1:]
+    model, memory_bytes, vocab_size, *eos = sys.argv[1:]
     compiler = GrammarCompiler(Path(model), int(vocab_size), list(map(int, eos)), stack_bytes=_COMPILE_STACK_BYTES)
     tasks, results = own_pipes()
-    fault = None
+    tasks = io.BufferedReader(tasks.raw, 1)  # type: ignore[attr-defined]  # holds nothing back from the selector
+    fault = ""
     try:
         _ = compiler.tokenizer  # which all trials share
     except InvalidGrammar as error:
-        fault = Outcome(error=str(error))
+        fault = str(error)
     gc.collect()
     gc.freeze()  # a collection would have each child copy what it shares with this process
-    with suppress(EOFError):
-        while True:
-            trial = receive(tasks, Trial)
-            bounds = _Bounds(int(niceness), int(memory_bytes), trial.cpu_seconds)
-            if trial.grammar is None:
-                send(results, Outcome())
+    pipes = selectors.DefaultSelector()
+    pipes.register(tasks, selectors.EVENT_READ)
+    while True:
+        for key, _ in pipes.select():
+            if key.data is not None:
+                if (outcome := key.data.read()) is not None:
+                    pipes.unregister(key.fd)
+                    os.close(key.fd)
+                    send(results, outcome)
+                continue
+            try:
+                trial = receive(tasks, Trial)
+            except EOFError:
+                return
+            if trial.grammar is None or fault:
+                send(results, Outcome(trial.number, error=fault if trial.grammar else ""))
             else:
-                send(results, fault or _outcome(compiler, trial.grammar, trial.leniency, bounds))
+                child = _Child(compiler, trial, trial.grammar, int(memory_bytes))
+                pipes.register(child.pipe, selectors.EVENT_READ, child)
 
 
-def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds: "_Bounds") -> Outcome:
-    """Returns what a child finds, or why it ended before it could say; and the seconds that it computed."""
-    read, write = os.pipe()
-    bind = die_with_parent()
-    child = os.fork()
-    if child == 0:
-        try:
-            if bind is not None:
-                bind()
-            bounds.set()
-            encoded = msgspec.msgpack.encode(_found(compiler, grammar, leniency))
-            with open(write, "wb") as pipe:
-                pipe.write(encoded)
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read, "rb") as pipe:
-        found = pipe.read()
-    _, status, used = os.wait4(child, 0)
-    outcome = _result(found, status)
-    outcome.cpu_seconds = used.ru_utime + used.ru_stime
-    return outcome
+class _Child:
+    """A process that tries a grammar. pipe: the descriptor from which its outcome is read."""
+
+    def __init__(self, compiler: GrammarCompiler, trial: Trial, grammar: Grammar, memory_bytes: int) -> None:
+        self._number = trial.number
+        self._found = b""
+        self.pipe, write = os.pipe()
+        bind = die_with_parent()
+        self._process = os.fork()
+        if self._process == 0:
+            try:
+                if bind is not None:
+                    bind()
+                _bound(trial, memory_bytes)
+                encoded = msgspec.msgpack.encode(_found(compiler, grammar, trial.leniency))
+                with open(write, "wb") as pipe:
+                    pipe.write(encoded)
+            finally:
+                os._exit(0)
+        os.close(write)
+
+    def read(self) -> Outcome | None:
+        """Reads from the pipe. At its end, returns what the child found, or why it ended before it could say."""
+        if part := os.read(self.pipe, _PIPE_BYTES):
+            self._found += part
+            return None
+        _, status, used = os.wait4(self._process, 0)
+        outcome = _result(self._found, status)
+        outcome.number, outcome.cpu_seconds = self._number, used.ru_utime + used.ru_stime
+        return outcome
 
 
 def _result(found: bytes, status: int) -> Outcome:
@@ -97,27 +119,22 @@ def _result(found: bytes, status: int) -> Outcome:
     return msgspec.msgpack.decode(found, type=Outcome) if found else Outcome(error=_TOO_LARGE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """The limits of a child. Its parent has no niceness, so that a busy machine does not delay its start."""
+def _bound(trial: Trial, memory_bytes: int) -> None:
+    """Bounds the running process. The default action of each signal ends it, whatever it does.
 
-    niceness: int
-    memory_bytes: int
-    cpu_seconds: float
-
-    def set(self) -> None:
-        """Bounds the running process. The default action of each signal ends it, whatever it does."""
-        os.nice(self.niceness)
-        for number in _LIMITS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, _WALL_SECONDS)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if sys.platform == "linux":  # where else the bound is that of the system
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + self.memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are not logged
+    Its parent has no niceness, so that a busy machine does not delay its start.
+    """
+    os.nice(trial.niceness)
+    for number in _LIMITS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, trial.cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, _WALL_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # where else the bound is that of the system
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are not logged
 
 
 def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcome:
@@ -129,7 +146,7 @@ def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcom
         return Outcome(error=str(error))
     except (MemoryError, RuntimeError):  # the latter: there is no room for a thread
         return Outcome(error=_TOO_LARGE)
-    return Outcome(source, max(0, _own_bytes() - before))
+    return Outcome(source=source, bytes=max(0, _own_bytes() - before))
 
 
 def _own_bytes() -> int:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -122,8 +122,7 @@ class GrammarQueue:
     found wrong are remembered. Clients take turns, by the time that their grammars have taken.
     """
 
-    def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
-        """sandbox: makes a Sandbox whose trials run with the given niceness."""
+    def __init__(self, compiler: GrammarCompiler, sandbox: Sandbox) -> None:
         self.compiler = compiler
         self._sandbox = sandbox
         self._sure = _Lane(cpu_seconds=0.0, niceness=0, threads=1, room=64, share=1.0)
@@ -132,12 +131,11 @@ class GrammarQueue:
         self._lock = threading.Lock()
         self._started = False
         self._unready: list[threading.Event] = []  # of the threads, set once they compile
-        self._sandboxes: list[Sandbox] = []
         self._running: dict[Grammar, _Job] = {}
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the threads and their sandboxes, unless they are there."""
+        """Starts the threads and the sandbox, unless they are there."""
         with self._lock:
             started, self._started = self._started, True
             if started:
@@ -148,17 +146,16 @@ class GrammarQueue:
             threading.Thread(target=self._work, args=(lane, ready), name="grammars", daemon=True).start()
 
     def wait_until_ready(self) -> None:
-        """Returns when this process and the sandboxes have read the tokenizer, which takes seconds if it is large."""
+        """Returns when this process and the sandbox have read the tokenizer, which takes seconds if it is large."""
         self.start()
         for ready in self._unready:
             ready.wait()
 
     def close(self) -> None:
-        """Ends the sandboxes' processes. Grammars that still wait are not compiled."""
+        """Ends the sandbox's process. Grammars that still wait are not compiled."""
         with self._lock:
-            sandboxes, self._started = self._sandboxes, True
-        for sandbox in sandboxes:
-            sandbox.close()
+            self._started = True
+        self._sandbox.close()
 
     @property
     def waiting(self) -> int:
@@ -221,14 +218,11 @@ class GrammarQueue:
 
     def _work(self, lane: _Lane, ready: threading.Event) -> None:
         """Compiles one grammar after another. Runs in each of the lane's threads, without end."""
-        sandbox = self._sandbox(lane.niceness)
         try:
             if lane is self._sure:
                 self.compiler.compiled(_FIRST_GRAMMAR)
             else:
-                with self._lock:
-                    self._sandboxes.append(sandbox)
-                sandbox.start()
+                self._sandbox.start()
         except InvalidGrammar as error:
             logger.warning("grammars cannot be used: %s", error)
         finally:
@@ -236,12 +230,12 @@ class GrammarQueue:
         while True:
             with lane.turn() as job:
                 if not self._abandoned(job):
-                    self._run(job, lane, sandbox)
+                    self._run(job, lane)
 
-    def _run(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> None:
+    def _run(self, job: _Job, lane: _Lane) -> None:
         """Compiles a grammar, or puts it into another lane."""
         try:
-            self._finish(job, self._compile(job, lane, sandbox))
+            self._finish(job, self._compile(job, lane))
         except NoRoomForGrammar as error:
             self._finish(job, GrammarsBusy(str(error)))
         except SandboxLimit as error:
@@ -253,16 +247,14 @@ class GrammarQueue:
             logger.exception("compiling a grammar failed; this is a bug, please report it")
             self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
 
-    def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
+    def _compile(self, job: _Job, lane: _Lane) -> int:
         if job.size is not None:
             source, matcher = self.compiler.compiled(job.grammar, job.leniency)
             self.compiler.cache.add(job.grammar, CompiledGrammar(source, matcher, job.size))
             return job.size
-        before = sandbox.cpu_seconds
-        try:
-            source, size = sandbox.try_grammar(job.grammar, lane.cpu_seconds, job.leniency)
-        finally:
-            lane.pay(sandbox.cpu_seconds - before)
+        source, size = self._sandbox.try_grammar(
+            job.grammar, lane.cpu_seconds, job.leniency, niceness=lane.niceness, pay=lane.pay
+        )
         self.compiler.cache.add(job.grammar, CompiledGrammar(source, self.compiler.compile(source), size))
         return size
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -354,9 +353,7 @@ def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
     """Returns the queue of grammars to compile; None if the model's folder has no tokenizer."""
     if engine.grammars is None:
         return None
-    return GrammarQueue(
-        engine.grammars, partial(Sandbox, model_path, engine.info.vocab_size, engine.info.eos_token_ids)
-    )
+    return GrammarQueue(engine.grammars, Sandbox(model_path, engine.info.vocab_size, engine.info.eos_token_ids))
 
 
 def _all_places(own: Place, group: ShardGroup | None) -> list[Place]:

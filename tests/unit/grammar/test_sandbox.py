@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -34,7 +35,7 @@ DEEP = {
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    sandbox = Sandbox(demo_model.PATH, 3072, [1], niceness=0)
+    sandbox = Sandbox(demo_model.PATH, 3072, [1])
     yield sandbox
     sandbox.close()
 
@@ -67,16 +68,25 @@ def test_definitions_that_all_refer_to_each_other_are_walked_once(sandbox: Sandb
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
-    small = Sandbox(demo_model.PATH, 3072, [1], niceness=0, memory_bytes=16 * 2**20)
+    small = Sandbox(demo_model.PATH, 3072, [1], memory_bytes=16 * 2**20)
     with pytest.raises(InvalidGrammar, match="memory"):
         small.try_grammar(hostile.regex("|".join(f"a{i}" for i in range(90_000))), 60)
     assert small.try_grammar(hostile.regex("[a-z]+"), SECONDS)[0].text
     small.close()
 
 
+def test_grammars_are_tried_side_by_side(sandbox: Sandbox) -> None:
+    sandbox.start()
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(sandbox.try_grammar, hostile.regex(hostile.optional_letters(300_000)), 2.0)
+        assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS)[0].text
+        assert not long.done()
+        assert isinstance(long.exception(), SandboxLimit)
+
+
 def test_a_process_that_dies_is_replaced() -> None:
     before = psutil.Process().children()
-    sandbox = Sandbox(demo_model.PATH, 3072, [1], niceness=0)
+    sandbox = Sandbox(demo_model.PATH, 3072, [1])
     sandbox.start()
     (process,) = set(psutil.Process().children()) - set(before)
     process.kill()
@@ -91,7 +101,7 @@ from tests import hostile_grammars as hostile
 from tgi_server import demo_model
 from tgi_server.grammar import Sandbox
 
-sandbox = Sandbox(demo_model.PATH, 3072, [1], niceness=0)
+sandbox = Sandbox(demo_model.PATH, 3072, [1])
 sandbox.start()
 print("started", flush=True)
 sandbox.try_grammar(hostile.regex(hostile.optional_letters(300_000)), 60)

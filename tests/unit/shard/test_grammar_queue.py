@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,15 @@ SECONDS = 60.0
 class Tried(Sandbox):
     """Notes what is tried. On a machine that many tests keep busy, it has no niceness; time ends before its memory."""
 
-    def __init__(self, niceness: int, tried: list[Grammar]) -> None:
-        super().__init__(demo_model.PATH, 3072, [1], niceness=0, memory_bytes=4 * MEMORY_BYTES)
+    def __init__(self, tried: list[Grammar]) -> None:
+        super().__init__(demo_model.PATH, 3072, [1], memory_bytes=4 * MEMORY_BYTES)
         self._tried = tried
 
-    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Any:
+    def try_grammar(
+        self, grammar: Grammar, cpu_seconds: float, leniency: int = 0, niceness: int = 0, pay: Any = None
+    ) -> Any:
         self._tried.append(grammar)
-        return super().try_grammar(grammar, cpu_seconds, leniency)
+        return super().try_grammar(grammar, cpu_seconds, leniency, pay=pay)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def tried() -> list[Grammar]:
 
 @pytest.fixture
 def queue(tried: list[Grammar]) -> Iterator[GrammarQueue]:
-    queue = GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), partial(Tried, tried=tried))
+    queue = GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), Tried(tried))
     yield queue
     queue.close()
 
@@ -74,7 +75,7 @@ def test_requests_for_the_same_grammar_share_one_turn(
     assert tried == [grammar]
 
 
-def test_before_the_first_grammar_every_process_has_read_the_tokenizer(
+def test_before_the_first_grammar_both_processes_have_read_the_tokenizer(
     queue: GrammarQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Trial] = []
@@ -87,7 +88,7 @@ def test_before_the_first_grammar_every_process_has_read_the_tokenizer(
 
     monkeypatch.setattr(Sandbox, "_ask", note)
     queue.wait_until_ready()
-    assert asked == [Trial()] * 3
+    assert [trial.grammar for trial in asked] == [None] * 3  # one for each thread that has grammars tried
     assert queue.compiler._tokenizer is not None
     queue.wait_until_ready()
     assert len(asked) == 3
@@ -98,7 +99,7 @@ def test_a_sandbox_that_cannot_be_started_does_not_hold_up_the_others(
 ) -> None:
     """As where a model's folder has a tokenizer that grammars cannot be used with."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    queue = GrammarQueue(GrammarCompiler(tmp_path, 3072, [1]), partial(Sandbox, tmp_path, 3072, [1]))
+    queue = GrammarQueue(GrammarCompiler(tmp_path, 3072, [1]), Sandbox(tmp_path, 3072, [1]))
     queue.wait_until_ready()
     assert any("grammars cannot be used" in message for message in caplog.messages)
     queue.close()
@@ -188,14 +189,14 @@ def test_a_lenient_schema_that_is_too_complex_is_taken_with_less(queue: GrammarQ
 class Held(Sandbox):
     """Tries nothing: each trial ends when `may_end` lets it."""
 
-    def __init__(self, niceness: int, tried: list[Grammar], may_end: threading.Semaphore) -> None:
-        super().__init__(demo_model.PATH, 3072, [1], niceness=niceness)
+    def __init__(self, tried: list[Grammar], may_end: threading.Semaphore) -> None:
+        super().__init__(demo_model.PATH, 3072, [1])
         self._tried, self._may_end = tried, may_end
 
     def start(self) -> None:
         pass
 
-    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Any:
+    def try_grammar(self, grammar: Grammar, *others: Any, **options: Any) -> Any:
         self._tried.append(grammar)
         self._may_end.acquire()
         raise InvalidGrammar("tried")
@@ -211,7 +212,7 @@ def may_end(pool: ThreadPoolExecutor) -> Iterator[threading.Semaphore]:
 @pytest.fixture
 def held(tried: list[Grammar], may_end: threading.Semaphore) -> GrammarQueue:
     """A queue with two trials at a time."""
-    return GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), partial(Held, tried=tried, may_end=may_end))
+    return GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), Held(tried, may_end))
 
 
 def by(client: str, queue: GrammarQueue, grammar: Grammar) -> int:

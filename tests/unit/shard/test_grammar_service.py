@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -31,7 +30,7 @@ def compiler() -> GrammarCompiler:
 @pytest.fixture
 def stub(compiler: GrammarCompiler, tmp_path: Path) -> Iterator[GrammarServiceStub]:
     server = grpc.server(ThreadPoolExecutor(8))
-    queue = GrammarQueue(compiler, partial(Sandbox, demo_model.PATH, 3072, [1]))
+    queue = GrammarQueue(compiler, Sandbox(demo_model.PATH, 3072, [1]))
     add_GrammarServiceServicer_to_server(GrammarService(queue), server)
     url = f"unix:{tmp_path / 'grammars'}"
     server.add_insecure_port(url)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -27,7 +26,7 @@ async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
     servers, queues, shards = [], [], []
     for rank in range(2):
         compiler = GrammarCompiler(demo_model.PATH, 3072, [1], cache_bytes=2 * (GROWTH_BYTES + 2**22))
-        queues.append(GrammarQueue(compiler, partial(Sandbox, demo_model.PATH, 3072, [1])))
+        queues.append(GrammarQueue(compiler, Sandbox(demo_model.PATH, 3072, [1])))
         servers.append(grpc.server(ThreadPoolExecutor(8)))
         add_GrammarServiceServicer_to_server(GrammarService(queues[-1]), servers[-1])
         url = f"unix:{tmp_path / str(rank)}"
