@@ -148,7 +148,7 @@ class RunningBatch:
             self._runner.grant(sequence, row, blocks)
 
     def close(self, request_id: int) -> None:
-        """Has the grammar of a sequence end its text with few tokens. One that has ended is skipped."""
+        """Makes the grammar of a sequence end its text within few tokens. A sequence that has ended is skipped."""
         row = self._row_of.get(request_id)
         sequence = self.prefilling.get(request_id) if row is None else self.rows[row]
         if sequence is not None and sequence.constraint is not None and not sequence.ended:

@@ -21,7 +21,7 @@ class Output:
 
     @property
     def tokens(self) -> list[int]:
-        return [token for each in self.generations for token in (each.token_id, *each.jump_forward)]
+        return [token for generation in self.generations for token in (generation.token_id, *generation.jump_forward)]
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -118,7 +118,7 @@ class Driver:
         return result.generations
 
     def leave(self, *request_ids: int) -> None:
-        """Has running sequences leave the batch before their end."""
+        """Removes running sequences from the batch before their end."""
         for request_id in request_ids:
             self._release(request_id)
         self.engine.keep(BATCH_ID, list(self._running))

@@ -61,7 +61,7 @@ _MOST_PADDING = 1 / 8
 
 
 class Text(Protocol):
-    """A text to encode: its tokens, and the place where the second text of a pair begins; 0: there is none."""
+    """A text to encode. ids: its tokens. second: index of the first token of a pair's second text; 0: there is none."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -157,14 +157,14 @@ class Encoder:
         return linear(_last_tokens(hidden, ends), self._answer).cpu()
 
     def batches(self, texts: Sequence[Text], most_tokens: int) -> Iterator[list[int]]:
-        """Yields the numbers of texts that are encoded together: of similar length, so that little is padded.
+        """Yields batches of texts, by their indices; those of a batch have similar lengths, so that little is padded.
 
         most_tokens: of one batch, if it has more than one text.
         """
-        order = sorted(range(len(texts)), key=lambda each: -len(texts[each].ids))
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index].ids))
         batch: list[int] = []
-        for number in order:
-            length, longest = len(texts[number].ids), len(texts[batch[0]].ids) if batch else 0
+        for index in order:
+            length, longest = len(texts[index].ids), len(texts[batch[0]].ids) if batch else 0
             tokens = longest * len(batch)
             padding = (longest - length) / max(longest, 1)
             if batch and (
@@ -174,7 +174,7 @@ class Encoder:
             ):
                 yield batch
                 batch = []
-            batch.append(number)
+            batch.append(index)
         if batch:
             yield batch
 
@@ -201,7 +201,9 @@ class _Modules:
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
         """Raises UnsupportedModel for a module that is not known."""
         listed = _read(folder / "modules.json", [])
-        kinds = [(str(each.get("type", "")).rpartition(".")[2], folder / str(each.get("path", ""))) for each in listed]
+        kinds = [
+            (str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path", ""))) for module in listed
+        ]
         if unknown := [kind for kind, _ in kinds if kind not in _MODULES]:
             raise UnsupportedModel(f"{folder / 'modules.json'} has {unknown[0]}; served are {', '.join(_MODULES)}")
         self.poolings: tuple[str, ...] = ("lasttoken",) if _is_decoder(config) else ("mean",)
@@ -309,7 +311,7 @@ def _yes_or_no(folder: Path, model: PreTrainedModel) -> Tensor:
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_str(read_definition(folder)) if file.is_file() else None
     yes, no, mark = (
-        ([tokenizer.token_to_id(each) for each in ("yes", "no", _CONVERSATION)]) if tokenizer else [None] * 3
+        ([tokenizer.token_to_id(word) for word in ("yes", "no", _CONVERSATION)]) if tokenizer else [None] * 3
     )
     if yes is None or no is None or mark is None:
         raise UnsupportedModel(
@@ -321,7 +323,7 @@ def _yes_or_no(folder: Path, model: PreTrainedModel) -> Tensor:
 
 
 def _layers(model: nn.Module) -> Sequence[nn.Module]:
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=()))
 
 
@@ -348,7 +350,7 @@ def _most_tokens(folder: Path, config: PretrainedConfig) -> int:
         _read(folder / "sentence_bert_config.json", {}).get("max_seq_length"),
         _read(folder / "tokenizer_config.json", {}).get("model_max_length"),
     ]
-    return int(min((each for each in said if isinstance(each, int) and each > 0), default=512))
+    return int(min((limit for limit in said if isinstance(limit, int) and limit > 0), default=512))
 
 
 def _read(file: Path, default: Any) -> Any:

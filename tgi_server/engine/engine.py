@@ -355,7 +355,9 @@ class Engine:
     def _start_mask(self, sequences: Sequence[RunningSequence]) -> PendingMask | None:
         """Starts the masks of the sequences with a grammar. Computed while the model runs, where there are cores."""
         constraints = {
-            i: each.constraint for i, each in enumerate(sequences) if each.constraint and not each.constraint.free
+            i: sequence.constraint
+            for i, sequence in enumerate(sequences)
+            if sequence.constraint and not sequence.constraint.free
         }
         if not constraints:
             return None

@@ -1,4 +1,4 @@
-"""Loads what an engine is made of: the model and what runs it, a vision tower, drafters, and facts for others."""
+"""Loads the parts of an engine: the model and its runner, a vision tower, and drafters."""
 
 import logging
 from dataclasses import dataclass
@@ -113,7 +113,7 @@ def _load_runner(config: EngineConfig, own: PretrainedConfig) -> tuple[PreTraine
 def _load_tower(
     config: EngineConfig, own: PretrainedConfig, model: PreTrainedModel, runner: Runner
 ) -> tuple[VisionTower | None, str]:
-    """Returns what reads images, or why nothing does; neither for a model of text alone."""
+    """Returns the vision tower, or the reason why there is none; neither for a model of text alone."""
     if not config.image_memory:
         return None, "the server was started without memory for images"
     try:

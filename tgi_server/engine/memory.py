@@ -45,7 +45,7 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def malloc_trim() -> None:
-    """Has the C library return freed memory to the system, which it would keep for later allocations."""
+    """Returns freed memory to the system; the C library would keep it for later allocations."""
     if trim := getattr(_LIBC, "malloc_trim", None):  # of glibc
         trim(0)
 
@@ -192,7 +192,7 @@ class PageReserve:
             helper.join()
 
     def take_ahead(self, limit: int) -> None:
-        """Has a thread take the first `limit` bytes of each tensor, beside whatever else is done."""
+        """Allocates the first `limit` bytes of each tensor in a background thread."""
         with self._lock:
             self._ahead = limit
             if self._works_ahead or self._is_taken(limit):

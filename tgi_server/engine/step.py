@@ -43,7 +43,7 @@ class Generation:
     finish_reason: FinishReason | None = None
 
 
-_Taken = tuple[Generation, RunningSequence]
+_Appended = tuple[Generation, RunningSequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +128,20 @@ class Step:
                 sequence.constraint = sequence.constraint.grammar
         if self._ended:
             with torch.inference_mode():
-                self._batch.drop([each.request_id for each in self._ended if self._batch.holds(each)])
+                self._batch.drop([sequence.request_id for sequence in self._ended if self._batch.holds(sequence)])
 
     @torch.inference_mode()
     def resolve(self) -> list[Generation]:
-        """Takes the step's tokens, and waits for them if that has not been done. `result` has the same ones."""
+        """Waits for the step's tokens and appends them to their sequences, once. Returns them, as `result` does."""
         if self._generations is None:
             self._generations = [] if self._pending is None else self._take(self._pending.wait())
         return self._generations
 
     def _take(self, tokens: Tokens) -> list[Generation]:
-        """Takes the step's tokens, and those behind drafted tokens that were right."""
+        """Appends the step's tokens to their sequences, and the tokens after accepted drafts. Returns all of them."""
         self._budget = self._batch.jump_forward_budget()
         taken = newest = self._advance(self._sequences, tokens)
-        while self._check is not None and (following := self._check.proceed(self._going_on(newest))):
+        while self._check is not None and (following := self._check.proceed(self._continuing(newest))):
             right = set(following[0])
             for generation, sequence in newest:
                 generation.drafted = sequence in right
@@ -156,8 +156,8 @@ class Step:
                 self._batch.leave_row(sequence, 1 + len(generation.jump_forward))
         return [generation for generation, _ in taken]
 
-    def _advance(self, sequences: Sequence[RunningSequence], tokens: Tokens) -> list[_Taken]:
-        """Gives each sequence its next token, and looks for its end. Returns what those got that had not ended."""
+    def _advance(self, sequences: Sequence[RunningSequence], tokens: Tokens) -> list[_Appended]:
+        """Appends the next token of each sequence, and finds those that end. Leaves out sequences that had ended."""
         rows = zip(_generations(tokens, sequences), sequences, strict=True)
         alive = [(row, sequence) for row, sequence in rows if not sequence.ended]
         for generation, sequence in alive:
@@ -177,8 +177,8 @@ class Step:
                 self._ended.append(sequence)
         return alive
 
-    def _going_on(self, taken: Iterable[_Taken]) -> dict[int, int]:
-        """Returns the tokens, by request id, of the sequences that allow another token to be chosen at once."""
+    def _continuing(self, taken: Iterable[_Appended]) -> dict[int, int]:
+        """Returns the newest tokens, by request id, of the sequences that may get another token in this step."""
         return {
             sequence.request_id: generation.token_id
             for generation, sequence in taken
@@ -186,7 +186,7 @@ class Step:
         }
 
     def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
-        """Adds the tokens that the grammar leaves no choice about. Returns True if the text is whole with them."""
+        """Appends the token and the jump-forward tokens after it. Returns True if they end the text."""
         constraint = sequence.constraint
         assert constraint is not None
         room = min(self._batch.jump_forward_room(sequence), self._budget)

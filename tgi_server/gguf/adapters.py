@@ -51,7 +51,7 @@ def read_gguf_adapter(path: Path, model_type: str) -> GgufAdapter:
     for name in sorted(pairs):
         a, b = (file.tensors.get(f"{name}.{matrix}") for matrix in _MATRICES)
         if a is None or b is None:
-            other = next(each for each in file.tensors if each.rpartition(".")[0] == name)
+            other = next(found for found in file.tensors if found.rpartition(".")[0] == name)
             raise GgufError(
                 f"{path}: tensor {other} is not one of a pair {' and '.join(_MATRICES)}, which adapters have"
             )

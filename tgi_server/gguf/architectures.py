@@ -80,7 +80,7 @@ def architecture_of(file: Gguf) -> Architecture:
         name = "mixtral"
     found = ARCHITECTURES.get(name)
     if found is None:
-        known = ", ".join(sorted(each for each in ARCHITECTURES if each != "mixtral"))
+        known = ", ".join(sorted(architecture for architecture in ARCHITECTURES if architecture != "mixtral"))
         raise GgufError(
             f"{file.path}: general.architecture is {file.architecture!r}, which is not served from GGUF files; take "
             f"the model in transformers format. Those that are served: {known}"

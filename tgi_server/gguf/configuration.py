@@ -162,7 +162,7 @@ def cohere(given: Metadata) -> Config:
 
 def gemma4(given: Metadata) -> Config:
     windowed = given.of_layers("attention.sliding_window_pattern")
-    kinds = ["sliding_attention" if each else "full_attention" for each in windowed]
+    kinds = ["sliding_attention" if windowed_layer else "full_attention" for windowed_layer in windowed]
     heads = given.of_layers("attention.head_count_kv")
     of_kind = dict(zip(kinds, heads, strict=True))
     shared = given.number("attention.shared_kv_layers", 0)
@@ -170,7 +170,7 @@ def gemma4(given: Metadata) -> Config:
     widths = given.of_layers("feed_forward_length")
     size = given.head_dim
     frequencies = given.values("rope_freqs.weight") if given.has("rope_freqs.weight") else [1.0] * (size // 8)
-    rotated = sum(each == 1 for each in frequencies)
+    rotated = sum(frequency == 1 for frequency in frequencies)
     experts = given.get("expert_count")
     return gemma(given) | {
         "layer_types": kinds,
@@ -205,7 +205,7 @@ def gemma3n(given: Metadata) -> Config:
     normal = NormalDist()
     return gemma(given) | {
         "intermediate_size": given.of_layers("feed_forward_length"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "layer_types": ["sliding_attention" if windowed_layer else "full_attention" for windowed_layer in windowed],
         "sliding_window": given.number("attention.sliding_window"),
         "num_kv_shared_layers": given.number("attention.shared_kv_layers", 0),
         "final_logit_softcapping": given.get("final_logit_softcapping"),

@@ -13,7 +13,7 @@ def linear_attention(given: Metadata) -> Config:
     recurrent = given.get("attention.recurrent_layers") or [(layer + 1) % interval for layer in range(given.layers)]
     share = given.number("rope.dimension_count", given.head_dim // 4) / given.head_dim
     return {
-        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[: given.layers]],
+        "layer_types": ["linear_attention" if recurs else "full_attention" for recurs in recurrent[: given.layers]],
         "linear_conv_kernel_dim": given.number("ssm.conv_kernel"),
         "linear_key_head_dim": given.number("ssm.state_size"),
         "linear_num_key_heads": given.number("ssm.group_count"),
@@ -33,7 +33,7 @@ def lfm2(given: Metadata) -> Config:
         "norm_eps": given.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": given.number("shortconv.l_cache"),
         "conv_bias": given.has("blk.0.shortconv.conv.bias"),
-        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
         "block_auto_adjust_ff_dim": False,
     }
 

@@ -22,7 +22,7 @@ class Metadata:
     def number(self, name: str, default: float | None = None) -> Any:
         """Returns a number, the same for all layers. Raises GgufError."""
         found = self.get(name, default)
-        if isinstance(found, list) and found and all(each == found[0] for each in found):
+        if isinstance(found, list) and found and all(value == found[0] for value in found):
             found = found[0]
         if not isinstance(found, int | float) or not math.isfinite(found):
             what = "differs between layers, which is not served" if isinstance(found, list) else f"is {found!r}"
@@ -42,7 +42,7 @@ class Metadata:
         found = self.get(name, default)
         if not isinstance(found, list) or not found:
             return [self.number(name, default)]
-        if any(not isinstance(each, int | float) or not math.isfinite(each) for each in found):
+        if any(not isinstance(value, int | float) or not math.isfinite(value) for value in found):
             raise GgufError(f"{self._name(name)} is {found!r:.100}; numbers are needed")
         return found
 
@@ -73,7 +73,7 @@ class Metadata:
         found = self.file.tensors[tensor]
         if found.kind is not GGMLQuantizationType.F32:
             raise GgufError(f"{self.file.path}: tensor {tensor} is of {found.kind.name}; F32 is needed")
-        return [float(each) for each in found.raw.view(np.float32).ravel()]
+        return [float(value) for value in found.raw.view(np.float32).ravel()]
 
     @property
     def head_dim(self) -> int:

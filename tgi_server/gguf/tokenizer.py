@@ -87,7 +87,7 @@ SPLITS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie", "granite-embed-multi-97m"), (_GPT4O,)),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
-    "spark2_5": (*(each.replace(r"+[\r\n]*|\s*[\r\n]+", r"+|[\r\n]") for each in _DEEPSEEK3), r"\p{N}"),
+    "spark2_5": (*(pattern.replace(r"+[\r\n]*|\s*[\r\n]+", r"+|[\r\n]") for pattern in _DEEPSEEK3), r"\p{N}"),
     "deepseek-llm": _DEEPSEEK_WORDS,
     "deepseek-coder": _DEEPSEEK_CODER,
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGITS),
@@ -166,11 +166,11 @@ class Vocabulary:
         named = [self.token_id(name) for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]
         ends = ends_of_generation({self.tokens[place] for place in self.special})
         found = [place for place in self.special if self.tokens[place] in ends]
-        return list(dict.fromkeys(each for each in (*named, *found) if each is not None))
+        return list(dict.fromkeys(token for token in (*named, *found) if token is not None))
 
     def _texts(self, name: str) -> list[str]:
         found = self.get(name)
-        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        if not isinstance(found, list) or not all(isinstance(token, str) for token in found):
             raise GgufError(f"{self.path} has no tokenizer.ggml.{name}; name a tokenizer with --tokenizer-name")
         return found
 
@@ -307,8 +307,8 @@ def _byte_level(words: Vocabulary) -> dict[str, Any]:
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = [
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in SPLITS[words.pre]
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in SPLITS[words.pre]
     ]
     return {
         "normalizer": None,

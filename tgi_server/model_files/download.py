@@ -250,7 +250,7 @@ def _fetched_gguf(repository: str, revision: str | None, choice: GgufChoice, *, 
         else:
             name = choice.of(_hub_files(repository, revision), named)
             wanted = [*(GgufChoice(name).patterns if name else ()), *METADATA]
-            folder = Path(fetch(allow_patterns=wanted, ignore_patterns=[f"*/{each}" for each in METADATA]))
+            folder = Path(fetch(allow_patterns=wanted, ignore_patterns=[f"*/{pattern}" for pattern in METADATA]))
             file = None if name is None else folder / name
     except TransportError as error:
         try:

@@ -134,7 +134,7 @@ def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Pat
     else:
         contents |= {_TOKENIZER: tokenizer_json(model), "tokenizer_config.json": tokenizer_config(model)}
         ends = Vocabulary(model).end_ids()
-    contents["generation_config.json"] = {"eos_token_id": ends} if any(each is not None for each in ends) else {}
+    contents["generation_config.json"] = {"eos_token_id": ends} if any(ending is not None for ending in ends) else {}
     with unfinished_folder(folder) as whole:
         for name, content in contents.items():
             (whole / name).parent.mkdir(exist_ok=True)

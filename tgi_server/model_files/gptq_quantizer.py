@@ -60,7 +60,7 @@ def quantize_folder(
         else:
             tensors = _quantized_layer(layer, hidden, further, settings)
             _write(file, {prefix + name: tensor for name, tensor in tensors.items()})
-        hidden = [_output(layer(each, **known)) for each, known in zip(hidden, further, strict=True)]
+        hidden = [_output(layer(states, **known)) for states, known in zip(hidden, further, strict=True)]
     _write(files[-1], model.rest())
     _finish(source, partial, settings)
     if target.exists():
@@ -97,7 +97,7 @@ class _Layers:
                 model.set_submodule(path, _LayerRecorder(model.get_submodule(path)))
 
         with open_checkpoint(self._folder) as tensors:
-            wanted = {name: each for name, each in tensors.items() if not self._is_of(name, left_out)}
+            wanted = {name: tensor for name, tensor in tensors.items() if not self._is_of(name, left_out)}
             model, report = fill(self._class, copy.deepcopy(self._config), leave_out, wanted, self._dtype, HOST)
         if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
             raise UnsupportedModel(f"{self._folder}: its tensors differ from the model's in name or shape: {wrong[0]}")
@@ -121,7 +121,7 @@ class _Layers:
     def rest(self) -> dict[str, Tensor]:
         """Returns the tensors that are of no decoder layer."""
         with open_checkpoint(self._folder) as tensors:
-            return {name: each[...] for name, each in tensors.items() if not self._is_of(name, self.paths)}
+            return {name: tensor[...] for name, tensor in tensors.items() if not self._is_of(name, self.paths)}
 
     def _is_of(self, name: str, paths: Sequence[str]) -> bool:
         return any(f".{_ending(path)}." in f".{name}" for path in paths)
@@ -158,8 +158,8 @@ def _quantized_layer(
         module.register_forward_pre_hook(lambda _, inputs, hessian=hessians[name]: hessian.add(inputs[0]))
         for name, module in linears.items()
     ]
-    for each, further in zip(hidden, arguments, strict=True):
-        layer(each, **further)
+    for states, further in zip(hidden, arguments, strict=True):
+        layer(states, **further)
     for hook in hooks:
         hook.remove()
     tensors: Tensors = dict(layer.state_dict())

@@ -56,7 +56,7 @@ def _stored_name(base: BaseModel, path: str, layer: AdapterLayer, names: Mapping
 
     names: of the tensors in the files, by their names there and in the model.
     """
-    weight = next((names[f"{each}.weight"] for each in base.names(path) if f"{each}.weight" in names), None)
+    weight = next((names[f"{name}.weight"] for name in base.names(path) if f"{name}.weight" in names), None)
     if weight is None:
         raise InvalidAdapter(f"the files in {base.folder} have no weight of {path} under that name")
     name = weight.removesuffix(".weight")

@@ -122,8 +122,8 @@ def _generation(generation: Generation) -> pb.Generation:
             message.top_tokens.add(ids=(token,), logprobs=(0.0,))
     if prompt := generation.prompt_tokens:
         message.prefill_tokens.CopyFrom(pb.PrefillTokens(ids=prompt.ids, logprobs=prompt.logprobs))
-        for each in prompt.top:
+        for tokens in prompt.top:
             message.prefill_tokens.top_tokens.add(
-                ids=[token for token, _ in each], logprobs=[value for _, value in each]
+                ids=[token for token, _ in tokens], logprobs=[value for _, value in tokens]
             )
     return message

@@ -74,7 +74,7 @@ class EncoderQueue:
         self, task: Task, texts: Sequence[Text], *, dimensions: int, unit: bool, target_gap_s: float | None
     ) -> Tensor:
         """Returns [texts, columns] in float32. What the caller does not wait for any more is not computed."""
-        order = sorted(range(len(texts)), key=lambda each: len(texts[each].ids))
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index].ids))
         job = _Encoding(texts, order, target_gap_s, [None] * len(texts))
         with self._lock:
             self._jobs[task].append(job)
@@ -130,7 +130,7 @@ class EncoderQueue:
         jobs = self._jobs[task]
         window: list[tuple[_Encoding, int]] = []
         for job, others in zip(list(jobs), range(len(jobs), 0, -1), strict=True):
-            room = (_WINDOW_TOKENS - sum(len(each.texts[number].ids) for each, number in window)) // others
+            room = (_WINDOW_TOKENS - sum(len(job.texts[number].ids) for job, number in window)) // others
             while job.left and room > 0:
                 number = job.left.pop()
                 room -= len(job.texts[number].ids)
@@ -144,13 +144,13 @@ class EncoderQueue:
         texts = [job.texts[number] for job, number in window]
         for batch in encoder.batches(texts, self._most_tokens(task, window)):
             self._layer_seconds, self._layer_began = [], None
-            values = encoder.encode([texts[each] for each in batch])
+            values = encoder.encode([texts[index] for index in batch])
             if self._layer_seconds:
-                tokens = len(batch) * max(len(texts[each].ids) for each in batch)
+                tokens = len(batch) * max(len(texts[index].ids) for index in batch)
                 self._token_seconds[task].append(median(self._layer_seconds) / tokens)
-            for each, row in zip(batch, values, strict=True):
-                job, number = window[each]
-                job.rows[number] = row
+            for index, row in zip(batch, values, strict=True):
+                job, text = window[index]
+                job.rows[text] = row
             self.turns.pause()
 
     def _most_tokens(self, task: Task, window: Sequence[tuple[_Encoding, int]]) -> int:

@@ -245,7 +245,7 @@ class DownloadSettings(CommandSettings):
 
 
 def _number(value: object) -> object:
-    """Makes a number of what a command line or the environment says, which literals do not."""
+    """Converts the text of a command line or variable to an integer, which literals do not do."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 

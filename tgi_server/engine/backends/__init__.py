@@ -1,4 +1,4 @@
-"""What computes a model on a device: a backend for each kind of device, chosen here."""
+"""Backends, which compute models: one for each kind of device, chosen here."""
 
 from transformers import PreTrainedModel
 

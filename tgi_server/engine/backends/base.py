@@ -26,7 +26,7 @@ MakeLora = Callable[[int, int], LoraBackend]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTokens:
-    """The tokens of a pass in whose places there is what the model makes of images.
+    """The tokens of a pass whose embeddings are those of images.
 
     rows: [tokens] int64, their indices among the pass's tokens. embeddings: [tokens, hidden_size], which take the place
     of those of the tokens. added: [tokens, hidden_size] for each of the first layers, to whose output it is added.
@@ -131,11 +131,11 @@ class PagedModel(ABC):
         raise NotImplementedError(f"nobody reads the hidden states of a {type(self).__name__}")
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
-        """Returns the places for LoRA deltas, one for each linear layer. Later passes apply the deltas found there."""
+        """Returns the linear layers that adapters may change. Later passes apply the LoRA deltas put there."""
         return []
 
     def fix_length(self, tokens: int) -> None:
-        """Fixes rotary positions that depend on a text's length to those of a text of this length."""
+        """Makes rotary positions that depend on a text's length those of a text of `tokens` tokens."""
         self._rope.fix(tokens)
 
 
@@ -189,7 +189,7 @@ class Backend(ABC):
 
     @abstractmethod
     def lora(self, max_rank: int) -> MakeLora:
-        """Returns what makes LoRA deltas of linear layers. max_rank: of a layer."""
+        """Returns the function that creates LoRA backends of linear layers. max_rank: of a layer."""
 
     def pack(self, module: nn.Module) -> None:  # noqa: B027
         """Packs the linear layers of a module that is computed beside the model, where the device has a layout."""

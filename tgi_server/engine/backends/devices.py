@@ -1,4 +1,4 @@
-"""What depends on the kind of a device before there is a model: dtypes, and how much memory there is."""
+"""Facts of devices that are needed before a model is loaded: dtypes and free memory."""
 
 import contextlib
 import gc

@@ -62,7 +62,7 @@ class SequenceStates:
             part[target] = part[source]
 
     def clear(self, slot: int) -> None:
-        """Makes a slot that of a text that is not computed yet."""
+        """Resets a slot, for a text of which nothing has been computed."""
         for part in self._parts.values():
             part[slot].zero_()
 

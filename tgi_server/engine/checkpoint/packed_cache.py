@@ -83,9 +83,9 @@ def packed_file(config: EngineConfig) -> Path | None:
     if config.resolve_device().type != "cpu" or not load_kernels() or (library := compiled_library()) is None:
         return None
     group = config.group
-    settings = [(each.name, str(getattr(config, each.name))) for each in fields(config)]
+    settings = [(field.name, str(getattr(config, field.name))) for field in fields(config)]
     place = _digest(
-        [each for each in settings if each[0] not in _OTHER_SETTINGS], group and (group.rank, group.world_size)
+        [setting for setting in settings if setting[0] not in _OTHER_SETTINGS], group and (group.rank, group.world_size)
     )
     state = _digest(
         [(file.name, status.st_size, status.st_mtime_ns) for file, status in _files(config.model_path)],

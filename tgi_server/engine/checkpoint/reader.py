@@ -58,7 +58,7 @@ class SlicedTensor:
         size = self.whole_shape[axis]
         ranges = self.part.ranges(self.share, size)
         before = (slice(None),) * axis
-        pieces = [self.source[(*before, slice(each.start, min(each.stop, size)))] for each in ranges]
+        pieces = [self.source[(*before, slice(indices.start, min(indices.stop, size)))] for indices in ranges]
         length = sum(map(len, ranges))
         if len(pieces) == 1 and pieces[0].shape[axis] == length and pieces[0].is_contiguous():
             return pieces[0]
@@ -141,7 +141,7 @@ class QuantizedTensor:
         if self.part is None or self.part.axis is None:
             return dense
         axis = self.part.axis
-        pieces = [dense.narrow(axis, each.start, len(each)) for each in self._ranges(dense.shape[axis])]
+        pieces = [dense.narrow(axis, indices.start, len(indices)) for indices in self._ranges(dense.shape[axis])]
         return torch.cat(pieces, axis)
 
     def _ranges(self, size: int) -> list[range]:

@@ -53,6 +53,6 @@ def _of_rope(rope: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):  # of one kind of layers
             yield from _of_rope(value, f"{before}.{name}")
         elif isinstance(value, list):
-            yield from ((f"{before}.{name}[{index}]", each) for index, each in enumerate(value))
+            yield from ((f"{before}.{name}[{index}]", item) for index, item in enumerate(value))
         elif name not in _TEXTS and (value is not None or (scales and name == "factor")):
             yield f"{before}.{name}", value

@@ -191,9 +191,11 @@ def _named(model: PreTrainedModel, tensors: Checkpoint, name: str) -> SlicedTens
 
 
 def _untie_quantized(model: PreTrainedModel) -> None:
-    """Has `transformers` tie no weights of layers that have none, because theirs stay quantised."""
+    """Excludes layers with quantised weights from the weights that `transformers` ties."""
     modules = model.named_modules()
-    quantized = {f"{path}.weight" for path, each in modules if isinstance(each, QuantizedLinear | QuantizedEmbedding)}
+    quantized = {
+        f"{path}.weight" for path, module in modules if isinstance(module, QuantizedLinear | QuantizedEmbedding)
+    }
     if quantized:
         tied = model.all_tied_weights_keys.items()
         model.all_tied_weights_keys = {name: other for name, other in tied if not {name, other} & quantized}

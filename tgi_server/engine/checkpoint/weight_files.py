@@ -163,7 +163,7 @@ def _missing_part(path: Path) -> str:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             tensors = json.loads(file.read(min(length, path.stat().st_size)))
-        ends = {name: 8 + length + each["data_offsets"][1] for name, each in tensors.items() if name != "__metadata__"}
+        ends = {name: 8 + length + info["data_offsets"][1] for name, info in tensors.items() if name != "__metadata__"}
         name = min((name for name in ends if ends[name] > path.stat().st_size), key=ends.__getitem__)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""

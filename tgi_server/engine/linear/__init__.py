@@ -83,9 +83,9 @@ class LinearFactory:
     def joined(self, *modules: Linear) -> PackedLinear:
         """Returns one layer for those with the same input; it gives their outputs side by side."""
         if self.side_by_side is not None and self.layer is not Int8Linear:
-            alike = [list(each) for _, each in groupby(modules, _kind)]
+            alike = [list(group) for _, group in groupby(modules, _kind)]
             if len(alike) > 1:
-                return self.side_by_side([self.merged(*each) if len(each) > 1 else self(*each) for each in alike])
+                return self.side_by_side([self.merged(*group) if len(group) > 1 else self(*group) for group in alike])
         return self.merged(*modules)
 
     def merged(self, *modules: Linear) -> PackedLinear:
@@ -100,10 +100,10 @@ class LinearFactory:
         """Returns a quantized layer for the weight and the biases of modules, or one that quantizes its inputs, too."""
         biases = [module.bias for module in modules]
         bias = None
-        if any(each is not None for each in biases):
+        if any(bias is not None for bias in biases):
             filled = [
-                torch.zeros(module.out_features, device=weight.codes.device) if each is None else each.float()
-                for module, each in zip(modules, biases, strict=True)
+                torch.zeros(module.out_features, device=weight.codes.device) if bias is None else bias.float()
+                for module, bias in zip(modules, biases, strict=True)
             ]
             bias = torch.cat(filled)
         if self.layer is Int8Linear:
@@ -115,7 +115,7 @@ class LinearFactory:
 
 
 def _kind(module: Linear) -> Hashable:
-    """Returns what layers have in common whose weights can stand in one weight as they are."""
+    """Returns a key that is equal for layers whose weights can be concatenated without a conversion."""
     if not isinstance(module, QuantizedLinear):
         return None
     weight = module.quantized(0, 1)

@@ -51,4 +51,4 @@ def packed_in_parts(
         torch.ops.oatmill.linear_pack_into(arranged, packed[index * rows // TILE :])
         facts.append(others)
     assert packed is not None  # a weight has outputs
-    return packed, [torch.cat(each) for each in zip(*facts, strict=True)]
+    return packed, [torch.cat(facts_of_chunk) for facts_of_chunk in zip(*facts, strict=True)]

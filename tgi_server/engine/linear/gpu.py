@@ -35,7 +35,7 @@ _OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 def gpu_linear_factory(
     model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None
 ) -> tuple[LinearFactory, list[str]]:
-    """Returns what makes the linear layers of a model on a GPU, and why quantized weights take a slower path.
+    """Returns the factory of a model's linear layers on a GPU, and why quantized weights take a slower path.
 
     Weights of a kind for which no kernel is right stay what they are, in plain torch. All shards choose the same.
     """

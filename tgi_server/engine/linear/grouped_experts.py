@@ -114,7 +114,7 @@ def _fault_of(experts: Any, kind: Callable[[Any], nn.Module], dtype: torch.dtype
             x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
             chosen = torch.randint(count, (tokens, 2), generator=generator, device=device)
             shares = torch.rand(tokens, 2, generator=generator, device=device).to(dtype)
-            wanted, actual = (each(x, chosen, shares).float() for each in (experts, own))
+            wanted, actual = (module(x, chosen, shares).float() for module in (experts, own))
             error = float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30))
             if not error <= _TOLERANCE[dtype]:
                 return f"the kernel of experts is off by {error:.2g} for {tokens} tokens"
@@ -139,7 +139,7 @@ def _joins(experts: Experts) -> bool:
     """
     for of_experts in (cast(Any, experts.gate_up), [[layer] for layer in cast(Any, experts.down)]):
         weights = [[layer.quantized(0, 1) for layer in layers] for layers in of_experts]
-        if not all(own[0].joins(each) for own in weights for each in own):
+        if not all(own[0].joins(module) for own in weights for module in own):
             return False
         first, *others = (own[0].reordered(_order_of(own[0])) for own in weights)
         if not all(first.joins(other) for other in others):

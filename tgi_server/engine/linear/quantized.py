@@ -130,7 +130,7 @@ def _arrangement(weight: QuantizedWeight, of_unit: int) -> tuple[Tensor, Tensor]
 
 
 def _keeps_order(order: Tensor, inputs: int) -> bool:
-    """Returns True if all inputs stand where they were, and what is empty stands behind them."""
+    """Returns True if the order keeps all inputs at their indices, with the padding after them."""
     return torch.equal(order[:inputs], torch.arange(inputs, dtype=torch.int32))
 
 

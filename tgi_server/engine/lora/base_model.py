@@ -72,7 +72,7 @@ class BaseWeights:
 
     def _find(self, path: str, tensor: str) -> SlicedTensor | QuantizedTensor | None:
         found = (self._tensors.get(f"{name}.{tensor}") for name in self._base.names(path))
-        return next((each for each in found if each is not None), None)
+        return next((tensor for tensor in found if tensor is not None), None)
 
 
 @dataclass(frozen=True)

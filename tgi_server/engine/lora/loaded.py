@@ -72,7 +72,7 @@ class RecentAdapters:
 
 
 class LoadedAdapters:
-    """Reads adapters, beside the steps of the engine, and gives each a number by which rows name it.
+    """Reads adapters, beside the steps of the engine, and numbers them; rows name their adapters by these numbers.
 
     Until the first one is put here, the model is as it would be without adapters.
     """
@@ -153,7 +153,7 @@ class LoadedAdapters:
             linear.warm_up(self._model.dtype)
 
     def put(self, adapter_id: str, adapter: ReadAdapter) -> None:
-        """Has requests that name it computed with the adapter. Call it between two steps.
+        """Applies the adapter to requests that name it, from the next step on. Call it between two steps.
 
         An adapter from `read` is copied to the model's device; one from `fetch` is there already.
         """
@@ -161,7 +161,7 @@ class LoadedAdapters:
         number = self._numbers.get(adapter_id)
         if number is None:
             taken = set(self._numbers.values())
-            number = next(each for each in range(1, len(taken) + 2) if each not in taken)
+            number = next(number for number in range(1, len(taken) + 2) if number not in taken)
         self._drop(number)
         for place, delta in adapter.deltas.items():
             self._linears[place].put(number, delta)
@@ -224,14 +224,14 @@ def _delta(linear: AdaptedLinear, layers: Mapping[str, AdapterLayer], dtype: tor
 
 
 def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, transposed: bool) -> AdapterLayer:
-    """Returns a shard's part of a layer, which is column- or row-parallel as the base model's layer is."""
+    """Returns a shard's slice of an adapter's layer, which is column- or row-parallel as the base model's layer is."""
     slice_ = plan.slice(f"{path}.weight")
     if slice_ is None or slice_.axis is None:
         return layer
     if slice_.axis == (1 if transposed else 0):
         outputs = slice_.ranges(share, len(layer.b))
         dora_scale, bias_delta = (
-            None if each is None else taken(each, outputs, 0) for each in (layer.dora_scale, layer.bias_delta)
+            None if delta is None else taken(delta, outputs, 0) for delta in (layer.dora_scale, layer.bias_delta)
         )
         return AdapterLayer(layer.a, taken(layer.b, outputs, 0), dora_scale, bias_delta)
     inputs = taken(layer.a, slice_.ranges(share, layer.a.shape[1]), 1)

@@ -166,8 +166,8 @@ class _Reader:
                 return {place: known[place]}
             parent, _, name = place.rpartition(".")
             paths = [f"{parent}.{part}" for part in _JOINED.get(name, ())]
-            if paths and all(each in known for each in paths):
-                return {each: known[each] for each in paths}
+            if paths and all(path in known for path in paths):
+                return {path: known[path] for path in paths}
         return self._refuse(_first(parts), f"is for {path}, which is not a linear layer of the base model")
 
     def _rank(self, path: str, parts: Parts) -> int:
@@ -186,7 +186,7 @@ class _Reader:
         return tensor.float()
 
     def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:
-        """Returns what a bias is changed by; None for a copy of the base model's, which peft saves beside a head."""
+        """Returns the bias delta; None for a copy of the base model's bias, which peft saves beside a head."""
         old = self._bias(places)
         if not self.config.biases:
             if old is not None and torch.equal(self._tensor(name, outputs), old):

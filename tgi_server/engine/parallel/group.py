@@ -38,7 +38,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class ShardGroup:
-    """This process's place among the shards of one model: `rank` of `world_size`.
+    """The shards of one model, of which this process is `rank` of `world_size`.
 
     All shards have to make the same calls in the same order; each call waits for the others. When one shard leaves
     that order, whatever the others compute is worthless: see `abandon`.
@@ -112,7 +112,7 @@ class ShardGroup:
         return torch.cat(parts, dim=-1)
 
     def minimum(self, number: int) -> int:
-        """Returns the smallest of every shard's number."""
+        """Returns the smallest value that any shard passes."""
         return min(int(message) for message in self.exchange(str(number)))
 
     def exchange(self, message: str, seconds: float = COLLECTIVE_SECONDS) -> list[str]:
@@ -137,7 +137,7 @@ class ShardGroup:
                     )
 
     def abandon(self, fault: str) -> None:
-        """Refuses every further pass after a fault in one: the other shards may have stopped at another place of it."""
+        """Refuses all later passes after a fault: the other shards may have stopped at another point of the pass."""
         self.fault = self.fault or fault
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class ShardGroup:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Checks the group, and abandons it when a part of a step that all shards compute together fails."""
+        """Checks the group, and abandons it when the code in the context fails, which all shards run together."""
         self.check()
         try:
             yield
@@ -278,7 +278,7 @@ def _choose_interface(master_addr: str, master_port: int) -> None:
     except (OSError, ValueError):
         return
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == family and each.address.partition("%")[0] == str(own) for each in addresses):
+        if any(address.family == family and address.address.partition("%")[0] == str(own) for address in addresses):
             for variable in INTERFACE_VARIABLES:
                 os.environ.setdefault(variable, name)
             return

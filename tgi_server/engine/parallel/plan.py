@@ -39,7 +39,7 @@ class Slice:
         """Returns the slice of a tensor."""
         assert self.axis is not None
         ranges = self.ranges(share, whole.shape[self.axis])
-        return torch.cat([whole.narrow(self.axis, each.start, len(each)) for each in ranges], self.axis)
+        return torch.cat([whole.narrow(self.axis, indices.start, len(indices)) for indices in ranges], self.axis)
 
 
 FIRST_ONLY = Slice(None)

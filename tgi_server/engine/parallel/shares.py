@@ -66,13 +66,13 @@ def parts(share: Share, size: int) -> list[range]:
 
 
 def halves(share: Share, size: int) -> list[range]:
-    """The same part of both halves: gate and up projection, one behind the other."""
+    """Returns the same share of both halves: of a gate and an up projection, concatenated."""
     part = _part(size // 2, share.rank, share.world_size)
     return [part, _shifted(part, size // 2)]
 
 
 def pairs(share: Share, size: int) -> list[range]:
-    """An equal part that separates no index from its neighbour: gate and up projection, interleaved."""
+    """Returns an equal share of pairs of neighbours: of a gate and an up projection, interleaved."""
     part = _part(size // 2, share.rank, share.world_size)
     return [_scaled(part, 2)]
 
@@ -87,16 +87,16 @@ def key_heads(share: Share, size: int) -> list[range]:
 
 
 def of_heads(heads: Heads, layout: Layout) -> Layout:
-    """Returns a layout for a layer with other numbers of heads than the model's other layers."""
+    """Returns a layout for a layer whose head counts differ from those of the model's other layers."""
     return lambda share, size: layout(share_of(share.rank, share.world_size, heads), size)
 
 
-def sections(*each: tuple[int, Layout]) -> Layout:
-    """Returns a layout for tensors one behind the other. each: their sizes and their own layouts.
+def sections(*sections: tuple[int, Layout]) -> Layout:
+    """Returns a layout for concatenated tensors. sections: the size and the layout of each.
 
     It raises InvalidWeights for an axis of another size.
     """
-    whole = sum(size for size, _ in each)
+    whole = sum(size for size, _ in sections)
 
     def layout(share: Share, size: int) -> list[range]:
         if size != whole:
@@ -104,7 +104,7 @@ def sections(*each: tuple[int, Layout]) -> Layout:
                 f"shapes differ from config.json: an axis to be split has {size} elements, not {whole}"
             )
         ranges, start = [], 0
-        for length, own in each:
+        for length, own in sections:
             ranges += [_shifted(part, start) for part in own(share, length)]
             start += length
         return ranges
@@ -126,7 +126,7 @@ def grouped_values(key_size: int, *value_sizes: int) -> Layout:
             for size in value_sizes:
                 ranges.append(_shifted(_scaled(own, size), start))
                 start += group * size
-        return [each for each in ranges if each]
+        return [indices for indices in ranges if indices]
 
     return layout
 

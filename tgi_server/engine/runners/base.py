@@ -137,14 +137,14 @@ class Runner(ABC):
 
     @abstractmethod
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
-        """Returns the places for LoRA deltas, one for each linear layer. Passes look at them from then on."""
+        """Returns the linear layers that adapters may change. Later passes apply the LoRA deltas put there."""
 
     @abstractmethod
     def join(self, sequence: RunningSequence) -> None:
-        """Takes in a sequence that is not computed yet."""
+        """Prepares a sequence whose prompt has not been computed."""
 
     def leave(self, sequence: RunningSequence) -> None:  # noqa: B027
-        """Takes back what a sequence had beside its row and its blocks."""
+        """Frees what a sequence has beside its row and its blocks, such as a slot for states."""
 
     def save_state(self, sequence: RunningSequence, snapshot: int) -> None:
         """Copies the state of a sequence, as earlier passes left it, into a snapshot. Only for models with states."""

@@ -72,7 +72,7 @@ class DecodeGraphs:
         self.sizes = sorted(self._steps)
 
     def run(self, rows: int) -> tuple[Tensor, ...] | None:
-        """Returns what the step computes of the first `rows` rows; None for more rows than any captured step has."""
+        """Returns the outputs of a captured step for the first `rows` rows; None if none is large enough."""
         size = next((size for size in self.sizes if size >= rows), None)
         return None if size is None else tuple(part[:rows] for part in self._steps[size]())
 

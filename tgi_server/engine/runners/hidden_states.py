@@ -46,4 +46,4 @@ class HiddenStates:
         """Keeps some rows of a pass whose tokens all had logits, in this order. rows: [rows] int64."""
         assert self.head is not None
         self.head = self.head.index_select(0, rows)
-        self.layers = [each.index_select(0, rows) for each in self.layers]
+        self.layers = [states.index_select(0, rows) for states in self.layers]

@@ -42,13 +42,13 @@ def with_images(
                 continue
             rows.append(image.places[first:end] - chunk.start + span.start)
             embeddings.append(features.embeddings[first:end])
-            added.append([each[first:end] for each in features.added])
+            added.append([tensor[first:end] for tensor in features.added])
             if end == len(image.places):
                 image.release()
     if not rows:
         return replace(inputs, rotary=rotary)
     on_device = copy_to_device(torch.cat(rows), inputs.tokens.device)
-    images = ImageTokens(on_device, torch.cat(embeddings), [torch.cat(each) for each in zip(*added, strict=True)])
+    images = ImageTokens(on_device, torch.cat(embeddings), [torch.cat(tensors) for tensors in zip(*added, strict=True)])
     tokens = inputs.tokens.index_fill(0, on_device, filler)
     return replace(inputs, tokens=tokens, images=images, rotary=rotary)
 

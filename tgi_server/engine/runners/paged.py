@@ -133,7 +133,7 @@ class PagedRunner(PagedSteps):
         plain.model.attention.block_size = plain.block_size = fixed.block_size
 
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
-        """Warms up beside another model, for the same sequences in blocks of the same numbers.
+        """Warms up beside another model, for the same sequences and the same block ids.
 
         What it computes of prompts is not captured: drafters may have inputs of their own there.
         """

@@ -80,7 +80,7 @@ class PagedBatch:
         state_slot: int = SCRATCH_SLOT,
         rope_delta: int = 0,
     ) -> None:
-        """Gives the row behind the last one to a sequence whose next token stands at `position`."""
+        """Gives the first free row to a sequence. position: of its next token."""
         self._set_adapter(row, adapter)
         self._set_slot(row, state_slot)
         self.positions[row].fill_(position)  # an assignment would copy from the host, and wait
@@ -190,7 +190,7 @@ class PagedBatch:
         return PassInput(self.tokens[:rows], positions, metadata, None, adapters, rotary=self.rotary(rows), top=top)
 
     def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], top: TopOnly | None) -> PassInput:
-        """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
+        """Returns the input of a pass in which the first `decoding` rows decode and prompt chunks are computed."""
         prompts = _on_device(chunks, decoding, self._block_size, self._device)
         positions, running = self.positions[:decoding], self.block_tables.table[:decoding]
         slots, kv_lengths = self._places(positions, running)

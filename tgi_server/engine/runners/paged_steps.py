@@ -198,7 +198,7 @@ class PagedSteps(Runner):
         return logits.flatten(0, 1).index_select(0, rows)
 
     def place(self, sequence: RunningSequence, row: int, position: int) -> None:
-        """Gives the row behind the last one to a sequence without its adapter; its next token stands at `position`."""
+        """Gives the first free row to a sequence, without its adapter. position: of its next token."""
         self._batch.place(row, position, sequence.blocks)
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:

@@ -66,7 +66,7 @@ class PromptGraphs:
         sequences = len(inputs.metadata.kv_lengths)
         counts = [count for count in self._steps if count >= tokens and self._room(count) >= wanted]
         further = (inputs.adapters, inputs.images, inputs.rotary, inputs.metadata.ends)
-        if not counts or sequences > self._rows or any(each is not None for each in further):
+        if not counts or sequences > self._rows or any(value is not None for value in further):
             return None
         self._copy(inputs)
         self._pad(tokens, sequences, min(counts))

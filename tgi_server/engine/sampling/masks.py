@@ -75,7 +75,9 @@ class MaskBuilder:
             else:
                 open_rows.append((constraint, row))
         if open_rows:
-            fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], words)
+            fill_next_token_bitmask_par(
+                self._executor, [(constraint.matcher, row) for constraint, row in open_rows], words
+            )
         self._settle([row for _, row in open_rows], [constraint for constraint, _ in open_rows], words)
 
     @staticmethod

@@ -266,7 +266,7 @@ def row_kernel_fault(new: Callable[..., TorchSampler], logits: Tensor) -> str:
             sampler.sample(logits[:1], range(1))  # a program for few rows
     except Exception as failure:  # of a compiler, of a driver, of a library that is too old
         return f"the kernel fails ({type(failure).__name__}: {failure})"
-    same = min(share_equal(tokens[0], each) for each in tokens[1:])
+    same = min(share_equal(tokens[0], token) for token in tokens[1:])
     return "" if same >= _LEAST_EQUAL else f"the kernel chooses other tokens in {1 - same:.0%} of all rows"
 
 

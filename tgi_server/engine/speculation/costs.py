@@ -53,8 +53,8 @@ class StepCosts:
             return 1.0
         longer = expected / self.without_drafts(rows)
         # The bound is a quotient of two straight lines between measured points, so it is lowest at one of these.
-        tokens = {rows + 1, rows + most, *(each for each in self.with_drafts.tokens if rows < each < rows + most)}
-        return min((longer * self.with_drafts(each) - expected) / (each - rows) for each in tokens)
+        tokens = {rows + 1, rows + most, *(count for count in self.with_drafts.tokens if rows < count < rows + most)}
+        return min((longer * self.with_drafts(count) - expected) / (count - rows) for count in tokens)
 
     def worth(
         self,
@@ -121,8 +121,8 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     most = min(start + _MEASURED_TOKENS[-1], capacity.max_total_tokens)
     blocks = list(range(1, capacity.num_blocks + 1))[: -(-most // capacity.block_size)]
     room = min(len(blocks) * capacity.block_size, most) - start
-    rows = [each for each in _MEASURED_TOKENS if each <= capacity.max_batch_size]
-    tokens = [each for each in _MEASURED_TOKENS if 1 < each <= room]
+    rows = [count for count in _MEASURED_TOKENS if count <= capacity.max_batch_size]
+    tokens = [count for count in _MEASURED_TOKENS if 1 < count <= room]
     if not tokens:
         return None
     sequence = RunningSequence(0, [0], StoppingParameters(1), blocks=blocks)
@@ -133,9 +133,9 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
         for row in range(rows[-1]):
             runner.promote(sequence, row)
 
-    drafts = {each: _pass_with_draft(runner, sequence, each - 1, start) for each in tokens}
+    drafts = {count: _pass_with_draft(runner, sequence, count - 1, start) for count in tokens}
     drafts = {tokens: _captured_pass(runner, rows) for rows, tokens in runner.captured_drafts} or drafts
-    passes: list[Callable[[], Tensor]] = [*(partial(runner.forward, each, []) for each in rows), *drafts.values()]
+    passes: list[Callable[[], Tensor]] = [*(partial(runner.forward, count, []) for count in rows), *drafts.values()]
     seconds = _fastest(passes, group, set_back)
     runner.truncate(0)
     without_drafts, with_drafts = seconds[: len(rows)], seconds[len(rows) :]
@@ -144,8 +144,8 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
 
 def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup | None) -> Line:
     """Measures a function of the number of rows, up to a bound. All shards go by what the first one measured."""
-    rows = [each for each in _MEASURED_TOKENS if each <= most]
-    return Line(dict(zip(rows, _fastest([partial(compute, each) for each in rows], group), strict=True)))
+    rows = [count for count in _MEASURED_TOKENS if count <= most]
+    return Line(dict(zip(rows, _fastest([partial(compute, count) for count in rows], group), strict=True)))
 
 
 def _fastest(
@@ -160,7 +160,7 @@ def _fastest(
     started, over = time.perf_counter(), False
     while quiet < _QUIET_ROUNDS and not over:
         set_back()
-        seconds = [_seconds(each) for each in computations]
+        seconds = [_seconds(compute) for compute in computations]
         rounds += 1
         over = rounds >= _LEAST_ROUNDS and time.perf_counter() - started > _SECONDS
         if group is not None:  # all have to make as many rounds

@@ -106,7 +106,7 @@ class Draft:
         return not self.refused
 
     def learn(self) -> None:
-        """Has the sequence's next drafts profit from what became of this one."""
+        """Updates the sequence's acceptance rate, by which its next drafts get their lengths."""
         self.acceptance.learn(self.accepted, int(self.refused))
 
 

@@ -45,7 +45,7 @@ class DraftCache:
         return min(progress.tokens, sequence.length - 1)
 
     def write(self, sequence: RunningSequence, end: int, drafted: list[int] | None = None) -> None:
-        """Notes that the sequence's tokens before `end` are computed, and `drafted` ones behind them."""
+        """Notes that the sequence's tokens before `end` are computed, and `drafted` tokens after them."""
         progress = self._progress[sequence]
         place = progress.tokens // self._size
         while progress.tokens < end:

@@ -35,7 +35,9 @@ class DraftModel(PagedDrafter):
     def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
         wanted = {sequence: min(tokens, self._max_positions - sequence.length) for sequence, tokens in room.items()}
         # Those that want more tokens stand before those that want fewer, so that each pass computes the first rows.
-        chunks = self._missing(sorted((each for each in wanted if wanted[each] > 0), key=lambda each: -wanted[each]))
+        chunks = self._missing(
+            sorted((sequence for sequence in wanted if wanted[sequence] > 0), key=lambda sequence: -wanted[sequence])
+        )
         if not chunks:
             return {}
         rows = [chunk.sequence for chunk in chunks if chunk.last]

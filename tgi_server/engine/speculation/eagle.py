@@ -77,11 +77,11 @@ class Eagle(PagedDrafter, StateDrafter):
             if sequence not in wanted
             and (sequence.ended or self._features[sequence].end - self._features[sequence].start > _MAX_STORED)
         ]
-        rows = sorted(wanted, key=lambda each: -wanted[each])
+        rows = sorted(wanted, key=lambda sequence: -wanted[sequence])
         chunks = [self._missing(sequence, last=sequence in wanted) for sequence in (*due, *rows)]
         if not chunks:
             return {}
-        return dict(zip(rows, self._draft(chunks, rows, [wanted[each] for each in rows]), strict=True))
+        return dict(zip(rows, self._draft(chunks, rows, [wanted[sequence] for sequence in rows]), strict=True))
 
     def _take_features(self) -> list[RunningSequence]:
         """Notes the features of the last pass's tokens that are right. Returns their sequences."""

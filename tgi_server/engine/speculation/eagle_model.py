@@ -65,7 +65,7 @@ class EagleModel(nn.Module):
         return KVShape(heads=(self.config.num_key_value_heads,), head_dim=self.head_dim)
 
     def hold(self, rows: int) -> None:
-        """Makes room for what the rows carry from one pass to the next."""
+        """Allocates the hidden states that rows carry from one pass to the next."""
         self.carried = self.carried.new_zeros(rows, self.config.hidden_size)
 
     def forward(self, inputs: PassInput, attention: AttentionBackend) -> Tensor:
@@ -97,7 +97,9 @@ class EagleModel(nn.Module):
     def _attend(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], inputs: PassInput, attention: AttentionBackend
     ) -> Tensor:
-        query, key, value = (each(x).view(len(x), -1, self.head_dim) for each in (self.query, self.key, self.value))
+        query, key, value = (
+            projection(x).view(len(x), -1, self.head_dim) for projection in (self.query, self.key, self.value)
+        )
         query = attention.rotate_and_write(0, query, key, value, rotation, inputs.metadata)
         attended: Tensor = self.output(attention.attend(0, query, inputs.metadata, self.variant).flatten(1))
         return attended

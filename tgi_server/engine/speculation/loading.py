@@ -1,4 +1,4 @@
-"""Loads what drafts for a model from a folder of its own."""
+"""Loads drafters: models, EAGLE and Medusa heads from their own folders, and MTP layers from the model's."""
 
 import json
 import logging
@@ -141,7 +141,7 @@ def _draft_model(folder: Path, config: EngineConfig, model: PreTrainedModel, run
         )
     runner.share_block_size(draft_runner)
     runner.companion_bytes = draft_runner.bytes_per_token
-    sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (model, draft)]
+    sizes = [loaded.config.get_text_config(decoder=True).vocab_size for loaded in (model, draft)]
     return DraftModel(draft_runner, min(sizes), position_limit(draft.config) or UNBOUNDED_POSITIONS)
 
 

@@ -57,7 +57,7 @@ class MtpModel(nn.Module):
         self.carried = torch.empty(0, size, device=model.device, dtype=model.dtype)
 
     def hold(self, rows: int) -> None:
-        """Makes room for what the rows carry from one pass to the next."""
+        """Allocates the hidden states that rows carry from one pass to the next."""
         self.carried = self.carried.new_zeros(rows, self.carried.shape[1])
 
     def forward(self, inputs: PassInput, cache: PagedCache) -> Tensor:

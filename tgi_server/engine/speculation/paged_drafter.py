@@ -34,7 +34,7 @@ class MissingTokens(PromptChunk):
 
 
 class PagedDrafter(ModelDrafter):
-    """A drafter with a runner of its own, whose KV blocks have the numbers of the model's."""
+    """A drafter with its own runner, which uses the same block ids as the model."""
 
     def __init__(self, runner: PagedRunner, behind: int) -> None:
         """behind: by how many positions a sequence's last token stands before its length once it is computed."""
@@ -72,7 +72,7 @@ class PagedDrafter(ModelDrafter):
             self._runner.truncate(going)  # the rows whose drafts are whole: a captured pass would go on with them
             self._runner.accept(0, drafted[-1][:going])
             drafted.append(self._argmax(self._runner.forward(going, [], TopOnly(1, None))))
-        tokens = [each.tolist() for each in drafted]
+        tokens = [ids.tolist() for ids in drafted]
         return [[tokens[place][row] for place in range(length)] for row, length in enumerate(lengths)]
 
     def _argmax(self, logits: Tensor) -> Tensor:

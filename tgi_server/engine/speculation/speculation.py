@@ -96,14 +96,14 @@ class Speculation:
         self, costs: StepCosts, sequences: Sequence[RunningSequence], rows: int, block_size: int
     ) -> dict[RunningSequence, int]:
         """Returns how many tokens may be drafted for each sequence; for none if no draft can be worth its time."""
-        acceptances = [self._acceptance_of(each) for each in sequences]
-        surest = max((each.chance for each in acceptances), default=0.0)
+        acceptances = [self._acceptance_of(sequence) for sequence in sequences]
+        surest = max((acceptance.chance for acceptance in acceptances), default=0.0)
         if surest <= costs.least_chance(rows, len(sequences), self.most * len(sequences)):
             for acceptance in acceptances:
                 acceptance.skip()
             return {}
-        room = {each: min(self.most, each.draft_room(block_size)) for each in sequences}
-        return {each: tokens for each, tokens in room.items() if tokens > 0}
+        room = {sequence: min(self.most, sequence.draft_room(block_size)) for sequence in sequences}
+        return {sequence: tokens for sequence, tokens in room.items() if tokens > 0}
 
     def _worth_computing(
         self,
@@ -114,9 +114,11 @@ class Speculation:
         expected: int,
     ) -> dict[RunningSequence, int]:
         """Returns how many tokens to draft for each sequence, at most its `room`, that have to be computed."""
-        acceptances = [self._acceptance_of(each) for each in room]
+        acceptances = [self._acceptance_of(sequence) for sequence in room]
         seconds = partial(drafter.seconds, sequences=len(room))
-        worth = costs.worth([*room.values()], [each.chance for each in acceptances], rows, expected, seconds)
+        worth = costs.worth(
+            [*room.values()], [acceptance.chance for acceptance in acceptances], rows, expected, seconds
+        )
         for acceptance, tokens in zip(acceptances, worth, strict=True):
             if not tokens:
                 acceptance.skip()

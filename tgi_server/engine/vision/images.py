@@ -62,7 +62,7 @@ class PromptImages:
             self.placed.append(PlacedImage(image, places))
         self._rotary = tower.rope_index(known, images) if tower.mrope else None
         self.rope_delta = 0 if self._rotary is None else int(self._rotary.max()) + 1 - len(known)
-        self._runs = _runs(torch.cat([each.places for each in self.placed]).tolist()) if tower.two_way else []
+        self._runs = _runs(torch.cat([image.places for image in self.placed]).tolist()) if tower.two_way else []
 
     def rotary(self, start: int, stop: int) -> Tensor:
         """Returns the rotary positions of the tokens `start` to `stop` - 1 of the sequence: [3, tokens] int64."""

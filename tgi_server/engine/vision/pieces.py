@@ -150,7 +150,7 @@ def _attention(
         return (results[0] if len(results) == 1 else torch.cat(results)).view(images, tokens, heads, size), None
 
     def attend(first: int, end: int) -> Tensor:
-        part = (each[:, first:end] for each in (query, key, value))
+        part = (tensor[:, first:end] for tensor in (query, key, value))
         result: Tensor = sdpa_attention_forward(module, *part, attention_mask, **options)[0]
         return result
 

@@ -71,7 +71,7 @@ class VisionTower:
         between: Callable[[], None] | None = None,
         piece_seconds: Callable[[], float] = lambda: math.inf,
     ) -> ImageFeatures:
-        """Returns what takes the places of an image's tokens. Raises InvalidImage.
+        """Returns the features of an image, from the cache or computed. Raises InvalidImage.
 
         between: called before each piece of what has to be computed, so that others can compute meanwhile; None: it is
         computed at once. piece_seconds: returns about how long the next piece may take.
@@ -130,7 +130,7 @@ class VisionTower:
             shapes = ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in image.tensors)
             raise InvalidImage(f"the model cannot read the tensors of an image ({shapes}): {error}") from error
         added = getattr(output, "deepstack_features", None) or ()
-        return ImageFeatures(self._joined(found), tuple(self._joined(each) for each in added))
+        return ImageFeatures(self._joined(found), tuple(self._joined(tensor) for tensor in added))
 
     def _joined(self, features: Tensor | Sequence[Tensor]) -> Tensor:
         """Returns features, [..., hidden_size], of one image or of parts of it as [tokens, hidden_size]."""

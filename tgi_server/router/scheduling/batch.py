@@ -150,14 +150,18 @@ class Batch:
     def growing(self) -> list[Sequence]:
         """Returns the sequences that need a block more for the next step."""
         size = self.memory.block_size
-        filling = (each for each in self._full_at.get(self.step, ()) if each in self)
+        filling = (sequence for sequence in self._full_at.get(self.step, ()) if sequence in self)
         # A sequence that was preempted meanwhile is here twice, or too early.
-        full = {each.id: each for each in filling if each.first_step and each.full_step(size) == self.step}
+        full = {
+            sequence.id: sequence
+            for sequence in filling
+            if sequence.first_step and sequence.full_step(size) == self.step
+        }
         return [*self._short_of(0), *full.values()]
 
     def closable(self) -> list[Sequence]:
         """Returns the sequences whose grammars may have to end their texts soon."""
-        return [each for each in self._jumping.values() if each.closes and not each.closing]
+        return [sequence for sequence in self._jumping.values() if sequence.closes and not sequence.closing]
 
     def jumping(self) -> list[Sequence]:
         """Returns the sequences that may soon have a use for a block more."""

@@ -67,8 +67,8 @@ class BatchReport:
         self._batches.kv_cached(batch.memory.cached_tokens)
         self._gateway.running, self._gateway.held_tokens = len(batch), held
         if len(adapters):
-            missing = {each.adapter.id for each in waiting if each.adapter and not each.adapter.ready}
-            self._gateway.adapters(adapters.max_loras, (each.id for each in adapters if each.ready), missing)
+            missing = {sequence.adapter.id for sequence in waiting if sequence.adapter and not sequence.adapter.ready}
+            self._gateway.adapters(adapters.max_loras, (adapter.id for adapter in adapters if adapter.ready), missing)
 
 
 def _method(plan: StepPlan) -> Method:

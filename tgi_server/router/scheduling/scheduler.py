@@ -246,7 +246,7 @@ class Scheduler:
                 if sequence.started and not sequence.ends_early:
                     self._forecast.missed()
                 self._end(sequence, sequence.time_up())
-        self._alarm.reset(each.deadline for each in (*self._encoding, *self.waiting, *self.batch))
+        self._alarm.reset(sequence.deadline for sequence in (*self._encoding, *self.waiting, *self.batch))
         self._show_state()
 
     def start(self) -> None:
@@ -433,7 +433,7 @@ class Scheduler:
 
     def _fail_adapter(self, adapter: Adapter, error: RouterError) -> None:
         """Fails the requests that wait for an adapter that cannot be made ready."""
-        for sequence in [each for each in self.waiting if each.adapter is adapter]:
+        for sequence in [sequence for sequence in self.waiting if sequence.adapter is adapter]:
             self._end(sequence, GenerationFailed(f"the adapter {adapter.id!r} could not be loaded: {error}"))
         self._show_state()
 

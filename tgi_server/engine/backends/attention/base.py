@@ -69,7 +69,7 @@ class ChunkSpan:
 
 @dataclass(slots=True)
 class ForwardMetadata:
-    """Data that a forward pass needs beside its tokens: their slots in the cache, and which logits are needed.
+    """Data that attention needs beside the tokens of a pass: their slots in the cache, block tables and lengths.
 
     Sequences that decode come first, `row_tokens` neighbouring tokens each, mostly one; then come the prompt chunks,
     one after the other.

@@ -78,8 +78,8 @@ class Experts(nn.Module):
         kernel = torch.classes.oatmill.Experts(*facts)
         biases = (self.gate_up_proj_bias, self.down_proj_bias)
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            made = [getattr(each, "kernel", lambda: None)() for each in (*cast(nn.ModuleList, gate_up), down)]
-            if len(made) != 2 or any(each is None for each in made):
+            made = [getattr(layer, "kernel", lambda: None)() for layer in (*cast(nn.ModuleList, gate_up), down)]
+            if len(made) != 2 or any(layer is None for layer in made):
                 return None
             kernel.add(*made, *(None if bias is None else bias[expert].float() for bias in biases))
         return kernel

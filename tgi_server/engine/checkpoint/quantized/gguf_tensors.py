@@ -73,7 +73,7 @@ class BlockTensor:
 
     def mapped_tensors(self) -> list[Tensor]:
         """Returns the bytes of the file, whose pages may be released."""
-        return [torch.from_numpy(each) for each in self.mapped]
+        return [torch.from_numpy(raw) for raw in self.mapped]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,11 +106,11 @@ class JoinedTensor:
         """Yields the one weight."""
         joined = QuantizedWeight.joined([next(part.weights()) for part in self.parts])
         breaks = np.flatnonzero(np.diff(self.order) != 1) + 1
-        yield joined.outputs([range(each[0], each[-1] + 1) for each in np.split(self.order, breaks)])
+        yield joined.outputs([range(run[0], run[-1] + 1) for run in np.split(self.order, breaks)])
 
     def mapped_tensors(self) -> list[Tensor]:
         """Returns the bytes of the file, whose pages may be released."""
-        return [each for part in self.parts for each in part.mapped_tensors()]
+        return [tensor for part in self.parts for tensor in part.mapped_tensors()]
 
 
 GgufWeight = BlockTensor | JoinedTensor
@@ -180,7 +180,7 @@ def _joined(file: Gguf, architecture: Architecture, tensor: GgufTensor, change: 
     order = np.arange(count) if change.rows is None else change.rows
     if other is None or len(order) != count:
         raise InvalidWeights(f"{file.path}: tensor {name} is missing beside {tensor.name}, or has another shape")
-    return JoinedTensor([_plain(file, architecture, each, Change()) for each in (tensor, other)], order)
+    return JoinedTensor([_plain(file, architecture, joined, Change()) for joined in (tensor, other)], order)
 
 
 def _experts_together(file: Gguf, tensor: GgufTensor, place: str) -> dict[str, GgufWeight]:
@@ -205,12 +205,12 @@ def _experts_together(file: Gguf, tensor: GgufTensor, place: str) -> dict[str, G
 def _is_packed(file: Gguf, tensor: GgufTensor) -> bool:
     """Returns True if kernels read the types of all experts' weights in a layer."""
     layer = tensor.name.rpartition(".ffn_")[0]
-    of_layer = [each for name, each in file.tensors.items() if name.startswith(layer + ".") and "_exps.w" in name]
-    return all(each.kind.name in TYPES for each in of_layer)
+    of_layer = [other for name, other in file.tensors.items() if name.startswith(layer + ".") and "_exps.w" in name]
+    return all(expert.kind.name in TYPES for expert in of_layer)
 
 
 def _experts_in_floats(file: Gguf, tensor: GgufTensor) -> BlockTensor:
-    """Returns the weights of all experts, [experts, outputs, inputs]: gates have what they multiply behind them."""
+    """Returns the weights of all experts, [experts, outputs, inputs]; gate and up projections are concatenated."""
     parts = [tensor.raw]
     if "_gate_exps" in tensor.name:
         name = tensor.name.replace("_gate_exps", "_up_exps")
@@ -257,9 +257,9 @@ def _stacked(file: Gguf, tensor: GgufTensor) -> BlockTensor:
     if "_gate_exps" in tensor.name or "_up_exps" in tensor.name:
         names = [tensor.name.replace("_up_exps", "_gate_exps"), tensor.name.replace("_gate_exps", "_up_exps")]
         both = [file.tensors.get(name) for name in names]
-        if any(each is None or each.kind is not tensor.kind or each.shape != tensor.shape for each in both):
+        if any(half is None or half.kind is not tensor.kind or half.shape != tensor.shape for half in both):
             raise InvalidWeights(f"{file.path}: tensors {' and '.join(names)} do not have the same type and shape")
-        parts = [each.raw for each in both if each is not None]
+        parts = [half.raw for half in both if half is not None]
     if tensor.name.endswith(".bias"):
         numbers = np.stack([part.view(np.float32) for part in parts], -1).reshape(len(tensor.raw), -1)
         return BlockTensor("F32", numbers.shape, (lambda: numbers.view(np.uint8),))

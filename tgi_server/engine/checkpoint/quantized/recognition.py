@@ -170,19 +170,21 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise UnsupportedModel(f"the compressed-tensors checkpoint has sparse weights, which are not read; {_INSTEAD}")
     transforms = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
-    if any(not str(each["location"]).startswith("weight") for transform in transforms for each in transform["apply"]):
+    if any(
+        not str(applied["location"]).startswith("weight") for transform in transforms for applied in transform["apply"]
+    ):
         raise UnsupportedModel(
             f"the compressed-tensors checkpoint rotates activations (transform_config), which is not done; {_INSTEAD}"
         )
     weights = _weights(groups)
-    bits = frozenset(int(each["num_bits"]) for each in weights)
+    bits = frozenset(int(weight["num_bits"]) for weight in weights)
     if "pack-quantized" in layouts and (unknown_bits := sorted(bits - {2, 4, 8})):
         raise UnsupportedModel(
             f"the compressed-tensors checkpoint has weights packed in {unknown_bits[0]} bits; 2, 4 and 8 can be read"
         )
-    sizes = frozenset(int(each.get("group_size") or -1) for each in weights)
-    blocks = {_block(each["block_structure"]) for each in weights if each.get("strategy") == "block"}
-    kinds = sorted({f"{each['num_bits']} bits" if each["type"] == "int" else "FP8" for each in weights})
+    sizes = frozenset(int(weight.get("group_size") or -1) for weight in weights)
+    blocks = {_block(weight["block_structure"]) for weight in weights if weight.get("strategy") == "block"}
+    kinds = sorted({f"{weight['num_bits']} bits" if weight["type"] == "int" else "FP8" for weight in weights})
     names = {"compressed-tensors"} | ({"fp8"} if kinds == ["FP8"] else set())
     block = next(iter(blocks), None)
 

@@ -180,7 +180,7 @@ class QuantizedWeight:
         used, groups = self.groups.unique(return_inverse=True)
         if len(used) == self.group_count:
             return self
-        zeros, offsets = (None if each is None else each[:, used] for each in (self.zeros, self.offsets))
+        zeros, offsets = (None if values is None else values[:, used] for values in (self.zeros, self.offsets))
         scales = self.scales[:, used]
         return replace(self, stored_scales=scales, zeros=zeros, groups=groups, stored_offsets=offsets)
 
@@ -195,7 +195,7 @@ class QuantizedWeight:
         return replace(self, stored_scales=scales, zeros=zeros, stored_offsets=None)
 
     def joins(self, other: "QuantizedWeight") -> bool:
-        """Returns True if both can stand in one weight: they are of the same kind, or can be widened to 8 bits."""
+        """Returns True if both weights can be concatenated: they are of the same kind, or can be widened to 8 bits."""
         return self._is_like(other) or (self._widens(other.shape[1]) and other._widens(self.shape[1]))
 
     def _is_like(self, other: "QuantizedWeight") -> bool:
@@ -221,7 +221,7 @@ class QuantizedWeight:
         repeats = (self.group_size or 0) // group_size
         scales = self.scales.repeat_interleave(repeats, 1)
         zeros, offsets = (
-            None if each is None else each.repeat_interleave(repeats, 1) for each in (self.zeros, self.offsets)
+            None if values is None else values.repeat_interleave(repeats, 1) for values in (self.zeros, self.offsets)
         )
         groups = torch.arange(self.shape[1], device=self.groups.device) // group_size
         return type(self)(codes, None, scales, zeros, groups, offsets, self.six_bits)
@@ -256,8 +256,10 @@ def _taken_scales(scales: Scales, ranges: Sequence[range]) -> Scales:
 def _joined_scales(parts: Sequence[Scales]) -> Scales:
     """Returns the scales of several weights, one below the other; in blocks if all of them are."""
     blocks = [part for part in parts if isinstance(part, BlockScales)]
-    if len(blocks) == len(parts) and len({each.blocks.shape[1] for each in blocks}) == 1:
-        return BlockScales(torch.cat([each.blocks for each in blocks]), torch.cat([each.factors for each in blocks]))
+    if len(blocks) == len(parts) and len({block.blocks.shape[1] for block in blocks}) == 1:
+        return BlockScales(
+            torch.cat([block.blocks for block in blocks]), torch.cat([block.factors for block in blocks])
+        )
     return torch.cat([_expanded(part) for part in parts])
 
 
@@ -275,7 +277,7 @@ def taken(tensor: Tensor, ranges: Sequence[range], axis: int) -> Tensor:
     """Returns parts of a tensor along an axis, with zeros behind its end."""
     raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
     size = raw.shape[axis]
-    parts = [raw.narrow(axis, each.start, max(0, min(each.stop, size) - each.start)) for each in ranges]
+    parts = [raw.narrow(axis, indices.start, max(0, min(indices.stop, size) - indices.start)) for indices in ranges]
     missing = sum(map(len, ranges)) - sum(part.shape[axis] for part in parts)
     if missing:
         shape = list(raw.shape)

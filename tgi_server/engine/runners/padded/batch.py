@@ -72,7 +72,7 @@ class PaddedBatch:
 
     @property
     def positions(self) -> Tensor:
-        """[rows] int64: where each row's next token stands in its sequence."""
+        """The position of each row's next token, [rows] int64."""
         return self._tensors["positions"]
 
     @property
@@ -104,7 +104,7 @@ class PaddedBatch:
         self.encoder_lengths = self.encoder_lengths + other.encoder_lengths
 
     def select(self, rows: list[int]) -> None:
-        """Makes row i of what was row rows[i], and removes padding that no row needs any more."""
+        """Moves row rows[i] to row i, for all i, and removes padding that no row needs any more."""
         index = torch.tensor(rows, device=self.mask.device)
         self.lengths = [self.lengths[row] for row in rows]
         self.adapters = [self.adapters[row] for row in rows]

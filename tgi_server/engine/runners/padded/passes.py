@@ -69,7 +69,7 @@ class Passes(ABC):
         return tokens.to(self._device), mask.to(self._device)
 
     def _adapt(self, numbers: Sequence[int]) -> None:
-        """Has the next passes computed with these adapters. numbers: of each row; 0: none."""
+        """Sets the adapters of the next passes. numbers: the adapter of each row; 0: none."""
         self._current_adapters.rows = AdapterRows.of_sequences(numbers, self._device)
 
     def _only_last(self, all_logits: bool = False) -> dict[str, int]:

@@ -38,7 +38,7 @@ class Rows(ABC):
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
-        """Makes row i of what was row rows[i], and forgets the others."""
+        """Moves row rows[i] to row i, for all i, and forgets the other rows."""
 
     @abstractmethod
     def row_bytes(self) -> tuple[int, int]:

@@ -133,7 +133,7 @@ class PaddedRunner(Runner):
             self._rows.select([])
 
     def _run_largest(self, max_prefill_tokens: int) -> tuple[int, int]:
-        """Runs a prompt as long as a step may compute, and a step after it. Returns what the row took up."""
+        """Runs a prompt as long as a step may compute, and a step after it. Returns the bytes that its row takes."""
         tokens = warm_up_tokens(self._model.config, max_prefill_tokens, fixed_memory=self.backend.fixed_memory)
         self.run_prompt(tokens, blocks=[])
         row_bytes = self._rows.row_bytes()

@@ -62,7 +62,7 @@ def _six_bits(codes: Tensor, scales: Scales, offsets: Scales | None = None) -> Q
 
 
 def _by_output(scales: Scales) -> Scales:
-    """Returns what stands in blocks as matrices, [outputs, ...]."""
+    """Returns values of blocks as matrices, [outputs, ...]."""
     if isinstance(scales, BlockScales):
         return BlockScales(scales.blocks.flatten(1), scales.factors.flatten(1))
     return scales.flatten(1)
