@@ -1,4 +1,4 @@
-"""The errors of this service: those of the model become empty responses, those of the caller become gRPC statuses."""
+"""The errors of this service: errors of the model become empty responses, errors of the caller gRPC statuses."""
 
 from typing import ClassVar
 

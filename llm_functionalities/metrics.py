@@ -113,7 +113,7 @@ class ServiceMetrics:
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves a few scrapes at a time, and ends those that take long."""
+    """Serves a few scrapes at a time, and ends scrapes that take long."""
 
     daemon_threads = True
     block_on_close = False

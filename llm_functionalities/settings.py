@@ -33,7 +33,7 @@ def _hedge_after(text: str) -> str:
 MOST_MILLISECONDS = 1_000_000_000
 # gRPC keeps milliseconds, and the sum of two of these, in 32 bits.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
-# gRPC keeps these in 32 bits, and those of calls with some added.
+# gRPC keeps these in 32 bits, and limits of calls with some added.
 Places = Annotated[int, Field(gt=0, le=10**9)]
 EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
 NameServer = Annotated[str, AfterValidator(_name_server)]

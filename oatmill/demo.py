@@ -104,7 +104,7 @@ def _ask_too_early(stub: llm_pb2_grpc.LLMRunnerStub) -> None:
 
 
 def _is_answered(url: str, stub: llm_pb2_grpc.LLMRunnerStub) -> bool:
-    """Returns True if the answer comes from the model. The front service asks for one that is away every second."""
+    """Returns True if the answer comes from the model. The front service checks an unavailable model every second."""
     return is_ready(url) and bool(stub.call_model(_request(QUESTION)).text)
 
 

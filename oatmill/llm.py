@@ -49,7 +49,7 @@ class InvalidInput(LLMError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens. cached_tokens: of the prompt, those that an earlier prompt had in common with it."""
+    """Numbers of tokens. cached_tokens: tokens of the prompt that an earlier prompt had in common with it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -124,7 +124,7 @@ class LLM:
         """Returns a Result for each prompt, in their order; for one prompt, a text or a list of token ids, just that.
 
         schema: a JSON schema, or a class of pydantic, that the answers match. progress: shows a bar for several.
-        options: those of /v1/completions (docs/reference/options.md).
+        options: of /v1/completions (docs/reference/options.md).
         """
         several = not isinstance(prompts, str) and not _are_ids(prompts)
         bodies = [_body(options, schema, prompt=each) for each in (prompts if several else [prompts])]
@@ -136,7 +136,7 @@ class LLM:
     ) -> Any:
         """Returns the Result of a conversation, a list of messages; for a list of conversations a list.
 
-        tools: functions that the model may call, as in OpenAI's API. options: those of /v1/chat/completions.
+        tools: functions that the model may call, as in OpenAI's API. options: of /v1/chat/completions.
         """
         several = not (messages and isinstance(messages[0], Mapping))
         given = messages if several else [messages]
@@ -171,7 +171,7 @@ class LLM:
     def embed(self, texts: Any, *, progress: bool = True, **options: Any) -> "np.ndarray[Any, np.dtype[np.float32]]":
         """Returns the embeddings of texts as [texts, columns]; of one text as [columns].
 
-        options: those of /v1/embeddings.
+        options: of /v1/embeddings.
         """
         import numpy as np
 
@@ -197,7 +197,7 @@ class LLM:
         numbers = iter(range(len(bodies)))
 
         async def work() -> None:
-            for number in numbers:  # the next that nobody has taken
+            for number in numbers:  # the next one
                 try:
                     results[number] = convert(json.loads(await self._pipeline.ask(path, _encoded(bodies[number]))))
                 except RouterError as error:
@@ -281,7 +281,7 @@ def _rows(answer: Mapping[str, Any]) -> bytes:
 
 
 def _value(running: "Future[Any]") -> Any:
-    """Returns the result of what runs in the pipeline; whoever stops waiting for it ends it. Raises LLMError."""
+    """Returns the result of what runs in the pipeline; it ends when its caller stops waiting. Raises LLMError."""
     try:
         return running.result()
     except CancelledError:

@@ -14,7 +14,7 @@ def is_ip_address(text: str) -> bool:
 
 
 def free_port(hostname: str = "127.0.0.1") -> int:
-    """Returns a port of that address that nobody listens on at the moment."""
+    """Returns a port of that address that is free at the moment."""
     (family, *_, address), *_ = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)
     with socket.create_server(address[:2], family=family) as probe:
         port: int = probe.getsockname()[1]

@@ -14,7 +14,7 @@ _PROCESS = Path("/proc/self")
 
 
 def usable_cores(process: Path = _PROCESS) -> int:
-    """Returns the number of cores to compute on: those of the process's affinity, or its quota, rounded up, if less."""
+    """Returns the number of cores to compute on: the process's affinity, or its quota, rounded up, if less."""
     return max(1, math.ceil(min(cores_of_affinity(), cpu_quota(process))))
 
 

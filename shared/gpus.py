@@ -1,4 +1,4 @@
-"""GPUs that environment variables request, and those of this machine; without torch, whose import takes seconds."""
+"""GPUs that environment variables request, and GPUs of this machine; without torch, whose import takes seconds."""
 
 import os
 from pathlib import Path

@@ -59,7 +59,7 @@ def described(
 
 
 def _own_first(settings: type[BaseSettings]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yields the program's own settings, then those that it shares with others."""
+    """Yields the program's own settings, then the settings that it shares with others."""
     own = [name for name in settings.model_fields if name in settings.__annotations__]
     for name in dict.fromkeys([*own, *settings.model_fields]):
         yield name, settings.model_fields[name]

@@ -23,7 +23,7 @@ LONGEST_MESSAGE = 4_000
 _LONGEST_FIELD = 1_000
 _LONGEST_TRACEBACK = 32_000
 
-# Bytes of lines that wait for whoever reads standard error.
+# Bytes of lines that wait for the reader of standard error.
 _MAX_WAITING = 4 * 2**20
 # Seconds for which the end of a process waits for its last lines to be read.
 _FLUSH_SECONDS = 1.0
@@ -83,7 +83,7 @@ def configure_logging(
     for others with an earlier time, for a process that passes on the lines of others.
 
     Whatever is passed as `extra` to a log call follows the message as `name=value`, or becomes a field in JSON.
-    From now on nobody waits for whoever reads standard error, tracebacks and `print` included: see _BackgroundWriter.
+    No thread waits for the reader of standard error, tracebacks and `print` included: see _BackgroundWriter.
     """
     formatter = _JsonFormatter(service) if json_output else _LineFormatter(service)
     _write_in_background(formatter, order_seconds)
@@ -168,7 +168,7 @@ def _write_in_background(formatter: logging.Formatter, order_seconds: float) -> 
 class _BackgroundWriter(io.RawIOBase):
     """A file whose `write` returns at once: a thread writes to the descriptor.
 
-    An event loop that logs would stand still, and its deadlines and signals with it, while nobody reads the pipe that
+    An event loop that logs would stand still, and its deadlines and signals with it, while nothing reads the pipe that
     standard error may be. Lines for which there is no room are dropped, and so are those that cannot be written; how
     many is logged after the next that are written.
     """
@@ -182,7 +182,7 @@ class _BackgroundWriter(io.RawIOBase):
         self._notice = notice
         self._order_seconds = order_seconds
         self._changed = threading.Condition()
-        # Lines with their times, the earliest first; those of one time in the order in which they came.
+        # Lines with their times, the earliest first; lines of one time in the order in which they came.
         self._waiting: list[tuple[str, int, bytes]] = []
         self._size = 0  # bytes of them
         self._numbers = count()

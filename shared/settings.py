@@ -25,7 +25,7 @@ from shared.logging import parse_levels
 USAGE_ERROR = 2
 SECRETS = frozenset({"api_key", "endpoint_token", "hf_token"})
 
-# Whoever sets one of these, even to an empty value, means that callers need a key.
+# If one of these is set, even to an empty value, callers need a key.
 NEVER_EMPTY = frozenset({"api_key", "api_key_file"})
 
 

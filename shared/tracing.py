@@ -7,7 +7,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-# One export may take this long, so that a collector that is away delays nothing.
+# One export may take this long, so that an unavailable collector delays nothing.
 EXPORT_SECONDS = 5
 
 # W3C baggage is left out: nothing here reads it, and OpenTelemetry repeats what is wrong with a caller's in the log.

@@ -159,7 +159,7 @@ class SamplingParameters:
 
     do_sample: bool = _option(False, "Sample, rather than take the most likely token.")
     temperature: float = _option(1.0, "Divides the logits.", above=0, example=0.7)
-    top_k: int = _option(0, "Sample from this many of the most likely tokens.", least=1, most=_INT32, example=40)
+    top_k: int = _option(0, "Sample only from this number of most likely tokens.", least=1, most=_INT32, example=40)
     top_p: float = _option(
         1.0, "Sample from the most likely tokens of this total probability.", above=0, below=1, example=0.95
     )
@@ -238,7 +238,7 @@ class GenerationOptions:
         most=1024,
     )
     timeout_ms: int = _option(
-        0, "Milliseconds from the request's arrival until its answer is of no use.", least=1, most=_INT32, example=2000
+        0, "Time limit in milliseconds, from the request's arrival.", least=1, most=_INT32, example=2000
     )
     thinking_token_budget: int | None = _option(
         None,
@@ -284,7 +284,7 @@ class MappedBytes(Protocol):
     def __len__(self) -> int: ...
 
     def map(self) -> mmap:
-        """Returns the bytes without a copy. What is written to them is seen by nobody else.
+        """Returns the bytes without a copy. Writes to them are private.
 
         Raises OSError or ValueError if they are gone.
         """
@@ -310,7 +310,7 @@ class Image:
 
     digest: SHA-256 of its pixels and of the processor's settings: equal images have equal ones.
     start, length: its tokens in the prompt, from the first to the last, those between its rows or parts included.
-    tensors: those that the image processor returns for this image alone; `pixel_values` may be missing if all of its
+    tensors: as the image processor returns them for this image alone; `pixel_values` may be missing if all of its
     tokens are cached.
     """
 

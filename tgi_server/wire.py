@@ -73,12 +73,12 @@ def thought_budget_from_message(message: pb.ThoughtBudget) -> ThoughtBudget:
 
 
 def finish_reason_to_message(reason: FinishReason | None) -> pb.FinishReason:
-    """reason: None for a request that goes on."""
+    """reason: None for a request that continues."""
     return _FINISH_REASONS[reason]
 
 
 def finish_reason_from_message(message: pb.FinishReason) -> FinishReason | None:
-    """Returns None for a request that goes on."""
+    """Returns None for a request that continues."""
     return _FINISH_REASONS_BACK[message]
 
 

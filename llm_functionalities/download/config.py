@@ -13,7 +13,7 @@ class DownloadError(Exception):
 
 
 class ChecksumError(DownloadError):
-    """The bytes that arrived are not those of the requested file."""
+    """The bytes that arrived are not the requested file."""
 
 
 def _inside(text: str) -> str:

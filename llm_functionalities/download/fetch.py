@@ -1,4 +1,4 @@
-"""Fetches one file over HTTP, and goes on where an earlier attempt stopped."""
+"""Fetches one file over HTTP, and resumes where an earlier attempt stopped."""
 
 import hashlib
 import sys
@@ -18,7 +18,7 @@ TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class _Interrupted(Exception):
-    """The server or the connection failed. Another attempt may go on from here."""
+    """The server or the connection failed. Another attempt may resume from here."""
 
 
 def fetch(
@@ -30,7 +30,7 @@ def fetch(
     is on the way could have put another in its place.
 
     Until it is whole its name is `target` and `.part`. What is there of it is kept when this fails, together with the
-    server's mark for that version (`.etag`), and the next attempt goes on from it, as long as the server still has
+    server's mark for that version (`.etag`), and the next attempt resumes from it, as long as the server still has
     that version (RFC 9110, section 13.1.5) or the checksum tells in the end.
 
     Raises DownloadError.

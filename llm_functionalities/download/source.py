@@ -88,7 +88,7 @@ def _publish(source: Source, aside: Path, folder: Path) -> None:
 
 
 def _move(entry: Path, target: Path, own: set[str], folder: Path) -> None:
-    """Renames `entry` to `target`. Replaces what is there, unless it is a folder with files of somebody else."""
+    """Renames `entry` to `target`. Replaces what is there, unless it is a folder with other files."""
     if not target.exists():
         entry.rename(target)
     elif not entry.is_dir():
@@ -149,7 +149,7 @@ def read_record(source: Source, folder: Path) -> Record | None:
 def is_present(source: Source, folder: Path) -> bool:
     """Returns True if all files of the source are in its folder.
 
-    Files that somebody put there by hand count, too.
+    Files that were put there by hand count, too.
     """
     if (record := read_record(source, folder)) is not None:
         return record.urls == urls_of(source) and all((folder / path).exists() for path in record.files)

@@ -138,8 +138,8 @@ class Balancer:
     def choices(self, prompt: str) -> list[Endpoint]:
         """Returns all endpoints, the one to try first at the front.
 
-        Healthy ones within their load bound come first, then busier ones, then those that stall now and then, then
-        those that failed a moment ago, then those that are down, which refuse at once and say why.
+        Healthy ones within their load bound come first, then busier ones, then ones that stall intermittently, then
+        ones that failed a moment ago, then ones that are down, which refuse at once with the reason.
         """
         if len(self._endpoints) <= 1:
             return list(self._endpoints)
@@ -178,7 +178,7 @@ class Balancer:
         return (available or choices)[: 1 if len(prompt) >= PREFIX_CHARACTERS else None]
 
     def _attempts(self, prompt: str, problems: Mapping[Endpoint, ModelError], call: Call) -> Iterator[Endpoint]:
-        """Yields the endpoints in the order to try them. problems: the errors of those that were tried.
+        """Yields the endpoints in the order to try them. problems: the errors of the endpoints that were tried.
 
         If an endpoint was available a moment ago, those with an open circuit are tried last.
         """

@@ -61,7 +61,7 @@ _NO_ROUTE = frozenset({404, 405, 501})
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
 
-# Envoy's header: the milliseconds after which nobody waits for the response any more.
+# Envoy's header: the milliseconds after which the response is useless.
 _TIME_LEFT = "x-envoy-expected-rq-timeout-ms"
 
 # Oatmill's server says with these codes that the time has passed, or is too short for what it has to do.

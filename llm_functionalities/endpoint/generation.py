@@ -60,7 +60,7 @@ class GeneratedText:
     """A text, or a piece of one, as a server generated it.
 
     finish_reason: why the whole text ends; "" in the middle of it, and when the server does not say. The numbers of
-    tokens are those of the whole; 0 when they are not known.
+    tokens are of the whole; 0 when they are not known.
     """
 
     text: str

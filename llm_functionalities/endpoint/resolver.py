@@ -53,7 +53,7 @@ class _Remembered:
 class Resolver:
     """Finds addresses within `bound` seconds. All who ask for a name during a look-up share it.
 
-    `servers` (address, port) are queried in place of those in `resolv_conf`, which is read anew for each look-up.
+    `servers` (address, port) are queried in place of the servers in `resolv_conf`, which is read anew for each look-up.
     """
 
     def __init__(

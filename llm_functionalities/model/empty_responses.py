@@ -13,7 +13,7 @@ LOG_EVERY_SECONDS = 5.0
 # Of one reason and different messages, such as what a server says of different requests, within that time.
 MOST_MESSAGES = 10
 
-# The reasons that are the model's own; the others are those of `errors.ModelError`.
+# The reasons that are the model's own; the others are in `errors.ModelError`.
 SAID_NOTHING = "no_text"
 UNUSABLE = "unusable"
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # Workers are stopped this long after a deadline. Many that wake at once must not delay the response.
 ANSWER_FIRST_SECONDS = 0.02
 
-# A worker that nobody stops stops by itself this long after its deadline.
+# A worker that is not stopped stops by itself this long after its deadline.
 WORKER_GRACE_SECONDS = 0.2
 
 # Work on text that takes no longer than this is not followed by a pause.
@@ -104,7 +104,7 @@ class Model:
     ) -> list[Answer[T]]:
         """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together.
 
-        A single question does not wait for those of batches. counted: missing answers count as empty responses.
+        A single question does not wait for the questions of batches. counted: missing answers count as empty responses.
         """
         if not count:
             return []
@@ -252,7 +252,7 @@ class _PendingAnswers(Generic[T]):
         call = _call(self._deadline, self._headers)
         with self._lock:
             if self._ended:
-                return  # nobody waits any more
+                return  # the call has ended
             self._calls.add(call)
         try:
             self.answers[place] = ask(call)
@@ -291,4 +291,4 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *argume
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:
-        return  # the loop has ended, and with it whoever waited
+        return  # the loop has ended, and all its calls with it

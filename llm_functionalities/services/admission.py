@@ -266,7 +266,7 @@ def _aborting(behaviour: Behaviour) -> Behaviour:
         try:
             return await behaviour(requests, rpc)
         except CallRefused as error:
-            with suppress(grpc.aio.InternalError):  # nobody reads the status once the call was cancelled
+            with suppress(grpc.aio.InternalError):  # a cancelled call needs no status
                 await rpc.abort(error.status, str(error))
 
     return aborting

@@ -72,7 +72,7 @@ def _is_open(text: str) -> bool:
 
 
 class _OpenObject:
-    """A JSON object that arrives in pieces. `brackets` are those that are open: none at its end."""
+    """A JSON object that arrives in pieces. `brackets` are the open ones: none at its end."""
 
     def __init__(self, opening: str) -> None:
         """opening: begins with the object's brace."""

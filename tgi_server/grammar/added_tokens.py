@@ -43,7 +43,7 @@ def has_further_tokens(definition: str, model: Path) -> bool:
 
 
 def _declared(model: Path) -> Iterator[AddedToken]:
-    """Yields the tokens that the files add, in the order of their ids, then those that only have a name."""
+    """Yields the tokens that the files add, in the order of their ids, then the ones that only have a name."""
     config = _read(model / _CONFIG)
     given = config.get("added_tokens_decoder")
     if given is None:

@@ -52,7 +52,7 @@ class ClosingOrder:
 def closing_tokens(matcher: LLMatcher, order: ClosingOrder, most: int, markers: Collection[int]) -> list[int] | None:
     """Returns tokens that end the text; None if at most `most` were not found to do so. The matcher stays as it is.
 
-    markers: tokens that the grammar may want in certain places, and the model never chooses.
+    markers: tokens that the grammar may require in certain places, and the model never chooses.
     """
     found: list[int] | None = None
     for attempt in range(len(order)):

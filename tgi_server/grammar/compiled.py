@@ -11,7 +11,7 @@ from tgi_server.contract import Grammar
 from tgi_server.grammar.errors import NoRoomForGrammar
 
 # A compiled grammar takes more memory with each step that finds out something about its texts. The limits of the lexer
-# end that: the worst of those that were tried had grown by so much then.
+# end that: the worst grammar that was tried had grown by so much then.
 GROWTH_BYTES = 24 * 2**20
 
 
@@ -43,7 +43,7 @@ class CompiledGrammar:
 
 
 class CompiledGrammars:
-    """A cache of compiled grammars. Those that no request has pinned make room, the least recently used first.
+    """A cache of compiled grammars. Unpinned ones are evicted, the least recently used first.
 
     size: bytes of all of them.
     """

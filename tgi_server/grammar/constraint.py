@@ -39,7 +39,7 @@ class Constraint:
 
     matcher: computes the mask of the next token, unless there is a jump-forward token. free: never True: a grammar
     always restricts its text.
-    error: the reason why the sequence cannot go on; None while it can. ended: the last token ended the text.
+    error: the reason why the sequence cannot continue; None while it can. ended: the last token ended the text.
     """
 
     free = False

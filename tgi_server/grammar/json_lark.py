@@ -59,7 +59,7 @@ class _JsonWriter:
         return self._rule(Named("start")) if self._recursive else self._terminal(Named("start"))
 
     def _graph(self) -> dict[str, set[str]]:
-        """Returns what each definition names, of those that the grammar needs."""
+        """Returns what each definition names, of the definitions that the grammar needs."""
         graph: dict[str, set[str]] = {}
         waiting = {"start"}.union(*map(_names, self._grammar.ignored)) & self._definitions.keys()
         while waiting:

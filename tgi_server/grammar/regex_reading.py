@@ -19,7 +19,7 @@ ESCAPED = frozenset(map(ord, '"\\')) | frozenset(range(0x20))
 
 
 class Characters(NamedTuple):
-    """One character. plain: a regular expression of those that JSON writes as they are; escaped: the others."""
+    """One character. plain: a regular expression of the characters that JSON leaves as they are; escaped: of others."""
 
     plain: str
     escaped: frozenset[int]

@@ -83,7 +83,7 @@ class Sandbox:
         niceness: as in `Trial`. pay: is given the CPU seconds that it took.
 
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
-        `cpu_seconds` of computing, or longer than somebody would wait.
+        `cpu_seconds` of computing, or longer than a client would wait.
         """
         outcome = None
         for _ in range(2):  # the process may have died

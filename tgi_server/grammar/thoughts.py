@@ -13,7 +13,7 @@ class LimitedThoughts:
     """Follows a text, and forces the end of its thoughts once their budget is used up.
 
     The texts around thoughts are recognized by their bytes: a model may spell them with other tokens than its tokenizer
-    would. Members that a `Constraint` has too are those of the grammar, if there is one.
+    would. Members that a `Constraint` has too are the grammar's, if there is one.
 
     grammar: of the whole text, thoughts included; None: there is none. done: no thought can follow.
     """
@@ -61,7 +61,7 @@ class LimitedThoughts:
             return self.grammar.jump_forward
         if not self._closing:
             return None
-        # In the middle of a character, a grammar wants the rest of it first.
+        # In the middle of a character, a grammar requires the rest of it first.
         forced = self._closing[0]
         return forced if self.grammar is None or self.grammar.allowed([forced]) else None
 
@@ -94,7 +94,7 @@ class LimitedThoughts:
 
     @property
     def error(self) -> str | None:
-        """The reason why the sequence cannot go on; None while it can."""
+        """The reason why the sequence cannot continue; None while it can."""
         return None if self.grammar is None else self.grammar.error
 
     @error.setter

@@ -124,9 +124,9 @@ class GrammarTokenizer:
 
 
 class SpelledTokenizer:
-    """A tokenizer as llguidance takes it (`llguidance.TokenizerWrapper`): the bytes of each token, and those of a text.
+    """A tokenizer as llguidance takes it (`llguidance.TokenizerWrapper`): the bytes of each token, and of a text.
 
-    tokens: the bytes by id; those of a special token are its name after a mark of llguidance's.
+    tokens: the bytes by id; of a special token, its name after a mark of llguidance's.
     """
 
     bos_token_id = None

@@ -34,9 +34,9 @@ from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, f
 PROGRAM = "text-generation-launcher"
 # Variables that TGI's server reads and this one has no use for.
 _NO_EFFECT = frozenset({"ATTENTION", "PREFILL_CHUNKING", "USE_PREFIX_CACHING", "FLASH_DECODING", "PAGED_KV"})
-# Seconds for which lines of the log wait for those of other processes with an earlier time.
+# Seconds for which lines of the log wait for lines of other processes with an earlier time.
 _ORDER_SECONDS = 0.2
-# Where a server listens unless it is told.
+# The default address of a server.
 _EVERYWHERE = "0.0.0.0"
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def main(
 ) -> None:
     """Runs the launcher.
 
-    program: the command that was typed, which begins messages. arguments: None: those of the process. on_ready: called
+    program: the command that was typed, which begins messages. arguments: None: of the process. on_ready: called
     once, when HTTP is served on this machine.
 
     Exit codes: 0 stopped by a signal, 1 the server cannot start or has failed, 2 a mistake on the command line.
@@ -107,7 +107,7 @@ def _has_hostname(arguments: Sequence[str]) -> bool:
 def _with_address(settings: LauncherSettings) -> LauncherSettings:
     """Returns settings that listen on all addresses where the variable HOSTNAME has a name that is not this machine's.
 
-    Container engines and shells set it, and nobody meant that as an address. TGI does the same.
+    Container engines and shells set it without meaning an address. TGI does the same.
     """
     if is_ip_address(settings.hostname):
         return settings  # if it is not this machine's, that is reported as for the flag

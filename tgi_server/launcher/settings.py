@@ -112,7 +112,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     @field_validator("hostname")
     @classmethod
     def _address(cls, hostname: str) -> str:
-        """Ignores a container's name, which container engines put into HOSTNAME and nobody meant as an address."""
+        """Ignores a container's name, which container engines put into HOSTNAME without meaning an address."""
         return "0.0.0.0" if hostname == socket.gethostname() else hostname
 
     @field_validator("port")
@@ -168,7 +168,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Leaves the variable ENV out, which says something else on many machines: `--env` is a flag only.
 
-        SageMaker's variables stand for those of TGI that are not set, as in TGI's container for it.
+        SageMaker's variables set the variables of TGI that are not set, as in TGI's container for it.
         """
         assert isinstance(env_settings, EnvSettingsSource)
         variables = {name: value for name, value in env_settings.env_vars.items() if name != "env"}

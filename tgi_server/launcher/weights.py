@@ -1,4 +1,4 @@
-"""The model's folder and those of adapters: found here, or fetched from the hub."""
+"""The folders of the model and of adapters: found here, or fetched from the hub."""
 
 import asyncio
 import logging

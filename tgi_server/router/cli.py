@@ -32,7 +32,7 @@ def main() -> None:
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     logger.debug("settings: %s", settings.describe())  # the launcher logs them
     if settings.usage_stats != "off":
-        logger.info("--usage-stats does nothing here: no usage statistics are sent to anyone")
+        logger.info("--usage-stats has no effect: no statistics are ever sent")
     try:
         uvloop.run(run(settings))
     except StartupError as error:

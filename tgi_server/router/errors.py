@@ -223,7 +223,7 @@ class UnsupportedMediaType(RouterError):
 
 
 class ClientGone(RouterError):
-    """The client closed its connection; nobody reads the response any more."""
+    """The client closed its connection before the response."""
 
     status = 499
     error_type = "cancelled"
@@ -295,7 +295,7 @@ def shown_status(error: RouterError, path: str) -> int:
 
 
 def shown_message(error: RouterError, path: str) -> str:
-    """Returns what a client is told, and the log says: in the words of TGI, OpenAI or Anthropic."""
+    """Returns the message for the client and the log, in the words of TGI, OpenAI or Anthropic."""
     if not isinstance(error, ContextOverflow) or not path.startswith(_OPENAI):
         return str(error)
     return error.anthropic_message if path.startswith(ANTHROPIC) else error.openai_message

@@ -125,7 +125,7 @@ class RequestMetrics:
         self._max_new_tokens.observe(max_new_tokens)
 
     def computed_by(self, adapter_id: str | None) -> None:
-        """A request names this adapter. Those that come when there are many names already are counted together."""
+        """A request names this adapter. If there are many names already, further ones are counted together."""
         name = adapter_id or ""
         if name not in self._adapters and len(self._adapters) >= _ADAPTER_NAMES:
             name = OTHER_ADAPTERS
@@ -245,12 +245,12 @@ class BatchMetrics:
         self._preemptions.inc(requests)
 
     def looked_up(self, tokens: int, hits: int) -> None:
-        """Counts a prompt's tokens that were looked up in the prefix cache, and those of them that were found."""
+        """Counts a prompt's tokens that were looked up in the prefix cache, and how many were found."""
         self._prefix_lookups.inc(tokens)
         self._prefix_hits.inc(hits)
 
     def speculated(self, drafted: int, accepted: int) -> None:
-        """Counts the drafted tokens that a step computed, and those of them that were right."""
+        """Counts the drafted tokens that a step computed, and how many were right."""
         self._speculated.inc(drafted)
         self._accepted.inc(accepted)
 
@@ -318,7 +318,7 @@ class ImageMetrics:
 class GatewayMetrics(Collector):
     """The gauges by which Kubernetes' inference gateways choose a server, under the names of vLLM's metrics.
 
-    The names and their meaning are those of the model server protocol of the Gateway API Inference Extension.
+    The names and their meaning are defined by the model server protocol of the Gateway API Inference Extension.
     """
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ class GatewayMetrics(Collector):
         self._changed_at = 0.0
 
     def adapters(self, most: int, ready: Iterable[str], waiting: Iterable[str]) -> None:
-        """Notes the adapters in memory, their highest number, `most`, and those that requests wait for."""
+        """Notes the adapters in memory, their maximum number, `most`, and the adapters that requests wait for."""
         now = str(most), ",".join(sorted(ready)), ",".join(sorted(waiting))
         if now != self._adapters:
             self._adapters, self._changed_at = now, time()
@@ -352,7 +352,7 @@ class GatewayMetrics(Collector):
         yield config
         adapters = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Maximum number of adapters, those in memory, and those that requests wait for, as labels; the value is "
+            "Maximum number of adapters, adapters in memory, and requested adapters, as labels; the value is "
             "the time of the last change.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )

@@ -56,7 +56,7 @@ _PROMPTS = {
 class Spelling:
     """An option as one interface has it.
 
-    names: of its fields; a message about an unset option has the first name. bounds: None: those of the contract. note:
+    names: of its fields; a message about an unset option has the first name. bounds: None: as in the contract. note:
     an addition to its description. needs: a field of the request without which it is refused. refused_with: an option
     with which it is refused. streams: it may be used in streams.
     """
@@ -192,7 +192,7 @@ def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
 
 @cache
 def _options(dialect: Dialect) -> Mapping[str, tuple[str, int]]:
-    """Returns the option that each field of an interface sets, and the place of the field among those of the option."""
+    """Returns the option that each field of an interface sets, and the place of the field among the option's fields."""
     return {name: (row.option, place) for row in rows(dialect) for place, name in enumerate(row.names)}
 
 
@@ -269,7 +269,7 @@ class OptionReader:
     """Makes the options of a request of any interface, and checks them.
 
     limits: of TGI's interface. defaults: values of sampling options that are not set, in the other interfaces.
-    vocab_size: tokens that the model can generate. end_tokens: those of them that end a text.
+    vocab_size: tokens that the model can generate. end_tokens: tokens that end a text.
     """
 
     limits: Limits

@@ -15,7 +15,7 @@ _SHARD = "tgi_server.shard.cli"
 class ProcessMetrics(Collector):
     """CPU time, memory and open files of this process, and of the launcher and shards beside it, by `process`.
 
-    Names are those of Prometheus' own client libraries.
+    Names are as in Prometheus' own client libraries.
     """
 
     def collect(self) -> Iterator[Metric]:

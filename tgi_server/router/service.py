@@ -107,7 +107,7 @@ class Capacity:
 class TextParts:
     """The parts that make tokens of conversations, and text of tokens.
 
-    special_tokens: those that only the chat template may write; None: messages may, too. answer_form: the form in which
+    special_tokens: that only the chat template may write; None: messages may, too. answer_form: the form in which
     the model thinks and calls tools. images: reads those of requests; None: the model reads none, because of
     `no_images`. config: what the model's folder says of the tokenizer.
     """

@@ -168,7 +168,7 @@ class RequestSettings(ServiceSettings):
     )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     max_priority: int = Field(
-        default=0, description="Lowest priority value that requests may set; lower values are served first."
+        default=0, description="Smallest priority value that a request may set; smaller values are served first."
     )
     admission: Literal["time", "off"] = Field(
         default="time", description="time: requests that would surely miss their deadlines get 503 at once; off: never."

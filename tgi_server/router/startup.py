@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
-# Bytes of a body, for models that read text only, and for those that read images.
+# Bytes of a body, for models that read text only, and for models that read images.
 _PAYLOAD_LIMIT, _IMAGES_PAYLOAD_LIMIT = 2_000_000, 32_000_000
 _METRICS_GRACE_SECONDS = 1
 _METRICS_CONNECTIONS = 32

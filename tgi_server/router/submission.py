@@ -21,14 +21,14 @@ class Sink(Protocol):
     def started(self, cached_tokens: int) -> None:
         """Called when the request leaves the queue for the first time, not after a preemption.
 
-        cached_tokens: of the prompt, those that had been computed for another request. Without a cache namespace they
+        cached_tokens: tokens of the prompt that had been computed for another request. Without a cache namespace they
         are rounded down.
         """
 
     def push(self, generation: Generation) -> FinishReason | None:
         """Takes the tokens of one step.
 
-        Returns the reason to end now when the text so far met a stop sequence, or the client is gone; None to go on.
+        Returns the reason to end now when the text so far met a stop sequence, or the client is gone; None to continue.
         When `generation.finish_reason` is set the request ends in any case.
         """
 
@@ -59,7 +59,7 @@ class PreparedRequest:
     order of their tokens.
 
     The fields after that are set when the request is queued. id: 0 until then. cache_namespace: requests of different
-    ones share nothing in the prefix cache. deadline: the time after which nobody waits for the answer. first_token_by:
+    ones share nothing in the prefix cache. deadline: the time after which the answer is useless. first_token_by:
     the same for its first token. Both are `perf_counter` seconds. tenant: the name of the API key, where there are
     several. weight: of its share. keep: its prompt stays in the prefix cache.
     """
@@ -118,7 +118,7 @@ OPENAI = {"max_best_of": 128, "max_client_batch_size": 128, "max_stop_sequences"
 class Limits:
     """The limits of the server, known once the shards have warmed up. All in tokens or requests.
 
-    given: names of those that the operator chose. They hold in all interfaces; the defaults of some are TGI's.
+    given: names of the limits that the operator chose. They hold in all interfaces; the defaults of some are TGI's.
     """
 
     max_concurrent_requests: int
@@ -137,7 +137,7 @@ class Limits:
 
     @classmethod
     def chosen(cls, values: Mapping[str, int | None], **others: Any) -> Self:
-        """Returns the limits. values: those that have another default in each interface; None: not chosen."""
+        """Returns the limits. values: of limits with another default in each interface; None: not chosen."""
         given = {name: value for name, value in values.items() if value is not None}
         return cls(**given, given=frozenset(given), **others)
 

@@ -27,7 +27,7 @@ class CallStream:
     def __init__(
         self, engine: Engine, spans: RequestSpans | None, turns: Turns | None = None, *, alone: bool = True
     ) -> None:
-        """spans: of the requests, when somebody collects them. turns: with the thread that encodes texts, if there is
+        """spans: of the requests, if they are collected. turns: with the thread that encodes texts, if there is
         one. alone: no other shard computes the same steps.
 
         A shard that is alone forgets sequences as soon as they have ended.
@@ -43,7 +43,7 @@ class CallStream:
         self._device_is_ahead = engine.info.device_type == "cuda"
 
     async def answers(self, calls: AsyncIterator[pb.Call]) -> AsyncGenerator[pb.Answer]:
-        """Yields the answers in order. Raises the error of a call that fails; the calls behind it are not executed."""
+        """Yields the answers in order. Raises the error of a call that fails; the calls after it are not executed."""
         starting = asyncio.create_task(self._start_all(calls))
         try:
             while (started := await self._started.get()) is not None:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Tokens that are encoded together, at most, if they are more than one text.
 _MOST_TOKENS = 4_096
-# Tokens of the texts among which those of similar length are looked for.
+# Tokens of the texts among which texts of similar length are looked for.
 _WINDOW_TOKENS = 8 * _MOST_TOKENS
 # Tokens of a batch beside a model that generates, until it has been measured what a layer costs.
 _UNMEASURED_TOKENS = 512
@@ -50,7 +50,7 @@ class _Encoding:
 
 
 class EncoderQueue:
-    """Computes the texts of all requests, those of similar length together, in one thread.
+    """Computes the texts of all requests, texts of similar length together, in one thread.
 
     Requests share the thread: of each batch's window every waiting request has an equal part.
     """

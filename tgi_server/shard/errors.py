@@ -1,4 +1,4 @@
-"""Errors of a shard beside those of its engine. `str()` of one is a line that says what to do."""
+"""Errors of a shard beside its engine's. `str()` of one is a line that says what to do."""
 
 
 class GrammarsBusy(Exception):

@@ -1,4 +1,4 @@
-"""The queues of grammars to compile: those that are known to be cheap, and those that are tried in a sandbox before."""
+"""The queues of grammars to compile: ones that are known to be cheap, and ones that are tried in a sandbox first."""
 
 import hashlib
 import logging
@@ -114,10 +114,10 @@ class _Lane:
 
 
 class GrammarQueue:
-    """Has each grammar tried in a sandbox, and compiles those that pass.
+    """Has each grammar tried in a sandbox, and compiles the ones that pass.
 
     Simple JSON schemas, and grammars that another shard has tried, have a lane of their own and no trial. Almost all
-    others are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where they
+    others are tried within milliseconds, in the quick lane. Grammars that take longer move to the slow one, where they
     delay only each other. Requests for the same grammar that come together share its turn, and grammars that were
     found wrong are remembered. Clients take turns, by the time that their grammars have taken.
     """
@@ -171,7 +171,7 @@ class GrammarQueue:
         leniency: int = 0,
         client: str = "",
     ) -> int:
-        """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: nobody waits for it.
+        """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: the client has left.
 
         size, leniency: what another shard found, which has tried it. client: whose turn it takes.
 
@@ -200,7 +200,7 @@ class GrammarQueue:
         return 0
 
     def _join(self, grammar: Grammar, size: int | None, leniency: int, client: str) -> tuple[_Job, _Job | None]:
-        """Returns the grammar's job, and the one that is turned away for it."""
+        """Returns the grammar's job, and the job that is refused for it."""
         with self._lock:
             job, turned_away = self._running.get(grammar), None
             if job is None:

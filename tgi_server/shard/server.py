@@ -199,7 +199,7 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
 def _check_gpus(settings: ShardSettings) -> None:
     """Raises CannotConnect when torch cannot use the GPU that this process was given, or requested.
 
-    A torch without CUDA runs on the CPU, with a warning, of a machine whose GPU nobody requested.
+    A torch without CUDA runs on the CPU, with a warning, of a machine whose GPU was not requested.
     """
     try:
         if torch.cuda.is_available():

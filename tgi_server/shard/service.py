@@ -64,7 +64,7 @@ class TextGenerationService(TextGenerationServiceServicer):
     ) -> None:
         """places: the addresses of all shards, in rank order. grammars: None if the model has no tokenizer. on_fatal:
         called when the device can compute no more. spans: None if no traces are collected. encoders: of the embedding
-        and rerank models, and of images; None: there are none. encoder_infos: what the router hears of them.
+        and rerank models, and of images; None: there are none. encoder_infos: their descriptions for the router.
         """
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(places))
@@ -75,7 +75,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._on_fatal = on_fatal
         self._spans = spans
         self._running: CallStream | None = None
-        # Reads adapters beside the steps, in one thread of torch's: more would take the cores from those of the steps.
+        # Reads adapters beside the steps, in one thread of torch's: more would take cores from the steps.
         self._reader = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
@@ -174,7 +174,7 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     @asynccontextmanager
     async def _errors(self, context: grpc.aio.ServicerContext, reading: str = "") -> AsyncIterator[None]:
-        """Turns an engine's error into a gRPC status; the service goes on, unless the device itself is lost.
+        """Turns an engine's error into a gRPC status; the service continues, unless the device itself is lost.
 
         reading: the adapter that is read, if the call is for one.
         """

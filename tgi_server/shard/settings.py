@@ -1,4 +1,4 @@
-"""Settings of `text-generation-server`: one class for each command, built from those that the launcher also takes."""
+"""Settings of `text-generation-server`: one class for each command, built from classes that the launcher takes, too."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,7 +152,7 @@ class ModelSettings(CheckpointSettings):
     )
     rerank_model_id: HubId | None = Field(
         None,
-        description="model for /rerank, /v1/rerank, /v2/rerank and /predict; the forms are those of embedding-model-id",
+        description="model for /rerank, /v1/rerank, /v2/rerank and /predict; in the forms of embedding-model-id",
     )
 
     speculate: NonNegativeInt = Field(

@@ -142,7 +142,7 @@ class SessionRewriting:
         ]
 
     def _replace_on_screen(self, response: llm_pb2.OutputInteraction) -> None:
-        """Replaces a step's own requirements, and adds those of ingredients that only its text mentions."""
+        """Replaces a step's own requirements, and adds requirements for ingredients that only its text mentions."""
         text, requirements = Words(response.speech_text), response.screen.requirements
         words = [Words(requirement) for requirement in requirements]
         for replacement in self._replacements:
@@ -154,7 +154,7 @@ class SessionRewriting:
                 requirements.append(new)
 
     def _replace_requirements(self) -> None:
-        """Replaces requirements that are named like an original ingredient; where none is, those that mention one."""
+        """Replaces requirements that are named like an original ingredient; otherwise requirements that mention one."""
         requirements = self._taskmap.requirement_list
         words = [Words(requirement.name) for requirement in requirements]
         for replacement in self._replacements:

@@ -78,4 +78,4 @@ def test_usage_statistics_that_are_asked_for_are_not_sent_which_one_line_says(
     caplog.set_level("INFO")
     for value in ("on", "no-stack", "off"):
         complaint(monkeypatch, capsys, f"--usage-stats={value}", model=tmp_path / "absent")
-    assert caplog.messages.count("--usage-stats does nothing here: no usage statistics are sent to anyone") == 2
+    assert caplog.messages.count("--usage-stats has no effect: no statistics are ever sent") == 2

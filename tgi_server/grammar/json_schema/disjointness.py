@@ -9,7 +9,7 @@ from tgi_server.grammar.json_schema.document import Document
 from tgi_server.grammar.json_schema.keywords import TYPES, Unenforceable, count, is_number, same, type_of
 
 Schema = Any
-# Comparisons of one document: those that schemas lead to in earnest are hundreds.
+# Comparisons of one document: real schemas lead to hundreds.
 _MAX_COMPARISONS = 20_000
 _MAX_DEPTH = 8
 _MAX_PARTS = 64

@@ -1,4 +1,4 @@
-"""Keywords that llguidance does not know, said in those that it does.
+"""Keywords that llguidance does not know, expressed in keywords that it knows.
 
 What a keyword is said with stands beside the schema that the keyword is from, and both must hold.
 """

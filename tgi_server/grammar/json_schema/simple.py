@@ -17,7 +17,7 @@ _CHEAP = frozenset(
         *("minLength", "maxLength", "minItems", "maxItems"),
     }
 )
-# With an address of its own, a part's references lead elsewhere than those of the root.
+# With an address of its own, a part's references lead elsewhere than the root's.
 _COSTLY = (KEYWORDS | {"$id", "id"}) - _CHEAP
 # In these, no character stands for another one.
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")

@@ -108,7 +108,7 @@ class Peers:
         if not self.failure.done():
             self.failure.cancel()
         elif not self.failure.cancelled():
-            self.failure.exception()  # retrieved, or asyncio would log that nobody did
+            self.failure.exception()  # retrieved, or asyncio would log that it was not
 
     async def _listen(self, link: Link) -> None:
         try:

@@ -157,7 +157,7 @@ class Supervisor:
     async def _ready(self) -> None:
         """Returns when the router says that it serves. Logs now and then what is waited for.
 
-        Whoever answers on its port may be another server, which had the port first.
+        An answer on its port may be from another server, which had the port first.
         """
         start = time.monotonic()
         report = start + REPORT_SECONDS

@@ -129,7 +129,7 @@ def json_name(names: Iterable[str]) -> str:
 
 
 # What the template of Qwen2.5-Coder shows as the beginning of a call. The model repeats it, although it is not JSON.
-# Both braces are one token, and a mask after them would come too late: the model goes on in another layout.
+# Both braces are one token, and a mask after them would come too late: the model continues in another layout.
 DOUBLED_BRACES = r"([ \n]{0,8}```(json)?[ \n])?([ \n]*\[)?[ \n]*\{\{"
 
 # DeepSeek's marks; their bars are wide ones.

@@ -62,7 +62,7 @@ class FrameWriter:
     def frame(self, calls: Calls | None, schema: str | None, thoughts: ReasoningTags | None, *, open_: bool) -> str:
         """Returns the grammar of an answer.
 
-        calls: those that it may have. schema: the place of the schema of an answer without calls; None: any text.
+        calls: that it may have. schema: the place of the schema of an answer without calls; None: any text.
         thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
         """
         return self._after_thoughts(partial(self._answers, calls, schema), thoughts, open_=open_)
@@ -189,7 +189,7 @@ class FrameWriter:
     def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
         """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.
 
-        Such a beginning is one terminal: no other can follow where a text might go on. Where another call or the end
+        Such a beginning is one terminal: no other can follow where a text might continue. Where another call or the end
         may follow, so may white space: a model that writes a line break before its end chooses there.
         """
         if whole:

@@ -50,7 +50,7 @@ def name_for_model(name: str, namespace: str | None) -> str:
 def free_form_tool(name: str, description: str | None, syntax: str | None = None, definition: str = "") -> ToolSpec:
     """Returns a tool whose input is text as a function with one argument.
 
-    syntax: of the grammar of that text: `regex`, or `lark`, which the model is told as well.
+    syntax: of the grammar of that text: `regex`, or `lark`, which the description says as well.
     """
     text: dict[str, Any] = {"type": "string"}
     lines = [description] if description else []

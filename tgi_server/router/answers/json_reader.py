@@ -40,7 +40,7 @@ class JsonReader:
         return (text, "", False) if end is None else (text[:end], text[end:], True)
 
     def _end(self, text: str) -> int | None:
-        """Returns the place after the value's last character; None while it goes on."""
+        """Returns the place after the value's last character; None while it continues."""
         start = 0
         if self._escaped and text:
             start, self._escaped = 1, False

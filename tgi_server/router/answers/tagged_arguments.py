@@ -47,10 +47,10 @@ _IN_TAGS = re.compile(r"[\n<]")
 class ArgumentTags:
     """The tags around an argument.
 
-    begin: the texts before and after its name, in front of the value. begin_text: those in front of a text, where they
+    begin: the texts before and after its name, in front of the value. begin_text: in front of a text, where they
     are others; null has the usual ones. end: the text after the value. separator: what stands between arguments that
     are listed; only texts have an end; if that is empty, texts are JSON, too. quote: what stands in front of a
-    text. words: those of JSON that the model writes otherwise.
+    text. words: of JSON that the model writes otherwise.
     """
 
     begin: tuple[str, str]

@@ -1,4 +1,4 @@
-"""Tools: those that an answer may call, and the form of such an answer."""
+"""The tools that an answer may call, and the form of such an answer."""
 
 import json
 import re
@@ -123,7 +123,7 @@ class AnswerForm:
         *,
         calls_as_text: bool = True,
     ) -> None:
-        """added_tokens: those that were added to the tokenizer, special or not. calls_as_text: an answer that is
+        """added_tokens: of the tokenizer, special or not. calls_as_text: an answer that is
         nothing but the JSON of a call is one, whatever the form of calls.
 
         template: parses answers that have no grammar; None: all have one if there are tools.
@@ -245,7 +245,7 @@ class AnswerForm:
 
 
 def _homes(names: Sequence[str]) -> list[str]:
-    """Returns the names of the tools' schemas under `$defs`: those of the tools, if JSON pointers can have them."""
+    """Returns the names of the tools' schemas under `$defs`: the tools' own, if JSON pointers can have them."""
     return [name if _PLAIN_NAME.fullmatch(name) else f"tool.{index}" for index, name in enumerate(names)]
 
 

@@ -79,7 +79,7 @@ class ApiKeyMiddleware:
         self._app = app
         self._refused = refused
         self._secret = secrets.token_bytes(32)
-        # Looking a key up by a hash that nobody can foresee takes as long for an almost right key as for any other.
+        # Looking a key up by an unpredictable hash takes as long for an almost right key as for any other.
         several = len(rules.keys) > 1
         hashes = {self._hash(key.text.encode()): key for key in rules.keys}
         self._callers = {hashed: (hashed if several else "", key) for hashed, key in hashes.items()}

@@ -25,7 +25,7 @@ class Admission:
     """A request while the server works for it. Every admission is closed once, and its record is written then.
 
     tenant: the name of the API key, where there are several. owner: of its places: the tenant, or else its address.
-    size: bytes of the body, once it is there. on_release: called before the places are given back. refusal: why the
+    size: bytes of the body, once it is there. on_release: called before the places are freed. refusal: why the
     server cancelled the request, which is its answer.
     """
 

@@ -1,4 +1,4 @@
-"""Clients' connections: how long each may wait, how many there may be, and which gives way."""
+"""Clients' connections: how long each may wait, how many there may be, and which is closed first."""
 
 import asyncio
 import ipaddress
@@ -152,7 +152,7 @@ class ClientConnection(HttpToolsProtocol):
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Adds a field of the head. Those of a trailer are dropped, as they may change nothing (RFC 9110, 6.5.1)."""
+        """Adds a field of the head. Fields of a trailer are dropped, as they may change nothing (RFC 9110, 6.5.1)."""
         if not self._in_head:
             return
         if len(self.headers) == _MOST_FIELDS:
@@ -333,8 +333,8 @@ def connection_limits(limit: int | None, per_address: int | None) -> tuple[int, 
 class Connections:
     """The connections of one server, by address.
 
-    When there are too many, the one gives way that has waited longest for its client: first those between two
-    requests, then those within one, and of the address that has most. Whoever waits for an answer stays.
+    When there are too many, the one that has waited longest for its client is closed: first those between two
+    requests, then those within one, and of the address that has most. One whose client waits for an answer stays.
     """
 
     def __init__(self, limit: int, per_address: int, memory: int = 2**30) -> None:
@@ -354,7 +354,7 @@ class Connections:
         return self._count
 
     def fault(self, host: str) -> str | None:
-        """Returns why a client of that address cannot be taken in; None if it can, for which another may give way."""
+        """Returns why a client of that address is refused; None if it is not, for which another may be closed."""
         own = self._of.get(network_of(host), set())
         if len(own) >= self._per_address and not self._give_way([own]):
             return f"{len(own)} connections from your address are open (--max-connections-per-address)"
@@ -384,7 +384,7 @@ class Connections:
                 del self._of[network]
 
     def relieve(self) -> bool:
-        """Has one connection give way. Returns False if all have clients that wait for an answer."""
+        """Closes one connection. Returns False if all have clients that wait for an answer."""
         return self._give_way(sorted(self._of.values(), key=len, reverse=True))
 
     def check_clients(self) -> None:

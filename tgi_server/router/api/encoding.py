@@ -51,7 +51,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["retry-after"] = _RETRY_SECONDS
     if isinstance(error, CannotBeInTime):
         extra["retry-after"] = str(error.retry_after)
-    # What the clients of OpenAI and Anthropic would try again: nobody waits for the answer, or there will be none.
+    # What the clients of OpenAI and Anthropic would try again: the client has left, or there will be no answer.
     if isinstance(error, RequestTimedOut | NotSupported | NoSuchModel):
         extra["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
@@ -122,7 +122,7 @@ def _on_one_line(text: bytes) -> bytes:
 
 
 def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:
-    """Returns those of TGI's headers that are known before the first token. characters: of the prompts."""
+    """Returns the headers of TGI that are known before the first token. characters: of the prompts."""
     return {"x-compute-type": compute_type, "x-compute-characters": str(characters)}
 
 
@@ -144,7 +144,7 @@ def timing_headers(
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """Returns the lines as one, in ASCII as headers are, and the number of those that have no room."""
+    """Returns the lines as one, in ASCII as headers are, and the number of lines without room."""
     shown = [ascii(line[:_LONGEST_LINE])[1:-1] for line in lines[:_LINES]]
     return "; ".join([*shown, *([f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else [])])
 

@@ -66,7 +66,7 @@ class Outbox:
             self._wake()
 
     def abandon(self, error: RouterError) -> None:
-        """Drops what has not been sent, and takes no more: nobody reads it."""
+        """Drops what has not been sent, and takes no more: the client has left."""
         self._pending.clear()
         self.close(error)
 

@@ -48,7 +48,7 @@ class _Generated:
 
 
 class RequestGeneration:
-    """The sequences of one request. When the request gives its places back, those that still run are cancelled."""
+    """The sequences of one request. When the request frees its places, sequences that still run are cancelled."""
 
     def __init__(self, admission: Admission) -> None:
         self.service = admission.service
@@ -230,6 +230,6 @@ class AllEnded:
             return
         if error is not None:
             self.future.set_exception(error)
-            self.future.exception()  # nobody may wait for it any more
+            self.future.exception()  # the waiting task may have left
         elif not self._open:
             self.future.set_result(None)

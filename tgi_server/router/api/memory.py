@@ -110,7 +110,7 @@ class Account:
 class Lease:
     """The memory of one request, until it is answered and nothing runs for it.
 
-    size: bytes of the request. answer: returns those of the answer so far. sending: bytes of a response in one piece.
+    size: bytes of the request. answer: returns its bytes so far. sending: bytes of a response in one piece.
     end: ends the request with an error; returns False where only closing the connection ends it.
     """
 

@@ -143,9 +143,9 @@ def drain(servers: Iterable[uvicorn.Server]) -> None:
 
 
 class Acceptor:
-    """Takes clients in from a listening socket; goes on when the process has run out of files.
+    """Accepts clients from a listening socket, also after the process has run out of files.
 
-    The event loop's own way of accepting would count nobody, and uvloop's closes the listener on such an error.
+    The event loop's own way of accepting would count no clients, and uvloop's closes the listener on such an error.
     """
 
     def __init__(self, listener: socket.socket, make: Callable[[], ClientConnection], connections: Connections) -> None:
@@ -222,7 +222,7 @@ class Acceptor:
             logger.debug("a client disconnected before its connection was accepted: %s", error)
 
     def _refuse(self, client: socket.socket, fault: str) -> None:
-        """Tells the client why, and closes a little later: bytes that nobody has read would take the words back."""
+        """Sends the reason to the client, and closes a little later: unread bytes would discard it."""
         self._connections.warn(fault)
         if len(self._refused) >= _REFUSALS_AT_ONCE:
             client.close()

@@ -78,5 +78,5 @@ class StoredResponses:
 
 
 def new_id(kind: str) -> str:
-    """Returns an id that nobody can guess."""
+    """Returns an id that cannot be guessed."""
     return f"{kind}_{uuid4().hex}"

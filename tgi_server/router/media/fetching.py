@@ -18,7 +18,7 @@ from tgi_server.router.media.messages import UnusableImage
 
 # Seconds for one image, all redirects and look-ups of names included.
 _SECONDS = 10.0
-# Images that are fetched at a time, and those of one client.
+# Images that are fetched at a time, in all and of one client.
 _PLACES, _MOST_OF_ONE = 32, 8
 _MOST_REDIRECTS = 3
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -87,7 +87,7 @@ class ImageAccount(Protocol):
 class ImageClient:
     """The sender of a request with images.
 
-    name: by which it takes turns with others. namespace: of those that may share what has been computed.
+    name: by which it takes turns with others. namespace: of the clients that may share what has been computed.
     """
 
     name: str
@@ -231,7 +231,7 @@ class ImageReader:
         return image
 
     async def _wait(self, key: bytes, decoding: _Decoding) -> ProcessedImage:
-        """Returns the image. If nobody waits for it any more, its processing ends before this does."""
+        """Returns the image. If all its clients have left, its processing ends before this does."""
         decoding.waiting += 1
         try:
             return await asyncio.shield(decoding.task)
@@ -245,7 +245,7 @@ class ImageReader:
     def _ended(self, key: bytes, decoding: _Decoding) -> None:
         self._forget(key, decoding)
         if not decoding.task.cancelled():
-            decoding.task.exception()  # those that waited for it may have left
+            decoding.task.exception()  # its clients may have left
 
     def _forget(self, key: bytes, decoding: _Decoding) -> None:
         """Has later requests begin anew."""
@@ -265,7 +265,7 @@ class ImageReader:
         return image
 
     def _remember(self, key: bytes, image: ProcessedImage) -> None:
-        """Remembers an image, and forgets those that were not used for the longest time."""
+        """Caches an image, and evicts the least recently used ones."""
         self._remembered[key] = image
         self._bytes += image.size
         while self._bytes > _MOST_REMEMBERED:

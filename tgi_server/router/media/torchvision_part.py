@@ -11,7 +11,7 @@ from typing import Any
 
 
 class InterpolationMode(Enum):
-    """torchvision's names of interpolations, with those of torch."""
+    """torchvision's names of interpolations, with the names of torch."""
 
     NEAREST = "nearest"
     BILINEAR = "bilinear"

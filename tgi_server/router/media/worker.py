@@ -38,7 +38,7 @@ _LOW_DETAIL = 512
 _WITH_TORCH = {"lfm2_vl": "Lfm2VlImageProcessor", "llama4": "Llama4ImageProcessor"}
 # Bytes of an array that is worth a page of shared memory.
 _LEAST_PART = 4_096
-# How far the image gives way to the text streams that are computed beside it.
+# Niceness of the process beside the text streams that are computed meanwhile.
 _NICENESS = 10
 
 

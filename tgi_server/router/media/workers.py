@@ -23,7 +23,7 @@ T = TypeVar("T")
 # Seconds for the libraries that a worker imports at its start, and for one image.
 _START_SECONDS = 120.0
 _IMAGE_SECONDS = 30.0
-# Seconds for which a worker goes on with an image that nobody waits for any more: another takes longer to start.
+# Seconds for which a worker continues an image whose clients have left: another worker takes longer to start.
 _LEFT_SECONDS = 1.0
 _LONGEST_REASON = 300
 
@@ -52,7 +52,7 @@ class Workers:
     async def process(self, data: bytes, detail: str, client: str, work: int) -> tuple[ImageResult, tuple[Tensor, ...]]:
         """Returns what the model's image processor makes of an image, and its tensors.
 
-        client: whose turn it is. work: of those that a client has waiting, the image with the least goes first.
+        client: whose turn it is. work: of a client's waiting images, the one with the least goes first.
 
         Raises UnusableImage or DecodingFailed. When it is cancelled, it ends within about a second.
         """

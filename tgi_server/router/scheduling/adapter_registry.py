@@ -1,7 +1,7 @@
 """The adapters that requests may name, and which of them the shards hold ready.
 
 The shards hold at most `max_loras` at once. When a request waits for another one, the least recently used that no
-running request has gives way, and the shards read the other from its folder while they go on with their steps.
+running request has is evicted, and the shards read the other from its folder while steps go on.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Adapters:
         self._shards = shards
         self.max_loras = max_loras
         self._by_id: dict[str, Adapter] = {}
-        self._held: dict[str, Adapter] = {}  # by key: those that the shards hold, or are about to
+        self._held: dict[str, Adapter] = {}  # by key: held by the shards, or about to be
         self._adding: set[str] = set()
         self._numbers = count(1)
         self._clock = count(1)
@@ -64,7 +64,7 @@ class Adapters:
         return len(self._by_id)
 
     def find(self, adapter_id: str) -> Adapter:
-        """Returns the adapter that has this id now. Raises NoSuchAdapter, which lists those that there are."""
+        """Returns the adapter that has this id now. Raises NoSuchAdapter, which lists the known ones."""
         adapter = self._by_id.get(adapter_id)
         if adapter is None:
             raise NoSuchAdapter(adapter_id, list(self._by_id))
@@ -99,10 +99,10 @@ class Adapters:
         return adapter
 
     async def remove(self, adapter_id: str) -> None:
-        """Forgets an adapter. Requests that named it before go on to their end. Raises NoSuchAdapter and Unhealthy."""
+        """Forgets an adapter. Requests that named it before are completed. Raises NoSuchAdapter and Unhealthy."""
         adapter = self.find(adapter_id)
         del self._by_id[adapter_id]
-        adapter.used = 0  # where it is still needed, it is the first to give way later
+        adapter.used = 0  # where it is still needed, it is the first to be evicted later
         if adapter.ready and not self.in_use(adapter):
             self._give_up(adapter)
             await self._shards.unload_adapter(adapter.key)
@@ -110,7 +110,7 @@ class Adapters:
     def prepare(self, adapter: Adapter) -> bool:
         """Returns True if a request with the adapter may join now.
 
-        If not, it is made ready as soon as there is a place for it, or another one can give way to it.
+        If not, it is made ready as soon as there is a place for it, or another one can be evicted.
         """
         if adapter.ready:
             adapter.used = next(self._clock)
@@ -125,13 +125,13 @@ class Adapters:
         return adapter.ready
 
     def missing_bytes(self, places: int) -> int:
-        """Returns the memory of a shard that this many adapters need beside those that are held already."""
+        """Returns the memory of a shard that this many adapters need beside the held ones."""
         largest = max((each.bytes for each in self), default=0)
         return max(0, min(places, self.max_loras) * largest - sum(each.bytes for each in self._held.values()))
 
     @property
     def loading(self) -> bool:
-        """True while an adapter is made ready: requests that wait for its place, or for itself, are heard of again."""
+        """True while an adapter is made ready: requests that wait for its place, or for itself, are notified."""
         return any(not each.ready for each in self._held.values())
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Adapters:
                 adapter.loading.cancel()
 
     def _oldest(self) -> Adapter | None:
-        """Returns the least recently used of those that the shards hold and do not need; None if there is none."""
+        """Returns the least recently used adapter that the shards hold and do not need; None if there is none."""
         idle = (each for each in self._held.values() if each.ready and not self.in_use(each))
         return min(idle, key=lambda each: each.used, default=None)
 

@@ -1,4 +1,4 @@
-"""The sequences that wait for the shards, and those that the shards hold."""
+"""The sequences that wait for the shards, and the ones that the shards hold."""
 
 import logging
 from bisect import bisect_left, insort
@@ -186,7 +186,7 @@ class Batch:
             try:
                 self.memory.release(sequence)
             except Exception:
-                logger.exception("the blocks of request %d could not be given back one by one", sequence.id)
+                logger.exception("cannot free the blocks of request %d; the block allocator is rebuilt", sequence.id)
                 self.memory.rebuild(self)
 
     def disown(self, sequence: Sequence) -> None:
@@ -195,7 +195,7 @@ class Batch:
         self.memory.rebuild(self)
 
     def check(self) -> None:
-        """Compares the books of blocks with what the sequences and the prefix cache hold. Raises AssertionError."""
+        """Compares the block allocator with what the sequences and the prefix cache hold. Raises AssertionError."""
         self.memory.check(self)
 
     def _remove(self, sequence: Sequence) -> bool:
@@ -226,7 +226,7 @@ class Batch:
         return short
 
     def _await_full(self, sequence: Sequence) -> None:
-        """Notes at which step the sequence's blocks are full, if it goes on for so long."""
+        """Notes at which step the sequence's blocks are full, if it runs for so long."""
         size = self.memory.block_size
         step = sequence.full_step(size) if size and not sequence.jumps else None
         if step is not None:

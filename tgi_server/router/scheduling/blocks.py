@@ -1,4 +1,4 @@
-"""The books of KV blocks: the free list and the reference counts."""
+"""The allocator of KV blocks: the free list and the reference counts."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ class BlockPool:
     """Blocks 1 .. `blocks`; 0 is the shards' own.
 
     `users` counts the sequences that hold a block, `cached` how often the prefix cache does. A block is in use while a
-    sequence holds it, idle while only the cache does, and free while nobody does.
+    sequence holds it, idle while only the cache does, and otherwise free.
     """
 
     def __init__(self, blocks: int, held: Counter[int] | None = None) -> None:
@@ -53,7 +53,7 @@ class BlockPool:
             users[block] += 1
 
     def release(self, blocks: Iterable[int]) -> list[int]:
-        """Notes that one sequence fewer holds each of these. Returns those that became idle."""
+        """Notes that one sequence fewer holds each of these blocks. Returns the blocks that became idle."""
         users, cached = self.users, self.cached
         idle = []
         for block in blocks:

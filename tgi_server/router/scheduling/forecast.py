@@ -76,7 +76,7 @@ class Forecast:
     ) -> float:
         """Returns by how much a request surely misses its deadline; 0 if it may be in time.
 
-        ahead: those that are served before it. running: those that do not give way to it.
+        ahead: are served before it. running: are not preempted for it.
         """
         request, ahead = sequence.request, list(ahead)
         sure = self._is_sure(now, len(ahead) + len(running))
@@ -90,7 +90,7 @@ class Forecast:
     def is_hopeless(self, sequence: Sequence, now: float, others: int) -> bool:
         """Returns True if a waiting request would be too late even if it joined now.
 
-        others: number of those that run or wait. If they fill the batch, they slow the request down, and one that was
+        others: number of running and waiting ones. If they fill the batch, they slow the request down, and one that was
         late would have cost them time in vain, so the estimate alone decides.
         """
         if not self._is_sure(now, others):

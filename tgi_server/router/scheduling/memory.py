@@ -84,13 +84,13 @@ class Memory(Protocol):
         """Returns the images of the sequence that are not wholly cached."""
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
+        """Frees what the sequence holds. Its next holder uses it in later calls only."""
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
         """Rebuilds the account from what `sequences`, all that are left, hold. Nothing else stays, or is cached."""
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Compares the books with what `sequences`, all that hold something, have. Raises AssertionError."""
+        """Compares the account with what `sequences`, all that hold something, have. Raises AssertionError."""
 
 
 class PagedMemory:
@@ -143,7 +143,7 @@ class PagedMemory:
         return self._pool.idle * self.block_size
 
     def check_length(self, sequence: Sequence) -> None:
-        # Nobody asks for the keys and values of the last token.
+        # The keys and values of the last token are not needed.
         _check_fits(max(sequence.max_total_tokens - 1, sequence.known), self._num_blocks * self.block_size)
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
@@ -310,7 +310,7 @@ class PagedMemory:
         self._cache.released(self._pool.release(blocks))
 
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
-        """Offers the sequence's first tokens to those that come after it."""
+        """Offers the sequence's first tokens to later sequences."""
         if tokens and self.caches:
             self._cache.insert(_space(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
 
@@ -375,7 +375,7 @@ class PaddedMemory:
         self._lengths = {sequence.id: sequence.max_total_tokens for sequence in sequences}
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        assert {sequence.id for sequence in sequences} == set(self._lengths), "rows that nobody has, or the reverse"
+        assert {sequence.id for sequence in sequences} == set(self._lengths), "rows and sequences differ"
 
 
 def _check_fits(needed: int, tokens: int) -> None:

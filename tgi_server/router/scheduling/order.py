@@ -10,7 +10,7 @@ from tgi_server.router.scheduling.sequence import Sequence
 
 
 class Order:
-    """Orders the sequences that wait, and names those that give way to one of them."""
+    """Orders the sequences that wait, and chooses the running ones that are preempted for one of them."""
 
     def __init__(self, *, fair: bool = False) -> None:
         """fair: tenants get equal shares, by their weights."""
@@ -32,7 +32,7 @@ class Order:
         return in_order if self._shares is None else _merged(in_order, self._shares)
 
     def ahead_of(self, sequence: Sequence, waiting: Iterable[Sequence]) -> list[Sequence]:
-        """Returns those that wait and are served before a sequence that comes."""
+        """Returns the waiting sequences that are served before a new one."""
         if self._shares is None:
             return list(takewhile(lambda each: each.place < sequence.place, waiting))
         return list(takewhile(lambda each: each is not sequence, self.arrange([*waiting, sequence])))
@@ -44,11 +44,11 @@ class Order:
         return next(iter(self.arrange(sequences)), None)
 
     def last(self, sequences: Iterable[Sequence]) -> Sequence:
-        """Returns the one that gives way when there is no memory for all."""
+        """Returns the one that is preempted when there is no memory for all."""
         return max(sequences, key=_place)
 
     def may_overtake(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> bool:
-        """Returns False if it is sure that no running sequence gives way to one that waits."""
+        """Returns False if certainly no running sequence is preempted for one that waits."""
         first = next(iter(waiting), None)
         if first is None or self._shares is not None:
             return first is not None
@@ -87,7 +87,7 @@ class ShortPrompts:
         self._owed = 0  # tokens by which others passed it, less those of its own since
 
     def passing(self, first: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
-        """Returns those of the others that pass the first one in the next step, the shortest before the others."""
+        """Returns the other sequences that pass the first one in the next step, the shortest first."""
         if first is not self._first:
             self._first, self._owed = first, 0
         if self._owed > 0:
@@ -96,12 +96,12 @@ class ShortPrompts:
         return sorted(shorter, key=lambda each: each.to_compute)
 
     def computed(self, passing: int, own: int) -> None:
-        """Notes the prompt tokens of a step: those of prompts that passed, and those of the first one."""
+        """Notes the prompt tokens of a step: of the prompts that passed, and of the first one."""
         self._owed = max(-_MOST_SAVED, self._owed + passing - own)
 
 
 def _merged(sequences: Iterable[Sequence], shares: Shares) -> list[Sequence]:
-    """Returns sequences that are in order, so that those of a tenant that has had fewer tokens come first.
+    """Returns ordered sequences again, the ones of tenants that have had fewer tokens first.
 
     Each is charged with its prompt for those after it.
     """

@@ -16,7 +16,7 @@ _LONGEST_FOR_A_CROWD_S = 0.5
 _LEAST_TOKENS = 8
 # Prompt tokens of a step at least, as long as no step without prompts has been measured.
 _LEAST_UNMEASURED = 64
-# The time of a step that continues no reply: whoever comes waits for it. With room for few tokens, which are computed
+# The time of a step that continues no reply: new requests wait for it. With room for few tokens, which are computed
 # less efficiently, it may take longer.
 _STEP_S, _LONGEST_STEP_S, _EFFICIENT_TOKENS = 0.5, 0.75, 128
 # Of such steps the last few are measured; those of short prompts tell nothing about long ones. A step has at most so

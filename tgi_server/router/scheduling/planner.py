@@ -48,7 +48,7 @@ class AdmissionPolicy:
     limits: Limits
 
     def reason_to_admit(self, running: int, waiting: int, steps_since_prefill: int) -> Reason | None:
-        """Returns the reason why waiting requests should join now; None if they go on waiting."""
+        """Returns the reason why waiting requests should join now; None if they keep waiting."""
         limits = self.limits
         if waiting == 0 or running >= limits.max_batch_size:
             return None
@@ -61,7 +61,7 @@ class AdmissionPolicy:
         return None
 
     def total_budget(self, held_tokens: int, growth_tokens: int) -> int:
-        """Returns the KV slots that a request may take on admission, so that the running ones can go on growing."""
+        """Returns the KV slots that a request may take on admission, so that the running ones can grow."""
         return self.limits.max_batch_total_tokens - held_tokens - growth_tokens
 
 
@@ -169,7 +169,7 @@ class StepPlanner:
         short = not batch.memory.can_grow(len(growing))
         if short or self._must_give_way():
             if steps_in_flight:
-                return []  # they may free blocks, and their tokens belong to a sequence that must give way
+                return []  # they may free blocks, and their tokens belong to a sequence that must be preempted
             preempted = self._make_room() if short else self._give_way()
             if short or batch.filter_due:
                 return [self._filter(preempted)]
@@ -196,7 +196,7 @@ class StepPlanner:
         return preempted
 
     def _must_give_way(self) -> bool:
-        """Returns True if running sequences have to give way to the waiting one that is served next."""
+        """Returns True if running sequences have to be preempted for the waiting one that is served next."""
         first = self._order.first(self._waiting) if self._batch.memory.chunks and len(self._batch) else None
         if first is None or self._has_room(first) or self._order.gives_way(first, list(self._batch)) is None:
             return False
@@ -396,7 +396,7 @@ class StepPlanner:
         return True
 
     def _alone(self, plan: Callable[..., T], sequence: Sequence, *arguments: int) -> T | None:
-        """Returns what `plan` makes of the sequence; None when it raises: then the sequence, and nobody else, fails."""
+        """Returns what `plan` makes of the sequence; None when it raises: then this sequence alone fails."""
         try:
             return plan(sequence, *arguments)
         except Exception:

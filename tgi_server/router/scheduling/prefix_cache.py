@@ -16,7 +16,7 @@ from tgi_server.router.scheduling.blocks import BlockPool
 
 _WIDTH = 4  # bytes of a token
 
-# Names texts that share nothing with those of other names, even where they are the same.
+# Names texts that share nothing with texts of other names, even where they are the same.
 Space = Hashable
 
 

@@ -32,7 +32,7 @@ class BatchReport:
         self._gateway.block_size = info.block_size
 
     def queued(self, requests: int) -> None:
-        """requests: number of those that wait."""
+        """requests: number of waiting requests."""
         self._batches.queue_size(requests)
         self._gateway.waiting = requests
 

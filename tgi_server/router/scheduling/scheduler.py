@@ -52,7 +52,7 @@ class Scheduler:
     """Takes requests from the API (`submission.Submitter`), and pushes their tokens into their sinks.
 
     While nothing is left to do its task sleeps. Whatever goes wrong with one request ends that one. When a call fails,
-    all requests in the batch fail with GenerationFailed; once the shards have shown that they are well, it goes on with
+    all requests in the batch fail with GenerationFailed; once the shards have shown that they work, it continues with
     those that wait.
     """
 
@@ -77,13 +77,13 @@ class Scheduler:
     ) -> None:
         """info, capacity: what the shards responded to Info and Warmup.
 
-        adapters: those that requests may name; None: none.
+        adapters: that requests may name; None: none.
         prefix_caching: what one request has computed is cached for others.
         fair: tenants get equal shares of the tokens, by their weights.
         admission: requests that would surely miss their deadlines are refused.
         target_gap_ms: between two tokens of a reply while images are computed; 0: the shards' default.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
-        idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
+        idle_check_after_s: after so long without work, the block allocator and the prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
             and how long to wait before the next question.
         """
@@ -136,11 +136,11 @@ class Scheduler:
         self._task: asyncio.Task[None] | None = None
         self._alarm = DeadlineAlarm(self.expire, clock)
         self._unhealthy: RouterError | None = None
-        self._unchecked = True  # something may have run since the books were checked last
+        self._unchecked = True  # something may have run since the last check
 
     @property
     def healthy(self) -> bool:
-        """True if the shards were well when they were last heard of."""
+        """True if the shards were well at their last response."""
         return self._unhealthy is None
 
     @property
@@ -201,7 +201,7 @@ class Scheduler:
             return
         running = list(self.batch)
         if self.batch.memory.chunks and self._order.gives_way(sequence, running) is not None:
-            ahead, running = [], []  # how many give way is not certain
+            ahead, running = [], []  # it is not certain how many are preempted
         else:
             ahead = self._order.ahead_of(sequence, self.waiting)
         late = self._forecast.seconds_too_late(sequence, ahead, running, self._clock())
@@ -237,7 +237,7 @@ class Scheduler:
         return progress
 
     def expire(self) -> None:
-        """Ends the requests whose deadlines have passed, those that wait and those that run."""
+        """Ends the waiting and running requests whose deadlines have passed."""
         now = self._clock()
         if not self._alarm.is_due(now):
             return
@@ -345,7 +345,7 @@ class Scheduler:
         for generation in step.generations:
             sequence = self.batch.get(generation.request_id)
             if sequence is None:
-                continue  # it has left meanwhile: nobody waits for its tokens
+                continue  # its client has left meanwhile
             self._order.charge(sequence, len(generation.token_ids))
             try:
                 outcome = sequence.advance(generation)
@@ -359,7 +359,7 @@ class Scheduler:
                 self._end(sequence, outcome, dropped_by_shards=bool(generation.finish_reason))
 
     def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
-        """Ends a request, the one way there is, whether it waits or runs. outcome: None if nobody waits for it."""
+        """Ends a request, the one way there is, whether it waits or runs. outcome: None if its client has left."""
         self._encoding.leave(sequence)
         self.waiting.leave(sequence)
         self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)
@@ -373,10 +373,10 @@ class Scheduler:
         self._end(sequence, GenerationFailed("the request could not be scheduled"))
 
     async def _sleep(self) -> None:
-        """Returns when requests have come. Checks the books, if there is time for it before they come."""
+        """Returns when requests have come. Checks the block allocator, if there is time before they come."""
         self._work.clear()
         if self._unchecked and not await self._work_within(self._idle_check_after_s):
-            self._check_books()
+            self._check_blocks()
         await self._work.wait()
         self._unchecked = True
         await asyncio.sleep(0)  # requests that come together are admitted together
@@ -387,8 +387,8 @@ class Scheduler:
             await asyncio.wait_for(self._work.wait(), seconds)
         return self._work.is_set()
 
-    def _check_books(self) -> None:
-        """Looks for blocks that nobody holds, or that are held but free."""
+    def _check_blocks(self) -> None:
+        """Looks for blocks without a holder, or that are held but free."""
         self._unchecked = False
         try:
             self.batch.check()

@@ -39,10 +39,10 @@ SINK_FAULTS = (Exception, asyncio.CancelledError)
 class Sequence:
     """Knows nothing of other requests. Its state changes only through its methods.
 
-    speculates: one step may yield several tokens, those that the shards drafted and found right.
+    speculates: one step may yield several tokens, which the shards drafted and found right.
     adapter: the one that computes it beside the model, if any.
     message: what the shards receive when it joins their batch. size: bytes of that, its grammar and its images.
-    images: those of its prompt.
+    images: of its prompt.
     tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
         prompt has, and how many there may be in the end. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def deadline(self) -> float:
-        """The time after which its next token is of no use."""
+        """The time after which its next token is useless."""
         request, deadline = self.request, self.request.deadline
         if self.ends_early and not self.closing:
             deadline -= min(_LATEST_END_S, _LATEST_END_SHARE * (deadline - self.submitted_at))
@@ -261,7 +261,7 @@ class Sequence:
     def advance(self, generation: pb.Generation) -> Outcome | None:
         """Takes the tokens that a step yielded, and pushes those that are part of the text into the sink.
 
-        Returns how the request ends with them; None if it goes on.
+        Returns how the request ends with them; None if it continues.
         """
         if generation.token_ids:  # a sequence may fail without any
             self.tokens.extend(generation.token_ids)
@@ -288,13 +288,13 @@ class Sequence:
         self.newest = 1
 
     def finish(self, outcome: Outcome | None) -> None:
-        """Tells the sink how the request ended. outcome: None if nobody waits for it any more."""
+        """Tells the sink how the request ended. outcome: None if its client has left."""
         if outcome is not None:
             tell_end(self.request.id, self.sink, outcome)
 
 
 def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:
-    """Tells the sink of a request how it ended. A sink that raises harms nobody else."""
+    """Tells the sink of a request how it ended. A sink that raises affects no other request."""
     try:
         if isinstance(outcome, FinishReason):
             sink.finished(outcome)

@@ -88,7 +88,7 @@ class ShardClient:
         try:
             response: pb.CompileResponse = await self.grammar_stub.Compile(request, timeout=timeout_s)
         except BaseException as error:
-            self._released += released  # it is not known whether the shard has heard of them
+            self._released += released  # it is not known if the shard has received them
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise Overloaded(f"the grammar cannot be compiled now: {error.details()}") from error
             raise

@@ -15,7 +15,7 @@ _SHARE_OF_ONE = 8
 
 
 class Snapshots:
-    """Snapshots 1 .. `count`, each the state after the first tokens of a text. The least recently used give way.
+    """Snapshots 1 .. `count`, each the state after the first tokens of a text. The least recently used are evicted.
 
     Lengths are whole blocks, so that blocks are shared as they are.
     due: the saves that the call being built makes, by the number of the snapshot.

@@ -127,7 +127,7 @@ class ChatRequest(SharedParameters):
     include_reasoning: bool = Field(default=True, description="Send the reasoning that comes before the answer.")
     add_generation_prompt: bool = Field(default=True, description="Have the template begin the answer.")
     continue_final_message: bool | None = Field(
-        default=None, description="Go on with the last message; unset: if it is the assistant's."
+        default=None, description="Continue the last message. Default: only if the assistant wrote it."
     )
     tool_prompt: str | None = Field(default=None, description="What tells the model about the tools.")
 

@@ -23,7 +23,7 @@ def _several(prompt: Any) -> Any:
 
 
 def _shaped(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """Returns the prompts, or refuses them in words of its own: those of a union name none that a client knows."""
+    """Returns the prompts, or refuses them in words of its own: the words of a union mean nothing to a client."""
     several = _several(prompt)
     if isinstance(several, list) and [] in several:
         raise PydanticCustomError("prompt", "must have at least one token in each list")

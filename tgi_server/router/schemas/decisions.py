@@ -88,7 +88,7 @@ class ScoreLevel(RequestModel):
 
 
 class ScoreQuestion(_Question):
-    """Which level, of those in order, fits the input?"""
+    """Which of the ordered levels fits the input?"""
 
     type: Literal["score"]
     levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=MOST_OPTIONS)]

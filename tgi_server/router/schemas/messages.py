@@ -194,7 +194,7 @@ SentBlock = Annotated[Any, one_of(SentText, SentThinking, SentToolUse)]
 
 
 class MessagesUsage(ResponseModel, kw_only=True):
-    """`input_tokens` does not count those that had been computed for another prompt (`cache_read_input_tokens`)."""
+    """`input_tokens` leaves out the tokens that had been computed for another prompt (`cache_read_input_tokens`)."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0

@@ -173,7 +173,7 @@ class ItemReference(RequestModel):
 
 
 class AdditionalTools(RequestModel):
-    """Tools beside those of the request."""
+    """Further tools, beside the tools of the request."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"id", "role"})
 

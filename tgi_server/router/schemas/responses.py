@@ -67,7 +67,7 @@ class ResponsesRequest(TextParameters):
     input: Annotated[str | Items[InputItem], BY_TYPE]
     instructions: str | None = Field(default=None, description="What the system says; for this response only.")
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")
-    store: bool = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
+    store: bool = Field(default=True, description="Store the response for later requests, as long as there is room.")
     stream: bool = False
     tools: Items[ResponseTool] | None = Field(default=None, description="Tools that the model may call.")
     tool_choice: Annotated[Literal["auto", "none", "required"] | ToolSelection | None, BY_TYPE] = "auto"

@@ -37,7 +37,7 @@ class TokenizeChatRequest(ChatRequest):
     }
 
     add_special_tokens: bool = Field(
-        default=False, description="Add special tokens, such as BOS, to those that the chat template writes."
+        default=False, description="Add special tokens, such as BOS, beside the ones that the chat template writes."
     )
     return_token_strs: bool = _TOKEN_STRS
 

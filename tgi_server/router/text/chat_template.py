@@ -251,7 +251,7 @@ class ChatTemplate:
         return all(_SOUGHT in self._try(template, probe) for probe in shown)
 
     def _takes_tools_of_system(self, template: Template) -> bool:
-        """Returns True if the template shows tools of the system's message, and not those that are given beside it."""
+        """Returns True if the template shows tools of the system's message, and not tools beside it."""
         messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
         tool = {"type": "function", "function": {"name": _SOUGHT, "description": "a", "parameters": {"type": "object"}}}
         inside = [{**messages[0], "tools": json.dumps([tool])}, messages[1]]
@@ -308,7 +308,7 @@ def _to_json(
 ) -> str:
     """Returns JSON as `transformers` writes it: characters as they are, nothing escaped for HTML.
 
-    Order and names of the parameters are those of `transformers`' filter; templates use both.
+    Order and names of the parameters are as in `transformers`' filter; templates use both.
     """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -102,7 +102,7 @@ class Conversation:
 def template_variables(
     chosen: Mapping[str, Any] | None, *, effort: str | None = None, documents: Sequence[Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the template's variables. chosen: those that a request sets itself. effort: how much to reason."""
+    """Returns the template's variables. chosen: set by the request. effort: how much to reason."""
     variables: dict[str, Any] = {}
     if documents is not None:
         variables["documents"] = documents
@@ -127,7 +127,7 @@ def render_conversation(
     """Returns the prompt. If the template ignores tools, they are described at the end of the last message; if it
     takes instructions only as the first message, all are joined there.
 
-    special_tokens: those that only the template may write; None: messages may contain any. tool_prompt: tells the model
+    special_tokens: that only the template may write; None: messages may contain any. tool_prompt: tells the model
     how to call a tool, unless the request has such a prompt.
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.

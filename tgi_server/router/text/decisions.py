@@ -98,7 +98,7 @@ class Labels:
         return {beginning: tuple(tokens) for beginning, tokens in following.items()}
 
     def logprobs(self, steps: Mapping[Tokens, Mapping[int, float]]) -> list[float]:
-        """Returns the log-probability of each label. steps: those of tokens, after each beginning."""
+        """Returns the log-probability of each label. steps: log-probabilities of tokens, after each beginning."""
         return [fsum(steps[label[:place]][token] for place, token in enumerate(label)) for label in self.tokens]
 
 

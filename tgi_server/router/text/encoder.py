@@ -42,7 +42,7 @@ class Fitting:
 
 
 class Values:
-    """Rows of numbers: embeddings, or logits. Whoever reads them does it in a thread: there may be millions."""
+    """Rows of numbers: embeddings, or logits. They are read in a thread: there may be millions."""
 
     def __init__(self, values: bytes, columns: int) -> None:
         """values: float32, little-endian."""

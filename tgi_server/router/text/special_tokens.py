@@ -1,6 +1,6 @@
 """Special tokens in conversations: the chat template may write them; in what clients write they are text.
 
-A template mixes both into one text, trims it, or looks into it, so that nobody can tell afterwards who wrote what.
+A template mixes both into one text, trims it, or looks into it, so that nothing shows afterwards who wrote what.
 Therefore a conversation in which clients use characters that special tokens begin with is rendered twice: once as it
 is, and once with these characters masked, so that all special tokens in it are the template's. Mostly the plain text
 has the same special tokens; then it is the prompt. Otherwise the masked one is: its special tokens get private
@@ -314,7 +314,10 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
         return None
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if copy.token_to_id(names.get(token.content, token.content)) != token_id:
-            logger.warning("messages that contain special tokens will be refused: %r has no fixed id", token.content)
+            logger.warning(
+                "messages that contain special tokens will be refused: the tokenizer gives %r no id of its own",
+                token.content,
+            )
             return None
     return copy
 

@@ -28,7 +28,7 @@ class StopSequences:
     def feed(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
         """Adds the next piece. Returns the text that may be shown now, and True if a stop sequence is complete.
 
-        may_end: stop sequences that are complete with this piece count; those that begin in it always do.
+        may_end: stop sequences that are complete with this piece count; ones that begin in it always do.
         """
         if not text:
             return "", False

@@ -53,7 +53,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def bound(self) -> None:
-        """Bounds the filters, tests and functions that are defined by now, and removes those that no template needs."""
+        """Bounds the filters, tests and functions that are defined by now, and removes unneeded ones."""
         # Not among the filters of this one: `map` calls any of them by its name.
         unbounded = ImmutableSandboxedEnvironment()
         unbounded.filters |= self.filters

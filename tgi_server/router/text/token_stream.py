@@ -44,7 +44,7 @@ class TokenStream(Generic[F]):
     """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
 
     prefill: the prompt's tokens and logprobs, if requested. last_id: of the last token. cached_tokens: of
-    the prompt, those that had been computed for another request. drafted: the last token had been drafted before it was
+    the prompt, as computed for another request. drafted: the last token had been drafted before it was
     chosen.
 
     Times are `perf_counter` seconds.
@@ -93,7 +93,7 @@ class TokenStream(Generic[F]):
         on_end: called once, at the end, with the error if the sequence did not end as it should.
         min_tokens: before this many tokens, nothing that the request names ends the text.
         shown: special tokens that are part of the text.
-        observe_gap: called with the seconds between the tokens of one step and those of the next.
+        observe_gap: called with the seconds between the tokens of one step and of the next.
         """
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids

@@ -50,7 +50,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level() -> dict[str, int]:
-    """Returns the bytes by the characters that byte-level tokenizers have for them, those of GPT-2."""
+    """Returns the bytes by the characters that byte-level tokenizers have for them, as GPT-2's has."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in shown)
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -62,7 +62,7 @@ _BYTES = _byte_level()
 class TextTokenizer:
     """The model's tokenizer.
 
-    special_tokens: maps the ids of special tokens to their text. added_tokens: these, and those that were added to the
+    special_tokens: maps the ids of special tokens to their text. added_tokens: these, and the ones added to the
     vocabulary as text. vocab_size: token ids are less than that.
     """
 
@@ -81,7 +81,7 @@ class TextTokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def special_token_guard(self) -> SpecialTokens:
-        """Returns what tells special tokens of the chat template from those that clients spell."""
+        """Returns the object that tells special tokens of the chat template from ones that clients spell."""
         return SpecialTokens(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:
@@ -93,7 +93,7 @@ class TextTokenizer:
         return encode([text], add_special_tokens=add_special_tokens)[0]
 
     def with_special_tokens(self, encoding: Encoding) -> Encoding:
-        """Returns tokens that were made without special tokens, with those that the tokenizer adds."""
+        """Returns tokens that were made without special tokens, with the ones that the tokenizer adds."""
         return self._tokenizer.post_process(encoding, None, True)
 
     def piece(self, token_id: int) -> str:

@@ -20,7 +20,7 @@ class TokenizerConfig:
     """The parts of `tokenizer_config.json` that serving needs.
 
     chat_templates: Jinja sources by name; most models have one, named "default". tokens: by their names in TOKEN_NAMES;
-    those that the model has not are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
+    names without a token are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
     response_template: how answers are parsed, as in the file; None: the file has none. tokenizer_class: the
     name of the tokenizer's class in `transformers`.
     """

@@ -44,7 +44,7 @@ class PieceWriter(Protocol):
 class ChatAnswer:
     """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece.
 
-    token_ids: the tokens, until they are taken; None: nobody takes them.
+    token_ids: the tokens, until they are taken; None: they are not needed.
     """
 
     __slots__ = ("_logprobs", "_most", "_reader", "_show_thoughts", "_tokenizer", "token_ids", "writer")
@@ -60,7 +60,7 @@ class ChatAnswer:
         token_ids: bool = False,
     ) -> None:
         """reader: parses the text; None: all of it is text. most: alternatives reported for each token; None: no
-        log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them. token_ids: keep the
+        log-probabilities are. show_thoughts: they are pieces, too; otherwise they are dropped. token_ids: keep the
         tokens.
         """
         self.writer = writer
@@ -266,10 +266,10 @@ def _logprobs(
 ) -> ChatCompletionLogprob:
     """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
 
-    most: of the alternatives; shards report those that are as likely, too.
+    most: of the alternatives; shards report equally likely ones, too.
     """
     tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
-    # Of those that are equally likely, the chosen one is reported.
+    # Of equally likely tokens, the chosen one is reported.
     tops.sort(key=lambda each: (-each[1], each[0] != token_id))
     return ChatCompletionLogprob(
         token=tokenizer.token_name(token_id),

@@ -25,7 +25,7 @@ class LogprobEntries:
         self._entries = _no_entries()
 
     def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
-        """Adds the tokens of a prompt; of a truncated one, those of its end. text: the prompt as it is echoed.
+        """Adds the tokens of a prompt; of a truncated one, the tokens of its end. text: the prompt as it is echoed.
 
         Special tokens that the tokenizer put before a text, such as BOS, are left out, as OpenAI has none: evaluation
         suites count the tokens of a text without them.

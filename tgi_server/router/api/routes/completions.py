@@ -61,7 +61,7 @@ class _Plan:
 
     prompts: as text. sequences: `attempts` for each prompt, in their order; `choices` of them are shown. logprobs:
     alternatives that are reported for each token; None: no log-probabilities are. generates: False for a request that
-    only wants to know of its prompts; a token is computed all the same.
+    only asks about its prompts; a token is computed all the same.
     """
 
     request: CompletionRequest
@@ -164,7 +164,7 @@ async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
 
 
 def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: int) -> list[RenderedPrompt]:
-    """Returns the prompts as text; of those that came as tokens, only as many as may be used. Raises InvalidRequest."""
+    """Returns the prompts as text; of prompts in tokens, only as much as may be used. Raises InvalidRequest."""
     most = service.limits.max_input_tokens
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
     if not truncate and longest > most:

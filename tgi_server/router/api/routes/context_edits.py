@@ -23,7 +23,7 @@ _CLEARED = "(This result was cleared to save context.)"
 
 
 class ContextEdits:
-    """Makes the edits of one request. report: those that changed the conversation; None: none were requested.
+    """Makes the edits of one request. report: the edits that changed the conversation; None: none were requested.
 
     saved_tokens: by which the prompt became shorter.
     """

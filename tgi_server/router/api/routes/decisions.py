@@ -63,7 +63,7 @@ from tgi_server.router.text.decisions import (
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream
 
-# Sequences of one request that are computed at once, so that those of others come in between.
+# Sequences of one request that are computed at once, so that other requests' come in between.
 _AT_ONCE = 32
 
 

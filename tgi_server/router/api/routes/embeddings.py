@@ -80,7 +80,7 @@ def _rows(values: Values) -> Iterator[Raw]:
 
 
 async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, prompt: str) -> list[pb.EncodeInput]:
-    """Returns the tokens of texts, or those that were given. Raises InvalidRequest."""
+    """Returns the tokens of texts, or the given tokens. Raises InvalidRequest."""
     name, texts = fitting.name, given.root
     if not 0 < len(texts) <= MOST_TEXTS:
         raise InvalidRequest.at(name, f"has {len(texts)} texts; it may have 1 to {MOST_TEXTS}")

@@ -127,7 +127,7 @@ def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]
     if written.text:
         blocks.append(SentText(text=written.text))
     for name, arguments, own in written.calls:
-        # Those of a call that was cut off are as much of an object as there is.
+        # Arguments of a call that was cut off are as much of an object as there is.
         made = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
         blocks.append(SentToolUse(id=own or _tool_use_id(), name=name, input=made))
     return blocks

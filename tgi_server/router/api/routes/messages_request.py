@@ -55,7 +55,7 @@ def requested_message(service: Service, request: MessagesRequest, edits: Context
 
 
 def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> Conversation:
-    """Returns the conversation. use: the tools that are shown; None: those that the request chooses.
+    """Returns the conversation. use: the tools that are shown; None: as the request chooses.
 
     Raises InvalidRequest.
     """

@@ -103,7 +103,7 @@ def _escaped(text: str) -> str:
 
 
 def check_sequences(sequences: int, limit: int, what: str) -> None:
-    """Raises InvalidRequest when one request wants more sequences than OpenAI's interface, or the server, has."""
+    """Raises InvalidRequest when one request asks for more sequences than OpenAI's interface, or the server, allows."""
     if not 0 < sequences <= limit:
         raise InvalidRequest(f"{what} must be 1 to {limit}, not {sequences}", param="prompt")
 
@@ -122,7 +122,7 @@ def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> 
 
 
 def usage_of(prompt_tokens: int, streams: Iterable[AnyStream], cached_tokens: int) -> Usage:
-    """cached_tokens: of the prompts, those that had been computed for others."""
+    """cached_tokens: tokens of the prompts that had been computed for others."""
     completion_tokens = sum(stream.generated_tokens for stream in streams)
     return Usage(
         prompt_tokens=prompt_tokens,

@@ -1,4 +1,4 @@
-"""/rerank and /predict, those of Text Embeddings Inference (TEI); /v1/rerank and /v2/rerank, Jina's and Cohere's.
+"""/rerank and /predict of Text Embeddings Inference (TEI); /v1/rerank and /v2/rerank, Jina's and Cohere's.
 
 /rerank also takes Jina's form, as vLLM does.
 """

@@ -88,7 +88,7 @@ class ResponseItem:
 
 
 def _shell_action(arguments: Mapping[str, Any]) -> OutputShellAction:
-    """Returns the arguments of `local_shell` as its action. Those that are missing were cut off."""
+    """Returns the arguments of `local_shell` as its action. Missing ones were cut off."""
     command, env = arguments.get("command"), arguments.get("env")
     return OutputShellAction(
         command=[str(each) for each in command] if isinstance(command, list) else [],
@@ -104,7 +104,7 @@ class ResponseItems:
     """
 
     def __init__(self, emit: Emit, tools: Mapping[str, ClientTool]) -> None:
-        """tools: those that are not plain functions, by the names that the model knows."""
+        """tools: that are not plain functions, by the names that the model knows."""
         self._tools = tools
         self.items: list[ResponseItem] = []
         self.reason: str | None = None

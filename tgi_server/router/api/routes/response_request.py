@@ -49,7 +49,7 @@ _TURNS = msgspec.json.Decoder(list[Turn])
 
 
 def resolved(items: Sequence[InputItem], stored: Mapping[str, bytes]) -> list[InputItem]:
-    """Returns the items of an input, with those that references name. stored: these as JSON, by id."""
+    """Returns the items of an input, with the items that references name. stored: these as JSON, by id."""
     return [
         InputItem.model_validate(from_json(stored[item.root.id])) if isinstance(item.root, ItemReference) else item
         for item in items

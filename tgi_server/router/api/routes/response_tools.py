@@ -32,7 +32,7 @@ from tgi_server.router.schemas.responses import ResponsesRequest
 class OfferedTools:
     """The tools of a request.
 
-    specs: as functions of the model. client_tools: those that are not plain functions, by the names that the model
+    specs: as functions of the model. client_tools: tools that are not plain functions, by the names that the model
     knows. formats: the grammars of texts, each as a line.
     """
 

@@ -68,7 +68,7 @@ async def _completion(admission: Admission, request: WarmCompletionRequest) -> P
 
 
 def _cheapest(options: GenerationOptions) -> GenerationOptions:
-    """Returns the options of a request for one token, which nobody reads, served after all others."""
+    """Returns the options of a request for one token, which is not used, served after all others."""
     return GenerationOptions(
         stopping=StoppingParameters(max_new_tokens=1, ignore_eos=True),
         truncate=options.truncate,
