@@ -293,6 +293,8 @@ def _unknown_token(model: Mapping[str, Any]) -> str | None:
 def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, str]) -> Tokenizer | None:
     """Returns a copy in which some tokens are spelled differently; None if they cannot keep their ids.
 
+    `encode_special_tokens` is not enough: Unigram models, and BPE with `ignore_merges`, find special tokens of a text
+    in their vocabulary, and with some a prompt in parts has other tokens than the whole one (`prepend_scheme`).
     content: the tokenizer as JSON, which is changed.
     """
     for token in content["added_tokens"]:
