@@ -106,6 +106,8 @@ SPLITS: Mapping[str, Sequence[str]] = {
     "afmoe": _AFMOE,
     "default": _OLDEST,
 }
+# Kinds that compose characters first, as Unicode's NFC does; files have no word about it, and llama.cpp does not.
+_COMPOSED = {"qwen2", "qwen35", "command-r", "olmo", "mpt"}
 # Kinds whose tokens are texts, and not bytes as characters; spaces are SentencePiece's.
 _RAW = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
 # Kinds that take a word which is a token as it is, and those that begin texts with a token by default.
@@ -311,7 +313,7 @@ def _byte_level(words: Vocabulary) -> dict[str, Any]:
         for pattern in SPLITS[words.pre]
     ]
     return {
-        "normalizer": None,
+        "normalizer": {"type": "NFC"} if words.pre in _COMPOSED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
         "model": _bpe(words, ignore_merges=words.pre in _WHOLE_WORDS),

@@ -43,10 +43,13 @@ def copy_path(kind: str, *folders: Path) -> Path:
     )
 
 
-def files_path(kind: str, name: str, files: Iterable[Path]) -> Path:
-    """Returns the folder of the copy of a kind made from some files. Its name begins with `name`."""
+def files_path(kind: str, name: str, files: Iterable[Path], code: bytes = b"") -> Path:
+    """Returns the folder of the copy of a kind made from some files. Its name begins with `name`.
+
+    code: what stands for the code that makes the copy: another version of it makes one of its own.
+    """
     made_of = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
+    digest = hashlib.sha256(repr(made_of).encode() + code).hexdigest()
     return Path(constants.HF_HUB_CACHE) / kind / f"{name}-{digest[:16]}"
 
 

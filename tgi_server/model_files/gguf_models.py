@@ -1,16 +1,19 @@
 """Folders in transformers format for GGUF files, in the hub's cache: configuration, tokenizer, and links to weights."""
 
+import hashlib
 import json
 import logging
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
 from huggingface_hub import constants
 
+from tgi_server import gguf
 from tgi_server.gguf.architectures import config_of
 from tgi_server.gguf.configuration import pooling
 from tgi_server.gguf.file import read_gguf
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # If it lies in the folder of a GGUF file, the tokenizer there is used in place of the file's.
 _TOKENIZER = "tokenizer.json"
+_READER = Path(gguf.__file__).parent
 # How sentence-transformers says that a model embeds texts.
 _POOLING = PurePath("1_Pooling/config.json")
 
@@ -107,7 +111,7 @@ def described(file: Path, tokenizer: Path | None = None) -> Path:
         parts = gguf_parts(file)
         source = tokenizer or parts[0].parent
         others = tokenizer_files(source) if tokenizer or (source / _TOKENIZER).is_file() else []
-        folder = files_path("gguf", parts[0].stem, [*parts, *others])
+        folder = files_path("gguf", parts[0].stem, [*parts, *others], _code())
         if not folder.is_dir():
             logger.info("describing %s in %s", parts[0], folder)
             _describe(parts, {file.relative_to(source): file for file in others}, folder)
@@ -119,6 +123,12 @@ def described(file: Path, tokenizer: Path | None = None) -> Path:
             f"no configuration can be written for {file}: {error.strerror or error}{hint}"
         ) from error
     return folder
+
+
+@cache
+def _code() -> bytes:
+    """Returns a digest of the code that reads GGUF files: a later version of it may describe them better."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_READER.glob("*.py")))).digest()
 
 
 def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_byte_level(name: str, pre: str, digits: str) -> None:
         ggml__eos_token_id=published.end,
     )
     made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
-    for text in (*TEXTS[:-2], published.eos + "text" + published.eos):
+    for text in (*TEXTS[:-2], published.eos + "text" + published.eos, "cafe\u0301 \u1112\u1161"):
         expected = original.encode(text, add_special_tokens=False).ids
         assert made.encode(text, add_special_tokens=False).ids == expected, text
     assert Vocabulary(file).end_ids()[0] == published.end
@@ -115,7 +116,7 @@ def test_every_kind_of_splitting_keeps_the_text(pre: str) -> None:
     file = file_of(ggml__model="gpt2", ggml__pre=pre, ggml__tokens=sorted(ByteLevel.alphabet()), ggml__merges=[])
     made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
     for text in TEXTS:
-        assert made.decode(made.encode(text).ids) == text
+        assert made.decode(made.encode(text).ids) in (text, unicodedata.normalize("NFC", text))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.adapters import make_adapter
 from tests.gguf_adapters import write_gguf_adapter
 from tests.gguf_models import make_gguf
 from tests.tiny_models import make_llama
+from tgi_server.model_files import gguf_models
 from tgi_server.model_files.download import find_model
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.gguf_models import GgufChoice, described, split_kind
@@ -79,6 +80,12 @@ def test_the_folder_of_a_file_links_to_it(file: Path, cache: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [2]}
     assert described(file) == folder
     assert find_model(str(file.parent), None) == folder
+
+
+def test_a_later_version_describes_a_file_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = described(file)
+    monkeypatch.setattr(gguf_models, "_code", lambda: b"later")
+    assert described(file) != plain
 
 
 def test_a_folder_s_own_tokenizer_wins(file: Path) -> None:

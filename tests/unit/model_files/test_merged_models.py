@@ -75,7 +75,7 @@ def test_a_base_model_that_cannot_be_had(adapter: Path, base: str | None, messag
 
 def test_what_is_wrong_with_an_adapter_is_reported_in_one_line_and_nothing_is_left(adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").write_bytes(b"broken")
-    with pytest.raises(ModelUnavailable, match=r"adapter_model.safetensors is corrupt or incomplete"):
+    with pytest.raises(ModelUnavailable, match=r"adapter_model.safetensors cannot be read: it is corrupt"):
         download(adapter)
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelUnavailable, match=r"has no adapter_model.safetensors and no adapter_model.bin"):
