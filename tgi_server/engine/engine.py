@@ -296,7 +296,8 @@ class Engine:
     def _settle(self, batch: RunningBatch) -> None:
         """Waits for the tokens of all steps if drafts depend on them, or the next mask of a sequence with a grammar.
 
-        The batch is then the same whether or not they had been waited for: shards that compute together depend on it.
+        The steps' ended sequences leave here even if the tokens were known before: every shard of a group has the same
+        batch at this call.
         """
         if self.speculation is not None or any(sequence.constraint is not None for sequence in batch.rows):
             for step in self._steps:

@@ -16,7 +16,9 @@ from tgi_server.router.errors import RouterError
 
 
 class Sink(Protocol):
-    """The receiver of a request's tokens. Only the scheduler's task calls it, in order, and not after the last call."""
+    """The receiver of a request's tokens. Only the scheduler calls it, on the event loop, in order, and not after the
+    last call. It must not wait: the next step would not be planned meanwhile.
+    """
 
     def started(self, cached_tokens: int) -> None:
         """Called when the request leaves the queue for the first time, not after a preemption.
@@ -101,7 +103,7 @@ class Submitter(Protocol):
     """The part of the scheduler that the API uses."""
 
     def submit(self, request: PreparedRequest, sink: Sink) -> None:
-        """Queues the request; the sink is called from then on. Never waits."""
+        """Queues the request; the sink is called from now on, also before this returns. Never waits."""
 
     def cancel(self, request_id: int) -> str:
         """Forgets the request within one step; its sink is not called any more.

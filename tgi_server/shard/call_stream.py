@@ -12,8 +12,8 @@ from tgi_server.shard import conversion
 from tgi_server.shard.tracing import RequestSpans
 from tgi_server.shard.turns import Turns
 
-# A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: the last
-# call was the one before.
+# A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: no more calls
+# come.
 Started = Step | pb.Answer | Exception | None
 
 

@@ -90,9 +90,10 @@ class PagedSteps(Runner):
         return logits
 
     def _decode_in_one(self, rows: int, top: TopOnly | None) -> tuple[Tensor, Tensor | None] | None:
-        """Returns logits and the argmax of each row, its next input; None if no step in one call fits.
+        """Returns logits, and the argmax of each row, which is already the row's next token; None if the step cannot
+        be done in one call.
 
-        It is a captured step, or on a CPU a kernel call, whose argmax is None where not all rows are greedy,
+        One call is a captured step, or on a CPU a kernel call, whose argmax is None where not all rows are greedy,
         or one has a mask.
         """
         adapted = bool(self._batch.adapted(rows))
@@ -114,7 +115,7 @@ class PagedSteps(Runner):
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         if token_ids is self.argmax_ids:
-            return  # the captured step has done it
+            return  # the step in one call has written them
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:

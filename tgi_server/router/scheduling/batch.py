@@ -211,8 +211,8 @@ class Batch:
     def _short_of(self, tokens: int) -> list[Sequence]:
         """Returns the jumping sequences without blocks for the next step and `tokens` tokens more.
 
-        Each step after the last answered one computes the token that the one before it yielded; and what more that
-        yields fits into the blocks that the sequence had then.
+        Each step that is not answered yet adds one token for certain. What a grammar or a draft adds besides fits into
+        the blocks that the sequence had when the step was planned.
         """
         size = self.memory.block_size
         if not size:

@@ -169,7 +169,8 @@ class StepPlanner:
         short = not batch.memory.can_grow(len(growing))
         if short or self._must_give_way():
             if steps_in_flight:
-                return []  # they may free blocks, and their tokens belong to a sequence that must be preempted
+                # They may end sequences, which frees blocks; and who is preempted must have all its tokens before.
+                return []
             preempted = self._make_room() if short else self._give_way()
             if short or batch.filter_due:
                 return [self._filter(preempted)]
@@ -343,8 +344,8 @@ class StepPlanner:
 
         Returns what is left of the budget.
 
-        Those whose adapters are not ready let others pass. As all places may be taken by adapters of running sequences,
-        they do so for `max_waiting_tokens` steps: then none with an adapter joins before them, so a place is freed.
+        Those whose adapters are not ready let others pass, for `max_waiting_tokens` steps. Since adapters of running
+        sequences may fill the shards' memory for adapters, none with an adapter joins before them after that.
         """
         in_order = False
         room = _JOINING_BYTES

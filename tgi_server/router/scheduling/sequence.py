@@ -46,8 +46,8 @@ class Sequence:
     tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
         prompt has, and how many there may be in the end. known: how many there were on admission; the
         step that computes the last of them yields the next token.
-    computed: tokens whose keys and values the calls sent so far put into the blocks; counts up to `known` only, later
-        ones follow from the steps.
+    computed: known tokens whose keys and values are in the blocks once the calls sent so far are done. It stops at
+        `known`: from then on each step computes one more, which is not counted here.
     blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
         token that the one before it yielded.

@@ -48,6 +48,9 @@ class GatherAttention(AttentionBackend):
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
+        """Stores keys and values; the slot of a position is block_table[position // block_size] * block_size + position
+        % block_size.
+        """
         scales, kept = self.kv_format.of(layer), self.kv_format
         self._keys[layer].flatten(0, 1)[metadata.slots] = encode(key, scales.keys, kept.keys)
         self._values[layer].flatten(0, 1)[metadata.slots] = encode(value, scales.values, kept.dtype)
