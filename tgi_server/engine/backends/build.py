@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.backends.attention.base import AttentionVariant, Latents
 from tgi_server.engine.backends.decoder import (
+    AltUpLayer,
     AttentionHeads,
     Decoder,
     DecoderInputs,
@@ -51,6 +52,12 @@ _LINEARS = (
 )
 # The norms that a layer without attention has not, of heads.
 _OF_ATTENTION = ("query_norm", "key_norm", "value_norm")
+# Modules of Gemma 3n, for its streams of hidden states: of the model, and linear layers of a layer.
+_STREAMS, _STREAMS_BACK = "altup_projections", "altup_unembed_projections"
+_OF_ALTUP = (
+    *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
+    *("laurel.linear_left", "laurel.linear_right"),
+)
 # Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
 # Linear layers, of Mamba, whose weight is multiplied by the module above them.
@@ -91,7 +98,7 @@ def build_decoder(
     head = model.get_output_embeddings()
     assert head is not None
     positions = decoder.get_submodule(spec.positions) if spec.positions else None
-    inputs = _inputs(model, decoder, spec, linear)
+    others = _others(model, decoder, spec, linear)
     paths = {id(module): path for path, module in model.named_modules()}
     new_head = _in_parallel(head, linear) if keep else _head(model, linear)
     return Decoder(
@@ -106,22 +113,50 @@ def build_decoder(
         paths[id(modules)],
         paths[id(head)],
         layer_type,
-        inputs,
+        _inputs(decoder, spec, others, linear),
+        (_within(others, _STREAMS), _within(others, _STREAMS_BACK)) if spec.altup else None,
+        others,
     )
 
 
-def _inputs(model: nn.Module, decoder: nn.Module, spec: DecoderSpec, linear: LinearFactory) -> DecoderInputs | None:
-    """Returns what makes the further inputs of layers; the model keeps the embedding alone."""
+def _others(model: nn.Module, decoder: nn.Module, spec: DecoderSpec, linear: LinearFactory) -> dict[str, PackedLinear]:
+    """Returns the linear layers outside of layers, by their paths; the model does not keep them."""
+    names = [] if spec.inputs is None else [spec.inputs.projection]
+    if spec.altup:
+        lists = ((name, cast(nn.ModuleList, decoder.get_submodule(name))) for name in (_STREAMS, _STREAMS_BACK))
+        names += [f"{name}.{index}" for name, modules in lists for index in range(len(modules))]
+    prefix = next(path for path, module in model.named_modules() if module is decoder)
+    made: dict[str, PackedLinear] = {}
+    deferred = DeferredFree()
+    for path in (f"{prefix}.{name}" for name in names):
+        made[path] = linear(cast(Any, model.get_submodule(path)))
+        _put(model, path, nn.Identity(), deferred)
+    deferred.free()
+    return made
+
+
+def _within(linears: Mapping[str, PackedLinear], name: str) -> list[PackedLinear]:
+    """Returns those of a list of that name."""
+    return [each for path, each in linears.items() if path.split(".")[-2] == name]
+
+
+def _inputs(
+    decoder: nn.Module, spec: DecoderSpec, others: Mapping[str, PackedLinear], linear: LinearFactory
+) -> DecoderInputs | None:
+    """Returns what makes the further inputs of layers, if there are such."""
     if spec.inputs is None:
         return None
     own = spec.inputs
     embedding = _embedding(decoder.get_submodule(own.embedding), None, None, linear)
-    projection = decoder.get_submodule(own.projection)
-    path = next(path for path, module in model.named_modules() if module is projection)
-    made, deferred = linear(cast(Any, projection)), DeferredFree()
-    _put(model, path, nn.Identity(), deferred)
-    deferred.free()
-    return DecoderInputs(own, embedding, made, Norm.of(decoder.get_submodule(own.norm)), path)
+    projection = next(each for path, each in others.items() if path.endswith(f".{own.projection}"))
+    return DecoderInputs(own, embedding, projection, Norm.of(decoder.get_submodule(own.norm)))
+
+
+def _altup(layer: nn.Module, linear: LinearFactory) -> AltUpLayer:
+    altup: Any = layer.get_submodule("altup")
+    norms = Norm.of(altup.router_norm), Norm.of(layer.get_submodule("laurel.post_laurel_norm"))
+    scale = altup.correct_output_scale.float() if altup.config.altup_correct_scale else None
+    return AltUpLayer({name: linear(_linear(layer, name)) for name in _OF_ALTUP}, *norms, scale)
 
 
 def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
@@ -241,6 +276,7 @@ def _layer(
         linears["input_gate"],
         linears["input_projection"],
         1.0 if spec.output_scale is None else float(module.get_buffer(spec.output_scale)),
+        _altup(module, linear) if hasattr(module, "altup") else None,
     )
 
 

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput, TopOnly
-from tgi_server.engine.backends.decoder import AttentionHeads, Decoder, DecoderInputs, DecoderLayer, Norm, inner
+from tgi_server.engine.backends.decoder import (
+    AltUpLayer,
+    AttentionHeads,
+    Decoder,
+    DecoderInputs,
+    DecoderLayer,
+    Norm,
+    inner,
+)
 from tgi_server.engine.backends.head import PrefilteredHead
 from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
 from tgi_server.engine.backends.states import SequenceStates
@@ -22,7 +30,7 @@ from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.group import peers
-from tgi_server.engine.parallel.layers import VocabParallelEmbedding, VocabParallelHead
+from tgi_server.engine.parallel.layers import RowParallel, VocabParallelEmbedding, VocabParallelHead
 
 # Linear layers of a layer, by the names that the kernel has for them, too.
 _LINEARS = (
@@ -224,7 +232,7 @@ def _layers_kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.Decoder`."""
     spec = decoder.spec
     kernel = torch.classes.oatmill.Decoder(
-        spec.activation, spec.gated_mlp, spec.parallel, spec.residual_scale, spec.interleaved
+        spec.activation, spec.gated_mlp, spec.parallel, spec.residual_scale, spec.interleaved, _streams_kernel(decoder)
     )
     for layer in decoder.layers:
         norms = {name: _norm_kernel(norm) for name, norm in layer.norms.items()}
@@ -233,8 +241,24 @@ def _layers_kernel(decoder: Decoder) -> Any:
         attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None
         mixer = layer.mixer.kernel if layer.mixer else None
         mixture = _mixture_kernel(layer) if layer.mixture is not None else None
-        kernel.add_layer(norms, attention, mixer, mixture, linears, layer.scales, layer.scale)
+        altup = _altup_kernel(layer.altup) if layer.altup else None
+        whole = isinstance(layer.output, RowParallel) and isinstance(layer.down, PackedLinear) and mixture is None
+        kernel.add_layer(
+            norms, attention, mixer, mixture, altup, linears, layer.scales, layer.scale, layer.spec.deviations, whole
+        )
     return kernel
+
+
+def _streams_kernel(decoder: Decoder) -> Any:
+    if decoder.streams is None:
+        return None
+    return torch.classes.oatmill.Streams(*([_linear_kernel(each) for each in part] for part in decoder.streams))
+
+
+def _altup_kernel(altup: AltUpLayer) -> Any:
+    router, prediction, correction, left, right = map(_linear_kernel, altup.linears.values())
+    norm, laurel_norm = _norm_kernel(altup.norm), _norm_kernel(altup.laurel_norm)
+    return torch.classes.oatmill.AltUp(norm, router, prediction, correction, altup.scale, left, right, laurel_norm)
 
 
 def _attention_kernel(layer: DecoderLayer, heads: AttentionHeads, variant: AttentionVariant) -> Any:

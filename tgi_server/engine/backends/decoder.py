@@ -1,8 +1,8 @@
 """A decoder's weights by its spec, arranged for a device: what the models of backends compute with."""
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -118,6 +118,21 @@ class LatentLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpLayer:
+    """Holds what a layer with several streams of hidden states has for them (Gemma 3n).
+
+    linears: by their paths in the layer of `transformers`, in the order of `torch.classes.oatmill.AltUp`: the router,
+    coefficients of predictions and of corrections, and two of a residual beside attention, whose norm is laurel_norm.
+    norm: of the router's input. scale: of the first stream, [hidden_size] float32; None: it is not scaled.
+    """
+
+    linears: dict[str, PackedLinear]
+    norm: Norm
+    laurel_norm: Norm
+    scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """A layer, with the query, key and value projections joined into one, and gate and up projection.
 
@@ -128,7 +143,7 @@ class DecoderLayer:
     part, or the expert that all tokens have; None: there is none. shared_gate: of that expert. parts: what each linear
     layer is made of in `transformers`, with the numbers of outputs. scales: what the outputs of these linear layers are
     multiplied by, [outputs] float32, where that is not 1. input_gate, input_projection: of its further input; None: it
-    has none. scale: of its output.
+    has none. scale: of its output. altup: of its streams; None: there is one.
     """
 
     spec: LayerSpec
@@ -151,6 +166,7 @@ class DecoderLayer:
     input_gate: PackedLinear | None = None
     input_projection: PackedLinear | None = None
     scale: float = 1.0
+    altup: AltUpLayer | None = None
 
     def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
@@ -163,17 +179,19 @@ class DecoderLayer:
         if self.mixer is not None:
             for name, linear in self.mixer.inner.items():
                 yield linear, [(f"{self.spec.mixer}.{name}", linear.out_features)]
+        if self.altup is not None:
+            for name, linear in self.altup.linears.items():
+                yield linear, [(name, linear.out_features)]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderInputs:
-    """Makes the further inputs of all layers. path: of the projection in `transformers`."""
+    """Makes the further inputs of all layers."""
 
     spec: LayerInputs
     embedding: nn.Embedding | QuantizedEmbedding | VocabParallelEmbedding
     projection: PackedLinear
     norm: Norm
-    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +200,9 @@ class Decoder:
 
     positions: learned ones, [positions, hidden_size]; None: there are none. embedding_norm: of the sum of embeddings
     and positions; None: there is none. ropes: as in the spec. norm: after the layers; None: there is none. layer_type:
-    the class that the last layer had in `transformers`. inputs: of layers; None: they have no further ones.
+    the class that the last layer had in `transformers`. inputs: of layers; None: they have no further ones. streams:
+    the projections to further streams of hidden states, and back; None: there are none. others: linear layers outside
+    of layers, by their paths in `transformers`.
     """
 
     spec: DecoderSpec
@@ -197,6 +217,8 @@ class Decoder:
     head_path: str
     layer_type: type[nn.Module]
     inputs: DecoderInputs | None = None
+    streams: tuple[Sequence[PackedLinear], Sequence[PackedLinear]] | None = None
+    others: Mapping[str, PackedLinear] = field(default_factory=dict)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -209,8 +231,8 @@ class Decoder:
         for layer in self.layers:
             for linear, parts in layer.linears():
                 yield linear, [(f"{self.layers_path}.{layer.index}.{name}", outputs) for name, outputs in parts]
-        if self.inputs is not None:
-            yield self.inputs.projection, [(self.inputs.path, self.inputs.projection.out_features)]
+        for path, linear in self.others.items():
+            yield linear, [(path, linear.out_features)]
         head = inner(self.head)
         yield head, [(self.head_path, head.out_features)]
 

@@ -101,7 +101,8 @@ class LayerSpec:
     `up` does.
     input_gate, input_projection, input_norm: the layer has a further input (`LayerInputs`), multiplied by the gate's
     activation; the normalised projection of that is added to the residual. output_scale: a tensor with the number by
-    which the layer's output is multiplied.
+    which the layer's output is multiplied. deviations: of what the gate gives, only the excess over the mean and so
+    many standard deviations counts (Gemma 3n); None: all.
     rope: which of the model's rotary tables turns queries and keys; None: none does.
     value_scale: of values. scaling: of the scores, where `transformers` scales the query before it calls attention;
     None: as it says there. tuning: a floor and a scale, of the query at each position: it is multiplied by
@@ -140,6 +141,7 @@ class LayerSpec:
     input_projection: str | None = None
     input_norm: str | None = None
     output_scale: str | None = None
+    deviations: float | None = None
     rope: int | None = 0
     value_scale: float = 1.0
     scaling: float | None = None
@@ -198,6 +200,7 @@ class DecoderSpec:
     input, normalised by that. residual_scale: what layers add is multiplied by it.
     embedding_scale: the same of embeddings, as the model's dtype has it. inputs: of layers; None: they have no further
     ones. logits_divisor, logits_softcap: what logits are divided by; and capped by, 0 for not at all.
+    altup: there are several streams of hidden states, as in Gemma 3n, by the names of modules there.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -210,6 +213,7 @@ class DecoderSpec:
     rotary: str = "rotary_emb"
     ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
     interleaved: bool = False
+    altup: bool = False
     parallel: bool = False
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
@@ -228,6 +232,7 @@ class DecoderSpec:
         return (
             self.has_states
             or self.has_latents
+            or self.altup
             or any(
                 each.value_norm or each.output_scale or each.tuning or (each.mixture and each.mixture.share_inputs)
                 for each in self.layers

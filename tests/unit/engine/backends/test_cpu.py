@@ -25,7 +25,7 @@ IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3
 IN_ONE_CALL += ["jamba", "qwen3_5_moe_text", "qwen3_next"]
 IN_ONE_CALL += ["bloom", "falcon_40b", "gpt2", "gptj", "mpt_6_heads", "nemotron"]
 IN_ONE_CALL += ["deepseek_v3", "falcon_h1", "granitemoehybrid", "kimi_linear", "mimo_v2_flash", "nemotron_h"]
-IN_ONE_CALL += ["gemma4_text", "gemma4_text_moe", "llama4_text"]
+IN_ONE_CALL += ["gemma3n_text", "gemma4_text", "gemma4_text_moe", "llama4_text"]
 # Their parts are those of others, so that they are slow tests.
 OF_THE_SAME_PARTS = {"cohere2", "ernie4_5", "exaone4", "helium", "olmo3", "qwen2_moe", "stablelm", "stablelm_parallel"}
 OF_THE_SAME_PARTS |= {"arcee", "bloom_6_heads", "falcon_7b", "falcon_11b", "falcon_rw", "galactica", "gpt_neox", "mpt"}

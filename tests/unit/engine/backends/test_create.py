@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from tests.tiny_models import build
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.backends import PagedModel, create_backend
-from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.generic import GenericModel
@@ -41,7 +40,7 @@ def test_a_spec_is_run_outside_the_modules_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "custom_kernels", "attention"),
-    [("gemma3n_text", True, CpuAttention), ("gpt2", False, GatherAttention), ("llama", False, GatherAttention)],
+    [("deepseek_v32", True, GatherAttention), ("gpt2", False, GatherAttention), ("llama", False, GatherAttention)],
 )
 def test_without_a_spec_or_kernels_transformers_computes(architecture, custom_kernels, attention) -> None:
     paged = made(build(architecture), custom_kernels=custom_kernels)

@@ -43,7 +43,7 @@ def test_kernels_have_all_threads_until_the_pass_ends_or_fails() -> None:
 
 def test_decoding_in_layers_of_transformers_leaves_torch_one_thread(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_small_layers", lambda model: False)  # which would have one thread
-    engine = Engine(EngineConfig(make("gemma3n_text", tmp_path), torch.float32, torch.device("cpu")))
+    engine = Engine(EngineConfig(make("deepseek_v32", tmp_path), torch.float32, torch.device("cpu")))
     seen: list[tuple[int, tuple[int, int]]] = []
     embedding = engine._runner.backend.source.get_input_embeddings()
     embedding.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].numel(), threads())))

@@ -26,10 +26,12 @@
 #include <vector>
 
 #include "simd/dtypes.h"
-#include "simd/simd16.h"
+#include "altup.h"
 #include "gemm/gemm.h"
 #include "gemm/linear.h"
 #include "gemm/moe.h"
+#include "ops/elementwise.h"
+#include "ops/norm.h"
 #include "ops/ops.h"
 #include "recurrent/mixer.h"
 #include "runtime/ranks.h"
@@ -38,61 +40,6 @@
 namespace oatmill {
 
 namespace {
-
-using MaybeTensor = std::optional<at::Tensor>;
-
-// A norm by the root mean square, or a layer norm (centred), whose bias there may be. whole_size: of a norm by the root
-// mean square of elements that all ranks have together, with weights in float32; 0: this rank has them all. copies: so
-// many ranks have the same of them.
-struct Norm : torch::CustomClassHolder {
-  at::Tensor weight;
-  MaybeTensor bias;
-  double eps;
-  bool centred;
-  int64_t whole_size, copies;
-
-  Norm(at::Tensor weight, MaybeTensor bias, double eps, bool centred, int64_t whole_size, int64_t copies)
-      : weight(std::move(weight)), bias(std::move(bias)), eps(eps), centred(centred), whole_size(whole_size),
-        copies(copies) {}
-
-  at::Tensor operator()(const at::Tensor& x) const {
-    return centred ? layer_norm(x, weight, bias, eps) : rms_norm(x, weight, eps);
-  }
-
-  // x: [tokens, 1, size], of this rank.
-  at::Tensor over_ranks(const at::Tensor& x, Ranks& ranks) const {
-    const int64_t tokens = x.size(0), size = x.size(2), stride = x.stride(0);
-    at::Tensor sums = at::empty({tokens}, x.options().dtype(at::kFloat)), y = at::empty({tokens, 1, size}, x.options());
-    float* squares = sums.mutable_data_ptr<float>();
-    by_dtype(x, [&]<typename T>(T*) {
-      const T* from = x.const_data_ptr<T>();
-      for_rows(tokens, size, [&](int64_t t, int64_t last) {
-        for (; t < last; ++t) {
-          float sum = 0;
-          for (int64_t i = 0; i < size; ++i) {
-            const float value = static_cast<float>(from[t * stride + i]);
-            sum += value * value;
-          }
-          squares[t] = sum / static_cast<float>(copies);
-        }
-      });
-      ranks.all_reduce(sums);
-      const float* scale = weight.const_data_ptr<float>();
-      T* to = y.mutable_data_ptr<T>();
-      for_rows(tokens, size, [&](int64_t t, int64_t last) {
-        for (; t < last; ++t) {
-          const float factor = 1 / std::sqrt(squares[t] / static_cast<float>(whole_size) + static_cast<float>(eps));
-          for (int64_t i = 0; i < size; ++i)
-            to[t * size + i] = static_cast<T>(scale[i] * (static_cast<float>(from[t * stride + i]) * factor));
-        }
-      });
-    });
-    return y;
-  }
-};
-
-using NormPtr = c10::intrusive_ptr<Norm>;
-using MaybeNorm = std::optional<NormPtr>;
 
 // Multi-head latent attention (DeepSeek-V2, 2024): of a token the cache has what all heads share, once: `rotated` elements that
 // are turned, and a latent, the rank elements behind them. query: makes queries of what the layer's first projection gives;
@@ -144,20 +91,6 @@ struct Attention : torch::CustomClassHolder {
 
 using AttentionPtr = c10::intrusive_ptr<Attention>;
 
-// rows *= scale, element by element. scale: [columns] float32.
-void multiply_columns(at::Tensor& rows, const at::Tensor& scale) {
-  const int64_t columns = rows.size(1);
-  by_dtype(rows, [&]<typename T>(T*) {
-    T* to = rows.mutable_data_ptr<T>();
-    const float* factors = scale.const_data_ptr<float>();
-    for_rows(rows.size(0), columns, [&](int64_t r, int64_t last) {
-      for (; r < last; ++r)
-        for (int64_t i = 0; i < columns; ++i)
-          to[r * columns + i] = static_cast<T>(static_cast<float>(to[r * columns + i]) * factors[i]);
-    });
-  });
-}
-
 // A linear layer, whose outputs are multiplied by scale, [outputs] float32; or none.
 struct Projection {
   LinearPtr linear;
@@ -177,7 +110,9 @@ struct Projection {
 // sigmoid multiplies the shared expert's output, or none. attended_norm, fed_norm: of what attention and the feed-forward part
 // add to the residual. mixture_norm, router_norm: of the residual, which experts and router then read in place of what up
 // does. mixed_norm, shared_norm: of the outputs of mixture and shared expert. input_gate, input_projection, input_norm: of the
-// layer's further input (Gemma 3n), or none. scale: of the layer's output.
+// layer's further input (Gemma 3n), or none. scale: of the layer's output. altup: or none; then the further input changes all
+// streams but the first. deviations: what the gate gives becomes its excess over its mean and so many standard deviations, or
+// 0 (Gemma 3n); none: it stays. whole: each rank has all of the feed-forward part.
 struct Layer {
   MaybeNorm attention_norm, query_norm, key_norm, value_norm, attended_norm, feed_forward_norm, fed_norm;
   MaybeNorm mixture_norm, router_norm, mixed_norm, shared_norm, input_norm;
@@ -188,46 +123,32 @@ struct Layer {
   Projection up, down;
   LinearPtr shared_gate, input_gate, input_projection;
   MixturePtr mixture;
+  AltUpPtr altup;
   double scale;
+  std::optional<double> deviations;
+  bool whole;
 };
 
-void add(at::Tensor& sums, const at::Tensor& others) {
-  by_dtype(sums, [&]<typename T>(T*) {
-    T* to = sums.mutable_data_ptr<T>();
-    const T* from = others.const_data_ptr<T>();
-    for_rows(sums.numel(), 1, [&](int64_t i, int64_t last) {
-      for (; i + LANES <= last; i += LANES) store(to + i, load(to + i) + load(from + i));
-      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
-    });
-  });
-}
-
-// numbers *= others, of the same shape, contiguous.
-void multiply(at::Tensor& numbers, const at::Tensor& others) {
-  by_dtype(numbers, [&]<typename T>(T*) {
-    T* to = numbers.mutable_data_ptr<T>();
-    const T* from = others.const_data_ptr<T>();
-    for_rows(numbers.numel(), 1, [&](int64_t i, int64_t last) {
-      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * static_cast<float>(from[i]));
-    });
-  });
-}
-
-// x = change(x), rounded as an operation on tensors is.
-template <typename Change>
-void change_each(at::Tensor& numbers, const Change& change) {
-  by_dtype(numbers, [&]<typename T>(T*) {
-    T* to = numbers.mutable_data_ptr<T>();
+// Each number of the first half of x becomes its excess over the half's mean and so many standard deviations, or 0. x:
+// [tokens, 2 * size], contiguous.
+void keep_largest(at::Tensor& x, double deviations) {
+  const int64_t size = x.size(1) / 2;
+  by_dtype(x, [&]<typename T>(T*) {
+    T* rows = x.mutable_data_ptr<T>();
     const auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
-    for_rows(numbers.numel(), 1, [&](int64_t i, int64_t last) {
-      for (; i < last; ++i) to[i] = static_cast<T>(change(static_cast<float>(to[i]), rounded));
+    for_rows(x.size(0), size, [&](int64_t t, int64_t last) {
+      for (; t < last; ++t) {
+        T* row = rows + t * 2 * size;
+        float sum = 0, squares = 0;
+        for (int64_t i = 0; i < size; ++i) sum += static_cast<float>(row[i]);
+        const float mean = sum / static_cast<float>(size);
+        for (int64_t i = 0; i < size; ++i) squares += (static_cast<float>(row[i]) - mean) * (static_cast<float>(row[i]) - mean);
+        const float deviation = rounded(std::sqrt(squares / static_cast<float>(size)));
+        const float least = rounded(rounded(mean) + rounded(deviation * rounded(static_cast<float>(deviations))));
+        for (int64_t i = 0; i < size; ++i) row[i] = static_cast<T>(std::max(static_cast<float>(row[i]) - least, 0.0f));
+      }
     });
   });
-}
-
-// factor: as the dtype of the numbers has it.
-void multiply(at::Tensor& numbers, double factor) {
-  change_each(numbers, [factor = static_cast<float>(factor)](float x, auto) { return x * factor; });
 }
 
 // output[:, h] = x[:, h] times the weights of head h, for all heads. x: [tokens, heads, inputs]; output: [tokens, heads, outputs].
@@ -326,15 +247,18 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
 // not those half of it apart.
 class Decoder : public torch::CustomClassHolder {
  public:
-  Decoder(const std::string& activation, bool gated, bool parallel, double residual_scale, bool interleaved)
+  // streams: of hidden states; or none.
+  Decoder(const std::string& activation, bool gated, bool parallel, double residual_scale, bool interleaved,
+          std::optional<StreamsPtr> streams)
       : activation_(activation_named(activation)), gated_(gated), parallel_(parallel), residual_scale_(residual_scale),
-        interleaved_(interleaved) {}
+        interleaved_(interleaved), streams_(streams.value_or(nullptr)) {}
 
-  // norms, linears: those of Layer that there are, by their names. scales: of the outputs of linears. scale: of the output.
+  // norms, linears: those of Layer that there are, by their names. scales: of the outputs of linears. The last ones are as
+  // in Layer.
   void add_layer(const c10::Dict<std::string, NormPtr>& norms, std::optional<AttentionPtr> attention,
-                 std::optional<MixerPtr> mixer, std::optional<MixturePtr> mixture,
+                 std::optional<MixerPtr> mixer, std::optional<MixturePtr> mixture, std::optional<AltUpPtr> altup,
                  const c10::Dict<std::string, LinearPtr>& linears, const c10::Dict<std::string, at::Tensor>& scales,
-                 double scale) {
+                 double scale, std::optional<double> deviations, bool whole) {
     const auto norm = [&](const char* name) { return norms.contains(name) ? MaybeNorm(norms.at(name)) : MaybeNorm(); };
     const auto linear = [&](const char* name) { return linears.contains(name) ? linears.at(name) : LinearPtr(); };
     const auto projection = [&](const char* name) {
@@ -346,7 +270,7 @@ class Decoder : public torch::CustomClassHolder {
                        attention.value_or(nullptr), projection("qkv"), projection("output"), mixer.value_or(nullptr),
                        projection("mixer_in"), projection("mixer_out"), projection("up"), projection("down"),
                        linear("shared_gate"), linear("input_gate"), linear("input_projection"),
-                       mixture.value_or(nullptr), scale});
+                       mixture.value_or(nullptr), altup.value_or(nullptr), scale, deviations, whole});
     const Layer& layer = layers_.back();
     TORCH_CHECK(!layer.attention || (layer.qkv.linear && layer.output.linear));
     TORCH_CHECK(!layer.mixer || (layer.mixer_in.linear && layer.mixer_out.linear));
@@ -365,13 +289,16 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, States& states, const Pass& pass,
                  const MaybeTensor& wanted, const ImageRows& images, const std::vector<int64_t>& tapped,
                  std::vector<at::Tensor>& taps, std::vector<at::Tensor>* projected) const {
-    at::Tensor residual = hidden;
+    at::Tensor residual = hidden, streams;
+    if (streams_) streams = streams_->of(hidden, pass.adapters);
+    MaybeTensor adapters = pass.adapters;
     auto tap = tapped.begin();
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
       if (tap != tapped.end() && *tap == static_cast<int64_t>(i)) taps.push_back(residual), ++tap;
       const MaybeTensor chosen = i + 1 == layers_.size() ? wanted : MaybeTensor{};
       at::Tensor normed, attended, mixed;
+      if (layer.altup) streams = layer.altup->predicted(streams, pass.adapters), residual = streams.select(0, 0);
       if (layer.attention || layer.mixer) normed = normalised(layer.attention_norm, residual);
       if (layer.attention) {
         const size_t own = layer.attention->kv_heads == 0 ? static_cast<size_t>(layer.attention->keys_of) : i;
@@ -385,20 +312,35 @@ class Decoder : public torch::CustomClassHolder {
         mixed = (*layer.mixer)(input, states[i], pass.runs, pass.adapters);
         if (chosen) mixed = mixed.index_select(0, *chosen);
       }
-      const MaybeTensor adapters = chosen ? chosen_rows(pass.adapters, *chosen) : pass.adapters;
-      if (chosen) residual = residual.index_select(0, *chosen);
+      if (chosen) adapters = chosen_rows(pass.adapters, *chosen), residual = residual.index_select(0, *chosen);
       if (parallel_ && layer.feed_forward_norm) normed = normalised(layer.feed_forward_norm, residual);
       else if (parallel_ && chosen) normed = normed.index_select(0, *chosen);
       if (layer.attention) residual = added(layer.output, attended, adapters, residual, layer.attended_norm);
+      if (layer.altup) {
+        add(residual, layer.altup->residual(chosen ? normed.index_select(0, *chosen) : normed, adapters));
+        change_each(residual, [root = std::sqrt(2.0f)](float x, auto) { return x / root; });
+      }
       if (layer.mixer) residual = added(layer.mixer_out, mixed, adapters, residual, layer.attended_norm);
       if (layer.up.linear || layer.mixture) {
         if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
         residual = feed_forward(layer, normed, adapters, residual);
       }
-      if (layer.input_gate) residual = with_input(layer, residual, pass.inputs, i, chosen, adapters);
+      if (layer.altup) {
+        streams = layer.altup->corrected(chosen ? streams.index_select(1, *chosen) : streams, residual, adapters);
+        residual = streams.select(0, 0);
+        const at::Tensor change =
+            normalised(layer.input_norm, of_input(layer, layer.altup->scaled(residual), pass.inputs, i, chosen, adapters));
+        for (int64_t s = 1; s < streams.size(0); ++s) {
+          at::Tensor other = streams.select(0, s);
+          add(other, change);
+        }
+      } else if (layer.input_gate) {
+        residual = with_residual(of_input(layer, residual, pass.inputs, i, chosen, adapters), residual, layer.input_norm);
+      }
       if (layer.scale != 1) multiply(residual, layer.scale);
       if (i < images.added.size()) residual.index_add_(0, images.rows, images.added[i]);
     }
+    if (streams_) residual = streams_->merged(streams, adapters);
     if (tap != tapped.end()) taps.push_back(residual);
     return residual;
   }
@@ -421,7 +363,12 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const MaybeTensor& adapters,
                           const at::Tensor& residual) const {
     at::Tensor inner;
-    if (layer.up.linear) inner = activate(layer.up(x, adapters), activation_, gated_);
+    if (layer.up.linear) {
+      inner = layer.up(x, adapters);
+      if (layer.deviations) keep_largest(inner, *layer.deviations);
+      inner = activate(inner, activation_, gated_);
+    }
+    if (layer.whole) return with_residual(layer.down(inner, adapters), residual, layer.fed_norm);
     if (!layer.mixture) return added(layer.down, inner, adapters, residual, layer.fed_norm);
     at::Tensor sum = (*layer.mixture)(layer.mixture_norm ? normalised(layer.mixture_norm, residual) : x,
                                       layer.router_norm ? normalised(layer.router_norm, residual) : x,
@@ -443,14 +390,14 @@ class Decoder : public torch::CustomClassHolder {
     return as_it_is(layer.fed_norm) ? summed(sum) : with_residual(summed(sum), residual, layer.fed_norm);
   }
 
-  // The residual and what a layer makes of it and of its further input. inputs: of all layers. chosen: as in `run`.
-  at::Tensor with_input(const Layer& layer, const at::Tensor& residual, const at::Tensor& inputs, size_t index,
-                        const MaybeTensor& chosen, const MaybeTensor& adapters) const {
+  // What a layer makes of x and of its further input. inputs: of all layers. chosen: as in `run`.
+  at::Tensor of_input(const Layer& layer, const at::Tensor& x, const at::Tensor& inputs, size_t index,
+                      const MaybeTensor& chosen, const MaybeTensor& adapters) const {
     const int64_t size = layer.input_gate->outputs;
-    at::Tensor gate = activate(layer.input_gate->adapted(residual, adapters), activation_, false);
+    at::Tensor gate = activate(layer.input_gate->adapted(x, adapters), activation_, false);
     const at::Tensor own = inputs.narrow(1, static_cast<int64_t>(index) * size, size);
     multiply(gate, (chosen ? own.index_select(0, *chosen) : own).contiguous());
-    return with_residual(layer.input_projection->adapted(gate, adapters), residual, layer.input_norm);
+    return layer.input_projection->adapted(gate, adapters);
   }
 
   // Returns true if what a layer computes is added to the residual without more ado.
@@ -587,7 +534,8 @@ class Decoder : public torch::CustomClassHolder {
   bool gated_, parallel_;
   double residual_scale_;
   bool interleaved_;
-  RanksPtr ranks_;  // or none
+  StreamsPtr streams_;  // or none
+  RanksPtr ranks_;      // or none
   std::vector<Layer> layers_;
 };
 
@@ -915,8 +863,11 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.class_<Attention>("Attention")
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, std::optional<LatentsPtr>, double, int64_t, double, MaybeTensor, MaybeTensor, bool, int64_t, bool,
                        bool, double, int64_t, int64_t, std::vector<double>>());
+  library.class_<AltUp>("AltUp").def(torch::init<NormPtr, LinearPtr, LinearPtr, LinearPtr, MaybeTensor, LinearPtr, LinearPtr,
+                                               NormPtr>());
+  library.class_<Streams>("Streams").def(torch::init<std::vector<LinearPtr>, std::vector<LinearPtr>>());
   library.class_<Decoder>("Decoder")
-      .def(torch::init<std::string, bool, bool, double, bool>())
+      .def(torch::init<std::string, bool, bool, double, bool, std::optional<StreamsPtr>>())
       .def("add_layer", &Decoder::add_layer);
   library.class_<Embedding>("Embedding").def(torch::init<at::Tensor, std::optional<LinearPtr>, double>());
   library.class_<LayerInputs>("LayerInputs").def(torch::init<EmbeddingPtr, int64_t, LinearPtr, NormPtr, double, double>());

@@ -1,10 +1,10 @@
 """Gemma 1 to 4, and VaultGemma: scaled embeddings, GELU for the gate.
 
-In Gemma 3n and 4 the last layers may share the keys of earlier ones, and layers may have further inputs. Gemma 3n is
-computed by `transformers`.
+In Gemma 3n and 4 the last layers may share the keys of earlier ones, and layers may have further inputs.
 """
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from tgi_server.engine.models.spec import (
@@ -13,6 +13,7 @@ from tgi_server.engine.models.spec import (
     LayerInputs,
     LayerSpec,
     MixtureSpec,
+    NoSpec,
     RopeSpec,
     activation,
 )
@@ -25,6 +26,13 @@ _LAYER = LayerSpec(
     feed_forward_norm="pre_feedforward_layernorm",
     fed_norm="post_feedforward_layernorm",
 )
+
+
+_INPUT: dict[str, Any] = {
+    "input_gate": "per_layer_input_gate",
+    "input_projection": "per_layer_projection",
+    "input_norm": "post_per_layer_input_norm",
+}
 
 
 def _facts(config: Any, activation_name: str) -> dict[str, Any]:
@@ -52,6 +60,26 @@ def gemma3(config: Any) -> DecoderSpec:
     return DecoderSpec(tuple(layers), ropes=ropes, **_facts(config, config.hidden_activation))
 
 
+def gemma3n(config: Any) -> DecoderSpec:
+    """There are several streams of hidden states, and some feed-forward parts use the largest features alone."""
+    if config.altup_active_idx != 0:
+        raise NoSpec("layers compute with another stream than the first")
+    types = sorted(set(config.layer_types))
+    layer = replace(_LAYER, query_norm="self_attn.q_norm", **_INPUT)
+    kinds = zip(config.layer_types, config.kv_sharing_modes, config.activation_sparsity_pattern, strict=True)
+    layers = (
+        replace(
+            _with_keys(layer, config, kind, mode),
+            rope=types.index(kind),
+            deviations=NormalDist().inv_cdf(share) if share > 0 else None,
+        )
+        for kind, mode, share in kinds
+    )
+    ropes = tuple(RopeSpec(kind) for kind in types)
+    facts = _facts(config, config.hidden_activation)
+    return DecoderSpec(tuple(layers), ropes=ropes, inputs=_layer_inputs(config), altup=True, **facts)
+
+
 def gemma4(config: Any) -> DecoderSpec:
     """Values are normalised, too; in some models, those of layers that look at all tokens are their keys before that.
 
@@ -60,12 +88,7 @@ def gemma4(config: Any) -> DecoderSpec:
     types = sorted(set(config.layer_types))
     layer = replace(_LAYER, query_norm="self_attn.q_norm", output_scale="layer_scalar")
     if config.hidden_size_per_layer_input:
-        layer = replace(
-            layer,
-            input_gate="per_layer_input_gate",
-            input_projection="per_layer_projection",
-            input_norm="post_per_layer_input_norm",
-        )
+        layer = replace(layer, **_INPUT)
     if config.enable_moe_block:
         layer = replace(
             layer,
@@ -146,7 +169,7 @@ FAMILIES = {
     "gemma": Family(gemma, llama_plan),
     "gemma2": Family(gemma2, llama_plan),
     "gemma3_text": Family(gemma3, llama_plan),
-    "gemma3n_text": Family(plan=_gemma3n_plan),
+    "gemma3n_text": Family(gemma3n, _gemma3n_plan),
     "gemma4_text": Family(gemma4, _gemma4_plan),
     "vaultgemma": Family(vaultgemma, llama_plan),
 }

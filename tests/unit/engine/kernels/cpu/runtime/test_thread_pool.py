@@ -18,7 +18,7 @@ from tgi_server.engine.kernels import load_kernels
 load_kernels()
 from tgi_server.engine.linear.float import FloatLinear
 none = torch.zeros(1, dtype=torch.int64)
-decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False)
+decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False, None)
 head = FloatLinear(torch.ones(16, 16)).kernel()
 embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
 model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
@@ -38,7 +38,7 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 def _kernels() -> None:
     assert load_kernels()
     none = torch.zeros(1, dtype=torch.int64)
-    decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False)
+    decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False, None)
     head = FloatLinear(torch.ones(16, 16)).kernel()
     embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
     model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
