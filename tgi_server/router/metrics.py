@@ -49,13 +49,13 @@ class Method(Enum):
 
 
 class ConcatReason(Enum):
-    """The reason why waiting requests joined a running batch; the values are label values."""
+    """The reason why waiting requests join a running batch; the values are label values, TGI's where it has one."""
 
-    BACKPRESSURE = "backpressure"
-    WAIT_EXCEEDED = "wait_exceeded"
-    CHUNKING = "chunking"
-    PREEMPTION = "preemption"
-    DEADLINE = "deadline"
+    ROOM = "chunking"  # the running batch is at most half full
+    BACKPRESSURE = "backpressure"  # the waiting requests outnumber the running ones by `waiting_served_ratio`
+    WAIT_EXCEEDED = "wait_exceeded"  # `max_waiting_tokens` decode steps have passed without a prefill
+    DEADLINE = "deadline"  # a waiting request would be too late if it waited any longer
+    PREEMPTION = "preemption"  # running requests are preempted by a waiting one
 
 
 @dataclass(frozen=True, slots=True)

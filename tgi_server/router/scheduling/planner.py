@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import takewhile
 from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import StateSave
+from tgi_server.router.metrics import ConcatReason
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
@@ -28,16 +28,6 @@ T = TypeVar("T")
 STEPS_IN_FLIGHT = 2
 
 
-class Reason(Enum):
-    """The reason why waiting requests join the batch."""
-
-    ROOM = "the running batch is at most half full"
-    BACKPRESSURE = "the waiting requests outnumber the running ones by waiting_served_ratio"
-    WAIT_EXCEEDED = "max_waiting_tokens decode steps have passed without a prefill"
-    DEADLINE = "a waiting request would be too late if it waited any longer"
-    PREEMPTION = "running requests are preempted by a waiting one"
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
     """TGI's policy: when waiting requests join the running ones.
@@ -47,17 +37,17 @@ class AdmissionPolicy:
 
     limits: Limits
 
-    def reason_to_admit(self, running: int, waiting: int, steps_since_prefill: int) -> Reason | None:
+    def reason_to_admit(self, running: int, waiting: int, steps_since_prefill: int) -> ConcatReason | None:
         """Returns the reason why waiting requests should join now; None if they keep waiting."""
         limits = self.limits
         if waiting == 0 or running >= limits.max_batch_size:
             return None
         if 2 * running <= limits.max_batch_size:
-            return Reason.ROOM
+            return ConcatReason.ROOM
         if waiting > running * limits.waiting_served_ratio:
-            return Reason.BACKPRESSURE
+            return ConcatReason.BACKPRESSURE
         if steps_since_prefill >= limits.max_waiting_tokens:
-            return Reason.WAIT_EXCEEDED
+            return ConcatReason.WAIT_EXCEEDED
         return None
 
     def total_budget(self, held_tokens: int, growth_tokens: int) -> int:
@@ -98,7 +88,7 @@ class StepPlan:
     saves: list[StateSave] = field(default_factory=list)
     chunks: list[tuple[int, int]] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
-    reason: Reason | None = None
+    reason: ConcatReason | None = None
     closing: list[int] = field(default_factory=list)
 
     @property
@@ -261,7 +251,7 @@ class StepPlanner:
         prefilling = self._order.arrange(batch.prefilling())
         budget = self._admit(plan, self._prefill_budget(plan.replies), self._overtaking())
         budget = self._prefill_short_first(plan, prefilling, budget)
-        reason = Reason.PREEMPTION if plan.joined else None
+        reason = ConcatReason.PREEMPTION if plan.joined else None
         if usual := self._reason_to_admit():
             reason = reason or usual
             self._admit(plan, budget, self._order.arrange(self._waiting))
@@ -319,12 +309,13 @@ class StepPlanner:
                 budget -= tokens
         return budget
 
-    def _reason_to_admit(self) -> Reason | None:
+    def _reason_to_admit(self) -> ConcatReason | None:
         running = len(self._batch)
         usual = self._policy.reason_to_admit(running, len(self._waiting), self._steps_since_prefill)
         if usual is None and len(self._waiting) and running < self._policy.limits.max_batch_size:
             first = self._waiting.first()
-            return Reason.DEADLINE if first is not None and self._forecast.is_pressing(first, self._clock()) else None
+            pressing = first is not None and self._forecast.is_pressing(first, self._clock())
+            return ConcatReason.DEADLINE if pressing else None
         return usual
 
     def _overtaking(self) -> list[Sequence]:

@@ -3,19 +3,11 @@
 from collections import Counter
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.metrics import ConcatReason, Method, Metrics
+from tgi_server.router.metrics import Method, Metrics
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
-from tgi_server.router.scheduling.planner import FilterPlan, Reason, StepPlan
+from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.sequence import Sequence
-
-_CONCAT = {
-    Reason.ROOM: ConcatReason.CHUNKING,
-    Reason.BACKPRESSURE: ConcatReason.BACKPRESSURE,
-    Reason.WAIT_EXCEEDED: ConcatReason.WAIT_EXCEEDED,
-    Reason.PREEMPTION: ConcatReason.PREEMPTION,
-    Reason.DEADLINE: ConcatReason.DEADLINE,
-}
 
 
 class BatchReport:
@@ -42,7 +34,7 @@ class BatchReport:
             return
         self._batches.called(_method(plan))
         if plan.joined:
-            self._batches.admitted(len(plan.joined), _CONCAT[plan.reason] if plan.reason else None)
+            self._batches.admitted(len(plan.joined), plan.reason)
 
     def looked_up(self, sequence: Sequence) -> None:
         """Counts what the prefix cache had of a prompt."""

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.simulation import Simulation, batch_limits
 from tgi_server.contract import FinishReason, Grammar, GrammarKind, SamplingParameters
+from tgi_server.router.metrics import ConcatReason
 from tgi_server.router.scheduling import planner
-from tgi_server.router.scheduling.planner import STEPS_IN_FLIGHT, AdmissionPolicy, FilterPlan, Reason
+from tgi_server.router.scheduling.planner import STEPS_IN_FLIGHT, AdmissionPolicy, FilterPlan
 
 POLICY = AdmissionPolicy(
     batch_limits(
@@ -27,18 +28,20 @@ POLICY = AdmissionPolicy(
     ("running", "waiting", "steps", "reason"),
     [
         (0, 0, 100, None),
-        (0, 1, 0, Reason.ROOM),
-        (5, 1, 0, Reason.ROOM),
+        (0, 1, 0, ConcatReason.ROOM),
+        (5, 1, 0, ConcatReason.ROOM),
         (6, 1, 0, None),
         (6, 3, 0, None),
-        (6, 4, 0, Reason.BACKPRESSURE),
+        (6, 4, 0, ConcatReason.BACKPRESSURE),
         (6, 1, 19, None),
-        (6, 1, 20, Reason.WAIT_EXCEEDED),
-        (9, 1, 20, Reason.WAIT_EXCEEDED),
+        (6, 1, 20, ConcatReason.WAIT_EXCEEDED),
+        (9, 1, 20, ConcatReason.WAIT_EXCEEDED),
         (10, 100, 1000, None),
     ],
 )
-def test_when_waiting_requests_are_taken_in(running: int, waiting: int, steps: int, reason: Reason | None) -> None:
+def test_when_waiting_requests_are_taken_in(
+    running: int, waiting: int, steps: int, reason: ConcatReason | None
+) -> None:
     assert POLICY.reason_to_admit(running, waiting, steps) is reason
 
 
