@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,10 +195,6 @@ class Backend(ABC):
 
     def pack_source(self) -> None:  # noqa: B027
         """Packs the linear layers of a model that runs in padded batches, where the device has a layout."""
-
-    def threads_of_few_tokens(self) -> AbstractContextManager[None]:
-        """Returns a context for passes of few tokens through the layers of `transformers`, once they are packed."""
-        return nullcontext()
 
     def unpack_source(self) -> bool:
         """Takes `pack_source` back. Returns False if there is nothing to take back."""

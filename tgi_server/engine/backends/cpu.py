@@ -1,7 +1,6 @@
 """The backend of CPUs: the engine's own kernels in C++, or plain torch with oneDNN where they are not compiled."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -13,13 +12,10 @@ from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
 from tgi_server.engine.backends.build import Unfit, build_decoder, has_small_layers, pack_linears, unpack
 from tgi_server.engine.backends.cpu_model import CpuModel
-from tgi_server.engine.backends.gated_mlps import install_gated_mlp_kernels
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.lora import CpuLora
-from tgi_server.engine.backends.norms import install_norm_kernels
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceBackend
-from tgi_server.engine.backends.threads import kernel_threads
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
@@ -43,7 +39,6 @@ class CpuBackend(ReferenceBackend):
         self._linear = linear_factory(source, source.dtype, config.quantize, pinned=pinned)
         self.linear_kernels = str(self._linear)
         self.samples_on_cpu = load_kernels()
-        self._packed = False  # the linear layers of `source`
         if not load_kernels():
             self.fallbacks.append("the CPU kernels are not available; plain torch is used")
 
@@ -73,17 +68,11 @@ class CpuBackend(ReferenceBackend):
 
     @low_mmap_threshold()
     def pack_source(self) -> None:
-        self._packed = True
         pack_linears(self.source, self._linear)
         if not has_products(self.source.dtype):  # then torch has no fast attention of this dtype either
             self.source.float()
 
-    def threads_of_few_tokens(self) -> AbstractContextManager[None]:
-        own = self._packed and load_kernels()
-        return kernel_threads() if own and torch.get_num_threads() > 1 else nullcontext()
-
     def unpack_source(self) -> bool:
-        self._packed = False
         unpack(self.source)
         return True
 
@@ -94,12 +83,7 @@ class CpuBackend(ReferenceBackend):
         proved = None if spec is None else self._of_spec(model, probe, spec)
         if proved is None:
             pack_linears(self.source, self._linear)
-            self._packed = True
-            model.threads_of_few_tokens = self.threads_of_few_tokens
             proved = model
-            if load_kernels():
-                install_norm_kernels(self.source)
-                install_gated_mlp_kernels(self.source, self.source.dtype)
         fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)
         if fault:
             raise UnsupportedModel(f"{self.source.config.model_type}: {fault}; start with --disable-custom-kernels")

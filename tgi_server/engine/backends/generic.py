@@ -7,7 +7,6 @@ LoRA deltas to linear layers and read hidden states.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from tgi_server.engine.backends.base import ImageTokens, Keep, MakeLora, PagedMo
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
 from tgi_server.engine.backends.mixers import has_mixers, install_packed_mixers
 from tgi_server.engine.backends.states import SequenceStates
-from tgi_server.engine.backends.threads import FEW_TOKENS
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
 
@@ -54,7 +52,6 @@ class GenericModel(PagedModel):
         self.states = SequenceStates() if has_mixers(source) else None
         self._cache = PagedCache(attention, self.states)
         self._cache.attach(source)
-        self.threads_of_few_tokens: Callable[[], AbstractContextManager[None]] = nullcontext
         self._keep: Keep | None = None
         self._tapped: list[Tensor] = []
         self._taps: list[RemovableHandle] = []
@@ -66,14 +63,13 @@ class GenericModel(PagedModel):
         self._cache.positions = inputs.positions
         self._current.rows = inputs.adapters
         self._images = inputs.images
-        with self.threads_of_few_tokens() if len(inputs.tokens) <= FEW_TOKENS else nullcontext():
-            output = self.source(
-                **self._embedded(inputs),
-                position_ids=_position_ids(inputs),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
-            )
+        output = self.source(
+            **self._embedded(inputs),
+            position_ids=_position_ids(inputs),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
+        )
         self._images = None
         self._current.rows = None  # whoever drafts may use layers of the model for other rows
         if self._keep is not None:

@@ -2,8 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from tgi_server.engine.backends.generic import CurrentRows
 from tgi_server.engine.backends.lora import AdapterRows
-from tgi_server.engine.backends.threads import FEW_KEYS, FEW_TOKENS
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.runners.padded.batch import Encoded, PaddedBatch, joinable_cache
 from tgi_server.engine.sequence import RunningSequence
@@ -25,7 +23,6 @@ class Passes(ABC):
         self._model = model
         self._current_adapters = current_adapters or CurrentRows()
         self._device = model.device
-        self.threads_of_few_tokens: Callable[[], AbstractContextManager[None]] = nullcontext
         self._accepted = inspect.signature(model.forward).parameters
 
     @abstractmethod
@@ -38,13 +35,6 @@ class Passes(ABC):
         Returns it with logits, [rows, tokens, vocab_size]: of every token when `all_logits`, else at least of each
         row's last one; the last token of every row is the last there.
         """
-
-    def advance(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
-        """Decodes as `decode` does, in the threads that suit the size of the pass."""
-        keys = len(batch) * max(batch.lengths) if batch.has_keys else 0
-        few = len(batch) <= FEW_TOKENS and keys <= FEW_KEYS
-        with self.threads_of_few_tokens() if few else nullcontext():
-            return self.decode(batch, tokens)
 
     @abstractmethod
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:

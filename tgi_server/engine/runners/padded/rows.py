@@ -62,7 +62,7 @@ class SideBySide(Rows):
 
     def decode(self, tokens: Tensor) -> Tensor:
         assert self._batch is not None
-        return self._passes.advance(self._batch, tokens)
+        return self._passes.decode(self._batch, tokens)
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
         self._joining = None
@@ -105,7 +105,7 @@ class OneByOne(Rows):
 
     def decode(self, tokens: Tensor) -> Tensor:
         rows = zip(self._batches, tokens.split(1), strict=True)
-        return torch.cat([self._passes.advance(batch, token) for batch, token in rows])
+        return torch.cat([self._passes.decode(batch, token) for batch, token in rows])
 
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
         computed = [self._compute([chunk], joinable=False) for chunk in chunks]

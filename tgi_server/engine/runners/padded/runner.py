@@ -48,7 +48,6 @@ class PaddedRunner(Runner):
         self._rope = LengthDependentRope(model)
         passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model, self._current)
         self._rows = choose_rows(model, passes, group)
-        passes.threads_of_few_tokens = backend.threads_of_few_tokens
         self._order: list[int] = []  # for each row, which of self._rows it is
         self._promoted = 0  # of the prompts computed last
         self._joining = 0  # how many those are

@@ -1,7 +1,6 @@
 // Norms by the root mean square with a gate, which follow recurrences.
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <cmath>
 
@@ -36,9 +35,3 @@ at::Tensor gated_norm(const at::Tensor& x, const at::Tensor& gate, const at::Ten
 }
 
 }  // namespace oatmill
-
-TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("gated_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group, bool first, bool sigmoid) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("gated_norm", &oatmill::gated_norm); }
