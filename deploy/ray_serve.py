@@ -12,7 +12,6 @@ reaches the nodes with it. The variable API_KEY of this command reaches the repl
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import shutil
@@ -37,12 +36,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import shared.addresses
 import shared.logging
 import shared.processes
-from shared.addresses import free_port
+from shared.addresses import free_port, is_loopback
 from tgi_server.router import errors
 
-for module in (shared.logging, shared.processes, errors):
+for module in (shared.addresses, shared.logging, shared.processes, errors):
     ray.cloudpickle.register_pickle_by_value(module)
 
 logger = logging.getLogger("ray.serve")
@@ -114,7 +114,7 @@ class Options(BaseModel):
             *(self.launcher, f"--max-concurrent-requests={self.max_requests}"),
             *((f"--num-shard={shards}",) if shards > 1 else ()),
             f"--graceful-termination-timeout={self.drain_timeout}",
-            *(("--allowed-hosts=*",) if not _is_loopback(self.host) else ()),
+            *(("--allowed-hosts=*",) if not is_loopback(self.host) else ()),
             *self.launcher_flags,
             *("--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0", f"--payload-limit={self.payload_limit}"),
         ]
@@ -438,13 +438,6 @@ def main() -> None:
         if not options.detach:
             serve.shutdown()
     print("stopped", flush=True)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 if __name__ == "__main__":

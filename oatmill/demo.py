@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from oatmill.services import (
     llm_functionalities,
     text_generation_server,
 )
+from shared.addresses import free_ports
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _services(logs: Path) -> Iterator[tuple[list[RunningService], str, llm_pb2_grpc.LLMRunnerStub]]:
     """Runs both services. Gives them, the model server's URL, and a channel to the gRPC service that serves."""
-    http_port, grpc_port = _free_ports(2)
+    http_port, grpc_port = free_ports(2)
     url = f"http://127.0.0.1:{http_port}"
     services: list[RunningService] = []
     with (logs / "llm_functionalities.log").open("w") as front_log, (logs / "model server.log").open("w") as model_log:
@@ -164,9 +164,3 @@ def _wait_until(what: str, condition: Callable[[], bool], services: list[Running
             report += PROGRESS_SECONDS
         time.sleep(POLL_SECONDS)
     return time.monotonic() - start
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]

@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from contextlib import ExitStack
 
 
 def is_ip_address(text: str) -> bool:
@@ -13,9 +14,20 @@ def is_ip_address(text: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Returns True for an address that only this machine can reach, and for the name `localhost`."""
+    return ipaddress.ip_address(host).is_loopback if is_ip_address(host) else host == "localhost"
+
+
 def free_port(hostname: str = "127.0.0.1") -> int:
     """Returns a port of that address that is free at the moment."""
+    (port,) = free_ports(1, hostname)
+    return port
+
+
+def free_ports(count: int, hostname: str = "127.0.0.1") -> list[int]:
+    """Returns different ports of that address that are free at the moment."""
     (family, *_, address), *_ = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)
-    with socket.create_server(address[:2], family=family) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(address[:2], family=family)) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import ipaddress
 import json
 import logging
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from shared.addresses import is_loopback
 from shared.event_loop import watch_event_loop
 from shared.settings import package_version
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
@@ -484,5 +484,5 @@ def access_rules(settings: RouterSettings, listener: socket.socket) -> AccessRul
         settings.api_keys,
         settings.cors_allow_origin,
         {name.lower().rstrip(".") for name in own},
-        ipaddress.ip_address(listener.getsockname()[0]).is_loopback,
+        is_loopback(listener.getsockname()[0]),
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.addresses import free_port
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.ranks import Ranks
 from tgi_server.engine.errors import PeerLost
@@ -19,7 +20,6 @@ from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.shared_memory import PLACE_BYTES
 from tgi_server.engine.parallel.symmetric_memory import ONE_SHOT_BYTES
 from tgi_server.engine.runners.captured_steps import StepCapture
-from tgi_server.launcher.machine import free_port
 
 LARGE = PLACE_BYTES // 4 + 3
 DTYPES = [torch.float32, torch.bfloat16]
