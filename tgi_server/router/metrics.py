@@ -172,18 +172,9 @@ class _MethodMetrics:
 
 
 class BatchMetrics:
-    """The queue and the running batch, reported by the scheduler."""
+    """What happens to batches, reported by the scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._queue_size = Gauge("tgi_queue_size", "Requests that wait for a place in a batch.", registry=registry)
-        self._size = Gauge("tgi_batch_current_size", "Requests in the running batch.", registry=registry)
-        self._max_tokens = Gauge(
-            "tgi_batch_current_max_tokens", "KV-cache tokens held by the running batch.", registry=registry
-        )
-        self._kv_capacity = Gauge("tgi_kv_capacity_tokens", "Total size of the KV cache in tokens.", registry=registry)
-        self._kv_cached = Gauge(
-            "tgi_kv_cached_tokens", "KV-cache tokens of cached prefixes that no request uses.", registry=registry
-        )
         self._preemptions = Counter("tgi_batch_preemption_count", "Number of preemptions.", registry=registry)
         self._prefix_lookups = Counter(
             "tgi_prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", registry=registry
@@ -225,20 +216,6 @@ class BatchMetrics:
             registry, "tgi_batch_filter_duration", "Time to remove finished requests from the batch.", "method"
         )
         self._methods = {method: _MethodMetrics(self, method) for method in Method}
-
-    def queue_size(self, requests: int) -> None:
-        self._queue_size.set(requests)
-
-    def current(self, size: int, max_tokens: int) -> None:
-        """The running batch after each change: its requests, and the KV slots (tokens) that it holds."""
-        self._size.set(size)
-        self._max_tokens.set(max_tokens)
-
-    def kv_capacity(self, tokens: int) -> None:
-        self._kv_capacity.set(tokens)
-
-    def kv_cached(self, tokens: int) -> None:
-        self._kv_cached.set(tokens)
 
     def preempted(self, requests: int) -> None:
         """Requests went back to the queue, because there were no KV slots left for older ones."""
@@ -315,15 +292,16 @@ class ImageMetrics:
         self._failure.labels(error_type).inc()
 
 
-class GatewayMetrics(Collector):
-    """The gauges by which Kubernetes' inference gateways choose a server, under the names of vLLM's metrics.
+class LoadMetrics(Collector):
+    """The queue, the running batch and the KV cache at the moment, under TGI's names and under those of vLLM's metrics.
 
-    The names and their meaning are defined by the model server protocol of the Gateway API Inference Extension.
+    By the latter, Kubernetes' inference gateways choose a server; the model server protocol of the Gateway API
+    Inference Extension defines them.
     """
 
     def __init__(self) -> None:
-        self.waiting = self.running = self.held_tokens = 0
-        self.capacity_tokens = self.block_size = 0
+        self.waiting = self.running = 0
+        self.held_tokens = self.cached_tokens = self.capacity_tokens = self.block_size = 0
         self._adapters: tuple[str, str, str] | None = None
         self._changed_at = 0.0
 
@@ -334,14 +312,21 @@ class GatewayMetrics(Collector):
             self._adapters, self._changed_at = now, time()
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "vllm:num_requests_waiting", "Requests that wait for a place in a batch.", value=self.waiting
-        )
-        yield GaugeMetricFamily("vllm:num_requests_running", "Requests in the running batch.", value=self.running)
         usage = self.held_tokens / self.capacity_tokens if self.capacity_tokens else 0.0
-        meaning = "Fraction of the KV cache used by running requests, 0 to 1."
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", meaning, value=usage)
-        yield GaugeMetricFamily("vllm:gpu_cache_usage_perc", f"{meaning} Older gateways read this name.", value=usage)
+        waiting, running = "Requests that wait for a place in a batch.", "Requests in the running batch."
+        used = "Fraction of the KV cache used by running requests, 0 to 1."
+        for name, value, meaning in (
+            ("tgi_queue_size", self.waiting, waiting),
+            ("vllm:num_requests_waiting", self.waiting, waiting),
+            ("tgi_batch_current_size", self.running, running),
+            ("vllm:num_requests_running", self.running, running),
+            ("tgi_batch_current_max_tokens", self.held_tokens, "KV-cache tokens held by the running batch."),
+            ("tgi_kv_capacity_tokens", self.capacity_tokens, "Total size of the KV cache in tokens."),
+            ("tgi_kv_cached_tokens", self.cached_tokens, "KV-cache tokens of cached prefixes that no request uses."),
+            ("vllm:kv_cache_usage_perc", usage, used),
+            ("vllm:gpu_cache_usage_perc", usage, f"{used} Older gateways read this name."),
+        ):
+            yield GaugeMetricFamily(name, meaning, value=value)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Block size in tokens and number of blocks, as labels; the value is 1.",
@@ -370,8 +355,8 @@ class Metrics:
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
         self.images = ImageMetrics(self._registry)
-        self.gateway = GatewayMetrics()
-        self._registry.register(self.gateway)
+        self.load = LoadMetrics()
+        self._registry.register(self.load)
         self._event_loop_lag = _seconds(self._registry, "tgi_event_loop_lag_seconds", "Event-loop lag in seconds.")
         self._fallbacks = Gauge(
             "tgi_engine_fallbacks",

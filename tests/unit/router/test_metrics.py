@@ -65,10 +65,8 @@ def everything() -> Metrics:
     metrics.requests.accepted_drafts(3)
     metrics.requests.succeeded(RequestTimes(1.0, 0.1, 0.2, 0.7, 0.07, 0.4), generated_tokens=10)
     metrics.requests.failed("validation")
-    metrics.batches.queue_size(2)
-    metrics.batches.current(3, 48)
-    metrics.batches.kv_capacity(100)
-    metrics.batches.kv_cached(20)
+    metrics.load.waiting, metrics.load.running = 2, 3
+    metrics.load.held_tokens, metrics.load.cached_tokens, metrics.load.capacity_tokens = 48, 20, 100
     metrics.batches.preempted(2)
     metrics.batches.looked_up(10, 4)
     metrics.batches.speculated(5, 2)
@@ -113,7 +111,9 @@ def test_values():
     values = samples(everything())
     assert values["tgi_request_count"] == 1
     assert values['tgi_request_failure{err="validation"}'] == 1
-    assert values["tgi_queue_size"] == 2
+    assert values["tgi_queue_size"] == values["vllm:num_requests_waiting"] == 2
+    assert values["vllm:num_requests_running"] == 3
+    assert values["vllm:kv_cache_usage_perc"] == 0.48
     assert (values["tgi_batch_current_size"], values["tgi_batch_current_max_tokens"]) == (3, 48)
     assert (values["tgi_kv_capacity_tokens"], values["tgi_kv_cached_tokens"]) == (100, 20)
     assert (values["tgi_prefix_cache_lookup_tokens_total"], values["tgi_prefix_cache_hit_tokens_total"]) == (10, 4)
@@ -129,18 +129,16 @@ def test_gateways_learn_which_adapters_are_in_memory():
     metrics = Metrics()
     assert "vllm:lora_requests_info{" not in metrics.expose().decode()
     labels = 'max_lora="8",running_lora_adapters="a,b",waiting_lora_adapters="c"'
-    metrics.gateway.adapters(8, ["b", "a"], {"c"})
+    metrics.load.adapters(8, ["b", "a"], {"c"})
     first = samples(metrics)[f"vllm:lora_requests_info{{{labels}}}"]
-    metrics.gateway.adapters(8, ["b", "a"], {"c"})
+    metrics.load.adapters(8, ["b", "a"], {"c"})
     assert samples(metrics)[f"vllm:lora_requests_info{{{labels}}}"] == first > 1e9
-    metrics.gateway.adapters(8, ["a"], ())
+    metrics.load.adapters(8, ["a"], ())
     assert sum(series.startswith("vllm:lora_requests_info{") for series in samples(metrics)) == 1
 
 
 def test_a_first_batch_joins_none():
     metrics = Metrics()
-    metrics.batches.kv_capacity(100)
-    metrics.batches.kv_cached(20)
     metrics.batches.preempted(2)
     metrics.batches.looked_up(10, 4)
     metrics.batches.speculated(5, 2)

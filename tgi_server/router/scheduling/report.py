@@ -17,16 +17,14 @@ class BatchReport:
         """info, capacity: what the shards responded to Info and Warmup."""
         self._speculates = info.speculate > 0
         self._batches = metrics.batches
-        self._gateway = metrics.gateway
+        self._load = metrics.load
         self._requests = metrics.requests
-        self._batches.kv_capacity(capacity.max_batch_total_tokens)
-        self._gateway.capacity_tokens = capacity.max_batch_total_tokens
-        self._gateway.block_size = info.block_size
+        self._load.capacity_tokens = capacity.max_batch_total_tokens
+        self._load.block_size = info.block_size
 
     def queued(self, requests: int) -> None:
         """requests: number of waiting requests."""
-        self._batches.queue_size(requests)
-        self._gateway.waiting = requests
+        self._load.waiting = requests
 
     def sent(self, plan: FilterPlan | StepPlan) -> None:
         if isinstance(plan, FilterPlan):
@@ -53,14 +51,12 @@ class BatchReport:
                 self._requests.accepted_drafts(generations - 1)
 
     def state(self, waiting: WaitingQueue, batch: Batch, adapters: Adapters) -> None:
-        held = batch.memory.held_tokens
         self.queued(len(waiting))
-        self._batches.current(len(batch), held)
-        self._batches.kv_cached(batch.memory.cached_tokens)
-        self._gateway.running, self._gateway.held_tokens = len(batch), held
+        self._load.running = len(batch)
+        self._load.held_tokens, self._load.cached_tokens = batch.memory.held_tokens, batch.memory.cached_tokens
         if len(adapters):
             missing = {sequence.adapter.id for sequence in waiting if sequence.adapter and not sequence.adapter.ready}
-            self._gateway.adapters(adapters.max_loras, (adapter.id for adapter in adapters if adapter.ready), missing)
+            self._load.adapters(adapters.max_loras, (adapter.id for adapter in adapters if adapter.ready), missing)
 
 
 def _method(plan: StepPlan) -> Method:
