@@ -18,7 +18,6 @@ from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
-    check_sequences,
     envelope,
     finish_reason,
     openai_options,
@@ -124,9 +123,9 @@ async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
     choices, attempts = options.n, options.best_of or options.n
     logprobs = options.report.top_n_tokens if options.report.logprobs else None
     most = service.options.limits_of(Dialect.COMPLETIONS).max_client_batch_size
-    check_sequences(len(prompts), most, "the number of prompts")
-    product = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
-    check_sequences(len(prompts) * attempts, most, product)
+    if not 0 < (wanted := len(prompts) * attempts) <= most:
+        times = "" if attempts == 1 else " times `n`" if attempts == choices else " times `best_of`"
+        raise InvalidRequest(f"the number of prompts{times} must be 1 to {most}, not {wanted}", param="prompt")
     report = options.report
     if attempts > choices:
         report = replace(report, logprobs=True)

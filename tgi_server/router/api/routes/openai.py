@@ -102,12 +102,6 @@ def _escaped(text: str) -> str:
     return "".join(re.escape(text[start : start + _PIECE]) for start in range(0, len(text), _PIECE))
 
 
-def check_sequences(sequences: int, limit: int, what: str) -> None:
-    """Raises InvalidRequest when one request asks for more sequences than OpenAI's interface, or the server, allows."""
-    if not 0 < sequences <= limit:
-        raise InvalidRequest(f"{what} must be 1 to {limit}, not {sequences}", param="prompt")
-
-
 def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> dict[str, Any]:
     """Returns the members that every object of one response has.
 

@@ -111,6 +111,9 @@ def test_the_first_token_of_a_text_has_no_space_that_the_text_does_not_have(whol
     [
         ({"n": 9}, "`n` is 9; it must be 1 to 8"),
         ({"prompt": []}, "the number of prompts must be 1 to 8, not 0"),
+        ({"prompt": ["hello"] * 9}, "the number of prompts must be 1 to 8, not 9"),
+        ({"prompt": ["hello"] * 3, "n": 3}, "the number of prompts times `n` must be 1 to 8, not 9"),
+        ({"prompt": ["hello"] * 5, "best_of": 2}, "the number of prompts times `best_of` must be 1 to 8, not 10"),
         ({"n": 2, "best_of": 1}, "`best_of` is 1; it must be at least `n`, which is 2"),
         ({"prompt": ["hello", ""]}, "`prompt` must not be empty"),
         (
