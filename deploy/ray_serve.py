@@ -40,6 +40,7 @@ import shared.addresses
 import shared.logging
 import shared.processes
 from shared.addresses import free_port, is_loopback
+from shared.processes import die_with_parent
 from tgi_server.router import errors
 
 for module in (shared.addresses, shared.logging, shared.processes, errors):
@@ -235,7 +236,7 @@ class Server:
             program,
             *command[1:],
             stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=shared.processes.die_with_parent(),
+            preexec_fn=die_with_parent(),
             env=self._options.environment(),
         )
 
@@ -394,7 +395,10 @@ def application(options: Options) -> serve.Application:
 
 
 def read_options(arguments: list[str]) -> Options:
-    """Raises SystemExit(2) after one line for each mistake."""
+    """Returns the options of a command line. Raises SystemExit(2) after one line for each mistake.
+
+    Not by `shared.settings`: it needs pydantic-settings, which does not come with `ray[serve]`.
+    """
     own, flags = arguments, []
     if "--" in arguments:
         end = arguments.index("--")

@@ -34,6 +34,22 @@ LIMIT = 100_000
 BODY = {"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n"}
 
 
+# What Ray does with the script's classes and options, on the node that deploys them and on another one.
+SEND = """
+import sys
+import ray, ray_serve
+ray.cloudpickle.register_pickle_by_value(ray_serve)
+parts = ray_serve.Server, ray_serve.Front, ray_serve.read_options(["--", "--dtype=float32"])
+sys.stdout.buffer.write(ray.cloudpickle.dumps(parts))
+"""
+RECEIVE = """
+import sys
+from ray import cloudpickle
+*_, options = cloudpickle.load(sys.stdin.buffer)
+print(*options.command(1))
+"""
+
+
 class Cluster:
     """`deploy/ray_serve.py`, with a Ray of its own. mark: in the environment of every process that belongs to it."""
 
@@ -254,6 +270,16 @@ def test_a_key_that_is_empty_or_in_the_open_is_refused(python: Path, key: str, f
     assert result.returncode == 2
     assert reason in result.stderr
     assert KEY not in result.stderr
+
+
+def test_nodes_need_no_clone(python: Path, tmp_path: Path) -> None:
+    sent = subprocess.run([python, "-c", SEND], cwd=SCRIPT.parent, stdout=subprocess.PIPE, check=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-c", RECEIVE]
+    received = subprocess.run(
+        command, cwd=tmp_path, env=environment, input=sent.stdout, stdout=subprocess.PIPE, check=True, timeout=120
+    )
+    assert b"--dtype=float32" in received.stdout
 
 
 async def die_under_load(cluster: Cluster, victim: Callable[[psutil.Process], psutil.Process]) -> None:
