@@ -3,7 +3,8 @@
 An answer consists of regions. Each is a member of the message: its text (`content`), its thoughts, calls of tools, or
 something that no interface has, which is dropped. A region begins and ends with marks, fixed texts or regular
 expressions, and one of them may have no mark at its beginning: it has all that is outside the others. `transformers`
-defines the form (`utils/chat_parsing`).
+defines the form (`utils/chat_parsing`). Its parser is not used: its regular expressions have no time limit, and it
+raises an error for a malformed answer, where this one returns text.
 """
 
 import json
