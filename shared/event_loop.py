@@ -14,8 +14,8 @@ _SECONDS_BETWEEN_WARNINGS = 10.0
 async def watch_event_loop(observe: Callable[[float], None]) -> None:
     """Measures the running loop's lag ten times a second, until it is cancelled.
 
-    The lag is the time in seconds from the moment that this task asked to be woken until the loop wakes it: the loop
-    served nobody meanwhile. Each lag is given to `observe`. A long one is logged, at most once in ten seconds.
+    The lag, in seconds, is how much later than asked the loop wakes this task; it serves no other task meanwhile. Each
+    lag is given to `observe`. A long one is logged, at most once in ten seconds.
     """
     loop = asyncio.get_running_loop()
     quiet_until = loop.time()

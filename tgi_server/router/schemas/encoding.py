@@ -152,7 +152,7 @@ class RerankRequest(RefusingModel):
     documents: Annotated[_Documents, BeforeValidator(_in_list, json_schema_input_type=_Document | _Documents)] = Field(
         description="Texts, or objects with a `text`; or one of them alone."
     )
-    top_n: _TOKENS | None = Field(default=None, description="Most results. Default: all.")
+    top_n: _TOKENS | None = Field(default=None, description="Number of results. Default: all.")
     return_documents: bool | None = Field(default=None, description="Default: false for /v2/rerank, else true.")
     max_tokens_per_doc: _TOKENS | None = Field(default=None, description="Longer documents are cut.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

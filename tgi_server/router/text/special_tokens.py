@@ -104,7 +104,7 @@ class RenderedPrompt:
             )
         return replace(self, text=self.text if text is None else text, literal=literal, images=tuple(images))
 
-    def checked(self, encoding: Encoding) -> tuple[str, Encoding]:
+    def literally(self, encoding: Encoding) -> tuple[str, Encoding]:
         """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.
 
         Raises InvalidRequest when these cannot be distinguished.

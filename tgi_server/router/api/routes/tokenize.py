@@ -90,7 +90,7 @@ async def encoded(
 
     def tokenize() -> T:
         if not tokenizer.exceeds(prompt.text, most):
-            text, encoding = prompt.checked(tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens))
+            text, encoding = prompt.literally(tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens))
             if len(encoding) <= most:
                 return shown(text, encoding)
         raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
