@@ -1,11 +1,11 @@
 """The memory of the paged path."""
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.timing import until
 from tests.tiny_models import make
 from tests.unit.engine.own_memory import resident
 from tests.unit.engine.probed import probed
@@ -27,14 +27,12 @@ def test_memory_is_taken_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPa
     backend = engine._runner.model.attention  # type: ignore[attr-defined]
     keys = backend.keys[-1]
     ahead, piece = 2048 // backend.block_size * keys[0].nbytes, 2 << 20
-    assert ahead <= resident(keys) < ahead + 2 * piece
+    until(lambda: ahead <= resident(keys))  # what a busy machine does not take in time, a thread takes
+    assert resident(keys) < ahead + 2 * piece
     block = 4 * 2048 // backend.block_size
     sequence = RunningSequence(1, [1, 2], StoppingParameters(4), blocks=[block])
     engine.step(1, [sequence], [(1, 2)]).collect()
-    deadline = time.monotonic() + 20
-    while resident(keys) < (block + 1) * keys[0].nbytes + ahead:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: resident(keys) >= (block + 1) * keys[0].nbytes + ahead)
 
 
 class Failing(GatherAttention):
