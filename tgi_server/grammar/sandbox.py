@@ -29,11 +29,11 @@ class Trial(msgspec.Struct):
     compute. grammar: None: the process answers as soon as it has read the tokenizer.
     """
 
-    number: int = 0
     grammar: Grammar | None = None
     cpu_seconds: float = 0.0
     leniency: int = 0
     niceness: int = 0
+    number: int = 0
 
 
 class Outcome(msgspec.Struct):
@@ -42,12 +42,12 @@ class Outcome(msgspec.Struct):
     number: of the trial. cpu_seconds: those that it took.
     """
 
-    number: int = 0
     source: GrammarSource | None = None
     bytes: int = 0
     error: str = ""
     limit: str = ""
     cpu_seconds: float = 0.0
+    number: int = 0
 
 
 class Sandbox:
@@ -85,9 +85,8 @@ class Sandbox:
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than a client would wait.
         """
-        outcome = None
-        for _ in range(2):  # the process may have died
-            outcome = outcome or self._ask(Trial(0, grammar, cpu_seconds, leniency, niceness))
+        trial = Trial(grammar, cpu_seconds, leniency, niceness)
+        outcome = self._ask(trial) or self._ask(trial)
         if outcome is None:
             raise SandboxLimit("time")
         pay(outcome.cpu_seconds)
@@ -132,7 +131,7 @@ class Sandbox:
             # A group of its own: what stops the shard from a terminal is no business of that process, which ends with
             # the shard. The same session: Linux compares the niceness of one session's processes only.
             process = WorkerProcess(self._command, process_group=0)
-        except OSError as error:
+        except Exception as error:  # whatever it is, who waits for the process has to learn of it
             started.set_exception(error)
             return
         started.set_result(process)

@@ -71,7 +71,7 @@ def main() -> None:
             except EOFError:
                 return
             if trial.grammar is None or fault:
-                send(results, Outcome(trial.number, error=fault if trial.grammar else ""))
+                send(results, Outcome(error=fault if trial.grammar else "", number=trial.number))
             else:
                 child = _Child(compiler, trial, trial.grammar, int(memory_bytes))
                 pipes.register(child.pipe, selectors.EVENT_READ, child)
@@ -146,7 +146,7 @@ def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcom
         return Outcome(error=str(error))
     except (MemoryError, RuntimeError):  # the latter: there is no room for a thread
         return Outcome(error=_TOO_LARGE)
-    return Outcome(source=source, bytes=max(0, _own_bytes() - before))
+    return Outcome(source, max(0, _own_bytes() - before))
 
 
 def _own_bytes() -> int:
