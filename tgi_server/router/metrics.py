@@ -172,7 +172,7 @@ class _MethodMetrics:
 
 
 class BatchMetrics:
-    """What happens to batches, reported by the scheduler."""
+    """Counts what happens to batches, as the scheduler reports it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._preemptions = Counter("tgi_batch_preemption_count", "Number of preemptions.", registry=registry)
