@@ -54,4 +54,4 @@ def test_rows_are_changed_as_in_plain_torch(dtype: torch.dtype, with_residual: b
 def test_the_kernels_are_found_to_be_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault_of(dtype, torch.device("cpu")) is None
     monkeypatch.setattr(TritonLora, "apply", lambda products, x, y, rows, **options: y)
-    assert "are off by" in str(fault_of(dtype, torch.device("cpu")))
+    assert "is off by" in str(fault_of(dtype, torch.device("cpu")))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
@@ -22,9 +23,6 @@ from tgi_server.engine.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-
-# How much of its norm a norm's output may differ from what its formula says.
-_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Unfit(Exception):
@@ -68,8 +66,8 @@ class Norm:
             kinds = once if sharded else [cls(weight, None, eps, False), *once, *kinds]
         x = torch.randn(3, *weight.shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
         expected = norm(x)
-        errors = [_error(kind(x), expected) for kind in kinds]
-        if min(errors) > _TOLERANCE[weight.dtype]:
+        errors = [proofs.relative_error(kind(x), expected) for kind in kinds]
+        if min(errors) > proofs.TOLERANCES["norm"][weight.dtype]:
             raise Unfit(f"the formula of {type(norm).__name__} is not known")
         return kinds[errors.index(min(errors))]
 
@@ -235,10 +233,6 @@ class Decoder:
             yield linear, [(path, linear.out_features)]
         head = inner(self.head)
         yield head, [(self.head_path, head.out_features)]
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9))
 
 
 def inner(module: Any) -> Any:

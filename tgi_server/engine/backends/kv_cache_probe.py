@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import PagedModel
 from tgi_server.engine.backends.probe import blocks_of, probe_tokens, text_logits
-from tgi_server.engine.errors import PeerLost
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.grammar.tokenizer import read_definition
 
@@ -63,7 +64,12 @@ def choose_kv_format(
     own = KVFormat(model.attention.dtype)
     expected = _logits(model, own, attention, tokens)
     for kv_format in _candidates(requested, own):
-        fault = fault_of_any(_fault(model, kv_format, attention, tokens, expected), group)
+        fault = fault_of_any(
+            proofs.failure_of(
+                f"a cache in {kv_format}", partial(_fault, model, kv_format, attention, tokens, expected)
+            ),
+            group,
+        )
         if fault is None:
             return
         logger.warning("--kv-cache-dtype: %s; it is not used", fault)
@@ -84,12 +90,7 @@ def _fault(
     expected: Tensor,
 ) -> str | None:
     """Returns why a format must not be used, in words; None: it may."""
-    try:
-        loss = divergence(expected, _logits(model, kv_format, attention, tokens))
-    except PeerLost:
-        raise
-    except Exception as failure:  # of a compiler, of a driver
-        return f"a cache in {kv_format} fails ({type(failure).__name__}: {failure})"
+    loss = divergence(expected, _logits(model, kv_format, attention, tokens))
     if loss <= MAX_LOSS:
         logger.info("KV cache in %s: divergence of %.4f", kv_format, loss)
         return None

@@ -11,7 +11,7 @@ all heads; such a model's logits are compared with those of one text on the page
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import (
     AttentionVariant,
     ChunkSpan,
@@ -39,10 +40,7 @@ logger = logging.getLogger(__name__)
 LONG, SHORT = 8, 5
 # Tokens of the text on which a backend is proved: several blocks, and several parts for whoever cuts keys into parts.
 _LONG_RUN = 300
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# A key that differs by its last bit may be rounded to another number of 8 bits, a sixteenth or an eighth away.
-_FP8_TOLERANCE = 2e-2
-# Where rounding alone changes the logits by more than the tolerance, that is the tolerance, up to this.
+# Where rounding alone changes the logits by more than their tolerance, that is the tolerance, up to this.
 _MOST_NOISE = 0.3
 # Layers of `transformers`' cache, by what they have. Older versions lack some of them.
 _WITHOUT_KEYS = {"LinearAttentionLayer", "DummyLayer"}
@@ -135,7 +133,7 @@ def probe_paged_path(
     if reason is None:
         assert expected is not None
         probe = LogitsProbe(paged, group, known=(recorder, actual))
-        reason = fault_of_any(probe.difference(expected), group)
+        reason = probe.difference(expected)
         if reason is None:
             return paged, probe
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
@@ -171,19 +169,16 @@ class LogitsProbe:
             self._expected = self._logits(model)
         else:
             recorder, self._expected = known
-        self._tolerance = TOLERANCE[source.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
-        noise = _noise_tolerance(source, self._expected, lambda: self._logits(model))
-        self._tolerance = max(self._tolerance, noise)
+        noise = _noise(source, self._expected, lambda: self._logits(model))
+        rounded_keys = proofs.FP8_KEYS if recorder.kv_format.fp8 else 0.0
+        self._allowance = max(rounded_keys, noise - proofs.TOLERANCES["logits"][source.dtype])
         model.attention = before
         self.shape = recorder.kv_shape
         self.variants = recorder.variants
 
     def difference(self, own: Tensor) -> str | None:
-        """Returns the difference of logits from those with the model's own attention if it is too large, else None."""
-        error = logits_error(own, self._expected)
-        if error <= self._tolerance:
-            return None
-        return f"its logits differ by {error:.2g} from those with its own attention"
+        """Returns the difference from logits with the model's own attention, in words, if it is too large."""
+        return self._fault("paged attention", lambda: [("in its logits", self._expected, own)])
 
     def fault(self, model: PagedModel, name: str, rounding: float = 0.0) -> str | None:
         """Returns why a model must not compute as it does now, in words; None: it may.
@@ -191,18 +186,16 @@ class LogitsProbe:
         Its KV blocks are allocated anew. name: of what is done differently. rounding: share of their norm by which the
         logits may change besides. All shards come to the same answer.
         """
-        fault = ""
-        try:
+
+        def cases() -> Iterator[proofs.Case]:
             model.allocate(2 * blocks_of(self._length or 1, model.attention.block_size) + 1)
-            error = logits_error(self._expected, self._logits(model))
-        except PeerLost:
-            raise
-        except Exception as failure:  # of a compiler, of a driver, of a library that is too old
-            fault = f"{name} fails ({type(failure).__name__}: {failure})"
-        else:
-            if not error <= self._tolerance + rounding:
-                fault = f"logits change by {error:.2g} with {name}"
-        return fault_of_any(fault, self._group)
+            yield "in its logits", self._logits(model), self._expected
+
+        return self._fault(f"the model with {name}", cases, rounding)
+
+    def _fault(self, name: str, cases: Callable[[], Iterable[proofs.Case]], rounding: float = 0.0) -> str | None:
+        allowance = self._allowance + rounding
+        return fault_of_any(proofs.fault_of(name, cases, "logits", allowance, proofs.logits_error), self._group)
 
     def _logits(self, model: PagedModel) -> Tensor:
         return _run(model) if self._length is None else _run_long(model, self._length)
@@ -211,20 +204,6 @@ class LogitsProbe:
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
     """Returns some tokens of the model's vocabulary: [count] int64."""
     return torch.arange(count, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
-
-
-def logits_error(expected: Tensor, actual: Tensor) -> float:
-    """Returns the largest relative difference of any row of logits, [rows, vocab_size], from the expected ones.
-
-    In less than float32 it is the second largest, since the last bit may choose another expert in a mixture of experts.
-    A wrong way to run a model shows in several rows. NaN when there is any NaN.
-    """
-    change = (expected.float() - actual.float()).norm(dim=-1)
-    # Rows of zeros, as of a model that knows nothing at some position, are equal too.
-    difference = (change / expected.float().norm(dim=-1)).masked_fill(change == 0, 0)
-    if expected.dtype is torch.float32 or difference.isnan().any():
-        return float(difference.max())
-    return float(difference.sort().values[-2])
 
 
 def _own_logits(model: PreTrainedModel) -> Tensor:
@@ -343,8 +322,8 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
     return None
 
 
-def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:
-    """Returns the difference of logits that rounding alone can make; 0 in float32.
+def _noise(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:
+    """Returns the difference of logits that rounding alone can make, up to _MOST_NOISE; 0 in float32.
 
     Rounding adds up over the layers, and in a mixture of experts whose router is undecided the last bit of a number may
     choose other experts. So the logits are computed again with each module's output a last bit off.
@@ -364,7 +343,7 @@ def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[],
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     hooks = [module.register_forward_hook(round_otherwise) for module in leaves]
     try:
-        return min(logits_error(logits, again()), _MOST_NOISE)
+        return min(proofs.logits_error(again(), logits), _MOST_NOISE)
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,15 +1,17 @@
 """LoRA deltas on a GPU."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from tgi_server.engine import proofs
 from tgi_server.engine.backends.lora import AdapterRows, LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.kernels.triton.lora import FEW_ROWS, add_products
 
 # Numbers of adapters for which the tables have room.
 _NUMBERS = 1024
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 class TritonLora(LoraBackend):
@@ -69,11 +71,11 @@ def fault_of(dtype: torch.dtype, device: torch.device) -> str | None:
     change = LoraDelta(random(24, 80).to(dtype), [random(24, 48).to(dtype)], [32], random(96), random(96))
     rows = AdapterRows(torch.tensor([0, 2, 1, 2, 0], dtype=torch.int32, device=device), frozenset({2}))
     x, y = random(5, 80).to(dtype), random(5, 96).to(dtype)
-    try:
+
+    def cases() -> Iterator[proofs.Case]:
         plain.put(2, change)
         products.put(2, change)
-        wanted, actual = (each.apply(x, y.clone(), rows, residual=y).float() for each in (plain, products))
-    except Exception as error:  # of a compiler, of a driver, of a library that is too old
-        return f"the kernels of adapters fail ({type(error).__name__}: {error})"
-    difference = float((wanted - actual).norm() / wanted.norm())
-    return None if difference <= _TOLERANCE[dtype] else f"the kernels of adapters are off by {difference:.2g}"
+        wanted, actual = (each.apply(x, y.clone(), rows, residual=y) for each in (plain, products))
+        yield "", actual, wanted
+
+    return proofs.fault_of("the kernel of adapters", cases, "LoRA")

@@ -1,12 +1,13 @@
 """Linear layers on a GPU: dense weights stay with cuBLAS, and a kernel for quantized ones is proved at load."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tgi_server.engine import proofs
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.linear import LinearFactory
@@ -23,9 +24,6 @@ TRITON = "triton"
 # Rows by which a weight is multiplied, one number for each shape of a program; and how many outputs of it.
 _ROWS = (2, 40, 130)
 _OUTPUTS = 256
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-# By which rounding inputs to FP8 may change outputs, besides; as shares of their norm.
-_FP8_TOLERANCE = 5e-2
 # The product of FP8 takes multiples of this many inputs and outputs, on devices of this compute capability and newer.
 # With scales for blocks of this many inputs, on the other one alone.
 _UNIT, _BLOCK = 16, 128
@@ -78,20 +76,16 @@ def quantized_layer(
 
 def fault_of(weights: Iterable[QuantizedWeight], name: str, dtype: torch.dtype) -> str | None:
     """Multiplies some rows by each weight. Returns why a kernel must not be used, in words; None if it is right."""
-    tolerance = _TOLERANCE[dtype] + (_FP8_TOLERANCE if name == SCALED_MM else 0)
-    try:
+
+    def cases() -> Iterator[proofs.Case]:
         for weight in weights:
             layer, dense = quantized_layer(weight, None, KernelTable.of(name), dtype), weight.dense(dtype)
             generator = torch.Generator(dense.device).manual_seed(0)
             for rows in _ROWS:
                 x = torch.randn(rows, weight.shape[1], generator=generator, device=dense.device).to(dtype)
-                wanted = linear(x, dense).float()
-                error = float((layer(x).float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
-                if not error <= tolerance:
-                    return f"{name} is off by {error:.2g} for {rows} rows of {weight.shape[1]} inputs"
-    except Exception as error:  # of a compiler, of a driver, of a library that is too old or missing
-        return f"{name} fails ({type(error).__name__}: {error})"
-    return None
+                yield f"for {rows} rows of {weight.shape[1]} inputs", layer(x), linear(x, dense)
+
+    return proofs.fault_of(name, cases, allowance=proofs.FP8_INPUTS if name == SCALED_MM else 0.0)
 
 
 def _candidates(

@@ -1,7 +1,7 @@
 """The experts of a mixture on a GPU, in two grouped GEMMs: the host need not know which token chose which expert."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from tgi_server.engine import proofs
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 # Compute capabilities of GPUs on which torch's `grouped_mm`, that of `transformers`, is one kernel, in bfloat16.
 _GROUPED_MM = ((9, 0), (10, 0))
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 # Tokens of the proof, one number for each shape of a program, as shares of the experts; and for quantized weights that
 # are dequantized before.
@@ -107,20 +107,17 @@ def _fault_of(experts: Any, kind: Callable[[Any], nn.Module], dtype: torch.dtype
     if fault := device_fault(device):
         return fault
     generator = torch.Generator(device).manual_seed(0)
-    try:
+
+    def cases() -> Iterator[proofs.Case]:
         own = kind(experts)
         for share in (*_TOKENS, _MANY_TOKENS) if isinstance(experts, Experts) else _TOKENS:
             tokens = max(1, int(share * count))
             x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
             chosen = torch.randint(count, (tokens, 2), generator=generator, device=device)
             shares = torch.rand(tokens, 2, generator=generator, device=device).to(dtype)
-            wanted, actual = (module(x, chosen, shares).float() for module in (experts, own))
-            error = float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30))
-            if not error <= _TOLERANCE[dtype]:
-                return f"the kernel of experts is off by {error:.2g} for {tokens} tokens"
-    except Exception as error:  # of a compiler, of a driver, of a library that is too old or missing
-        return f"the kernel of experts fails ({type(error).__name__}: {error})"
-    return None
+            yield f"for {tokens} tokens", own(x, chosen, shares), experts(x, chosen, shares)
+
+    return proofs.fault_of("the kernel of experts", cases)
 
 
 def _facts(experts: Any) -> tuple[int, int, torch.device]:

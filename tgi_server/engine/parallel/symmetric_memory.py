@@ -4,16 +4,20 @@ Messages of NCCL take longer than the few KB of a decode step are worth. `--cuda
 this, for tensors up to a size, once it has been found to compute what NCCL does.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tgi_server.engine import proofs
 
 # Up to this many bytes every GPU reads all of every other's tensor; beyond that each sums up a part, which the others
 # read. From the largest size on NCCL is as fast.
 ONE_SHOT_BYTES = 256 << 10
 MOST_BYTES = 4 << 20
 # What the operators compute in, and the alignment that they need.
-_DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
 
 
@@ -48,16 +52,14 @@ def fault_of(memory: SymmetricMemory, rank: int, device: torch.device) -> str | 
     All shards do this together.
     """
     generator = torch.Generator(device).manual_seed(rank)
-    try:
-        for dtype, tolerance in _DTYPES.items():
+
+    def cases() -> Iterator[proofs.Case]:
+        for dtype in _DTYPES:
             for size in (_UNIT, ONE_SHOT_BYTES, ONE_SHOT_BYTES + _UNIT, MOST_BYTES):
                 tensor = torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype)
                 wanted = tensor.clone()
                 dist.all_reduce(wanted)
                 memory.all_reduce(tensor)
-                error = float((tensor.float() - wanted.float()).norm() / wanted.float().norm())
-                if not error <= tolerance:
-                    return f"sums of {size} bytes by symmetric memory are off by {error:.2g}"
-    except Exception as error:  # of a driver, of a torch without these operators
-        return f"symmetric memory fails ({type(error).__name__}: {error})"
-    return None
+                yield f"in sums of {size} bytes", tensor, wanted
+
+    return proofs.fault_of("symmetric memory", cases)

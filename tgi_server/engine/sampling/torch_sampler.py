@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine import proofs
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.sampling import warpers
 from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport, chosen_logprobs, top_logprobs
@@ -252,8 +253,9 @@ def row_kernel_fault(new: Callable[..., TorchSampler], logits: Tensor) -> str:
     new: makes a sampler for as many rows as the logits have. The exponential of a kernel may differ in the last bit, so
     one token in many may be another one; a kernel that is wrong chooses others throughout.
     """
-    tokens: list[Tensor] = []
-    try:
+
+    def fault() -> str:
+        tokens: list[Tensor] = []
         # The kernel is compiled for rows with reports, and for others: no request is to wait for that.
         for row_kernel, logprobs in ((False, False), (True, False), (True, True)):
             sampler, report = new(row_kernel=row_kernel), ReportParameters(logprobs=logprobs)
@@ -264,10 +266,10 @@ def row_kernel_fault(new: Callable[..., TorchSampler], logits: Tensor) -> str:
                 sampler.add(row, parameters, report, [0], [])
             tokens.append(sampler.sample(logits, range(len(logits))).token_ids)
             sampler.sample(logits[:1], range(1))  # a program for few rows
-    except Exception as failure:  # of a compiler, of a driver, of a library that is too old
-        return f"the kernel fails ({type(failure).__name__}: {failure})"
-    same = min(share_equal(tokens[0], token) for token in tokens[1:])
-    return "" if same >= _LEAST_EQUAL else f"the kernel chooses other tokens in {1 - same:.0%} of all rows"
+        same = min(share_equal(tokens[0], token) for token in tokens[1:])
+        return "" if same >= _LEAST_EQUAL else f"the kernel chooses other tokens in {1 - same:.0%} of all rows"
+
+    return proofs.failure_of("the kernel", fault) or ""
 
 
 def share_equal(left: Tensor, right: Tensor) -> float:

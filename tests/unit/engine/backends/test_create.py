@@ -66,5 +66,5 @@ def test_a_model_that_its_spec_does_not_describe_keeps_its_layers(caplog: pytest
 
 def test_a_spec_that_computes_something_else_ends_the_start() -> None:
     model = build("llama")
-    with pytest.raises(UnsupportedModel, match=r"logits change by .* start with --disable-custom-kernels"):
+    with pytest.raises(UnsupportedModel, match=r"is off by .* start with --disable-custom-kernels"):
         made(model, replace(spec_of(model.config), residual_scale=0.5))

@@ -5,12 +5,13 @@ It compiles a kernel for each kind of layer when one is computed first. It reads
 the library does not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
+from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention, Lengths
 from tgi_server.engine.backends.attention.gather import GatherAttention
@@ -19,7 +20,7 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 _MAJORS = (9, 10, 11)
 # Tokens of the texts of the proof behind a window, or where there is none.
 _BEHIND, _WITHOUT_WINDOW = 200, 4000
-_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashAttention(CudaAttention):
@@ -31,7 +32,7 @@ class FlashAttention(CudaAttention):
         # beyond 128 elements, it takes 256 on all of these, and others on Hopper
         sizes = shape.head_dims or (shape.head_dim,)
         fits = all(size % 8 == 0 and (size <= 128 or size == 256 or (major == 9 and size < 256)) for size in sizes)
-        return _is_installed() and major in _MAJORS and dtype in _TOLERANCE and fits and super().supports(shape, dtype)
+        return _is_installed() and major in _MAJORS and dtype in _DTYPES and fits and super().supports(shape, dtype)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         causal = metadata.ends_of(variant) is None
@@ -90,7 +91,8 @@ def fault_of(attention: FlashAttention, windows: Iterable[int]) -> str | None:
 
     one_layer = type(attention)(KVShape((max(shape.heads),), shape.head_dim), device, dtype)
     heads, size = 2 * max(shape.heads), one_layer.block_size
-    try:
+
+    def cases() -> Iterator[proofs.Case]:
         for window in sorted({0, *windows}):
             length = (window or _WITHOUT_WINDOW) + _BEHIND
             blocks = -(-length // size)
@@ -101,15 +103,11 @@ def fault_of(attention: FlashAttention, windows: Iterable[int]) -> str | None:
             variant = AttentionVariant(shape.head_dim**-0.5, window=window)
             query = random(1 + _BEHIND, heads, shape.head_dim)
             actual, wanted = (
-                kind.attend(one_layer, 0, query, metadata, variant).float()
-                for kind in (type(one_layer), GatherAttention)
+                kind.attend(one_layer, 0, query, metadata, variant) for kind in (type(one_layer), GatherAttention)
             )
-            error = float((actual - wanted).norm(dim=(1, 2)).div(wanted.norm(dim=(1, 2))).max())
-            if not error <= _TOLERANCE[dtype]:
-                return f"flash-attn-4 is off by {error:.2g} in a window of {window or 'all'} tokens"
-    except Exception as error:  # of a compiler, of a driver, of another version of the library
-        return f"flash-attn-4 fails ({type(error).__name__}: {error})"
-    return None
+            yield f"in a window of {window or 'all'} tokens", actual, wanted
+
+    return proofs.fault_of("flash-attn-4", cases, measure=proofs.row_error)
 
 
 def _of_a_row_and_a_chunk(length: int, blocks: int, device: torch.device) -> ForwardMetadata:

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.backends.probe import TOLERANCE, logits_error, probe_tokens
+from tgi_server.engine import proofs
+from tgi_server.engine.backends.probe import probe_tokens
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.base import PromptChunk
@@ -44,23 +45,17 @@ def choose_rows(model: PreTrainedModel, passes: Passes, group: ShardGroup | None
 
 def _objection(model: PreTrainedModel, passes: Passes, rows: Rows, group: ShardGroup | None) -> str | None:
     """Returns why this way of keeping rows is wrong for the model, or any shard of it; None when it is right."""
-    return fault_of_any(_own_objection(model, passes, rows), group)
+    fault = proofs.fault_of(
+        "a text that is computed in steps",
+        lambda: [("in its logits", *_logits(model, passes, rows))],
+        "logits",
+        measure=proofs.logits_error,
+    )
+    return fault_of_any(fault, group)
 
 
-def _own_objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None:
-    try:
-        error = _error(model, passes, rows)
-    except UnsupportedModel as refusal:
-        return str(refusal)
-    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as failure:
-        return f"{type(failure).__name__}: {failure}".splitlines()[0]
-    if not error <= TOLERANCE[model.dtype]:
-        return f"its logits change by {error:.2g} when a text is computed in steps"
-    return None
-
-
-def _error(model: PreTrainedModel, passes: Passes, rows: Rows) -> float:
-    """Returns the largest relative error of any row's logits."""
+def _logits(model: PreTrainedModel, passes: Passes, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Returns the logits of texts that are computed in steps, and of whole texts: [rows, vocab_size] each."""
     sequences = [_sequence(model, index, *text) for index, text in enumerate(TEXTS)]
     alone = [passes.alone(_sequence(model, 0, prompt, generated + STEPS)) for prompt, generated in TEXTS]
     expected: list[Tensor] = []
@@ -88,7 +83,7 @@ def _error(model: PreTrainedModel, passes: Passes, rows: Rows) -> float:
     rows.select([2, 1])
     order[:] = [2, 1]
     decode()
-    return logits_error(torch.stack(expected), torch.cat(actual))
+    return torch.cat(actual), torch.stack(expected)
 
 
 def _sequence(model: PreTrainedModel, request_id: int, prompt: int, generated: int) -> RunningSequence:

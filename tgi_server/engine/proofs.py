@@ -1,0 +1,101 @@
+"""Runs two ways of computing the same beside each other and compares them: so a model's kernels are chosen at load."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.errors import PeerLost, UnsupportedModel
+
+# The share of its norm by which a result may differ from the known one, by what is computed and its dtype.
+TOLERANCES = {
+    "norm": {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
+    "kernel": {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2},
+    "LoRA": {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2},
+    "logits": {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2},
+}
+# What rounding to FP8 may add to that: of a product's inputs; and of keys, where one that differs by its last bit may
+# be rounded to another number of 8 bits, a sixteenth or an eighth away.
+FP8_INPUTS, FP8_KEYS = 5e-2, 2e-2
+
+# In words what was computed, the result to be proved, and the known one, both of one shape and on one device.
+Case = tuple[str, Tensor, Tensor]
+
+
+def fault_of(
+    name: str,
+    cases: Callable[[], Iterable[Case]],
+    kind: str = "kernel",
+    allowance: float = 0.0,
+    measure: Callable[[Tensor, Tensor], float] | None = None,
+) -> str | None:
+    """Returns why something must not be used, in words; None if its results are right in all cases.
+
+    name: in words, what computes. cases: computes both results, one case after the other; whatever it raises is a
+    fault, too. kind: a row of TOLERANCES, by the known result's dtype. allowance: is added to that. measure: returns
+    the difference of a result from the known one; None: `relative_error`.
+    """
+    return failure_of(name, partial(_difference, name, cases, kind, allowance, measure or relative_error))
+
+
+def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
+    """Returns what a check returns, or in words what it raises: of a compiler, a driver, or a library.
+
+    Raises PeerLost if another shard is lost.
+    """
+    try:
+        return check()
+    except PeerLost:
+        raise
+    except UnsupportedModel as refusal:
+        return str(refusal)
+    except Exception as failure:
+        return f"{name} fails ({type(failure).__name__}: {failure})"
+
+
+def _difference(
+    name: str,
+    cases: Callable[[], Iterable[Case]],
+    kind: str,
+    allowance: float,
+    measure: Callable[[Tensor, Tensor], float],
+) -> str | None:
+    for case, actual, known in cases():
+        error = measure(actual, known)
+        if not error <= TOLERANCES[kind][known.dtype] + allowance:  # not a number is a fault
+            return f"{name} is off by {error:.2g} {case}".rstrip()
+    return None
+
+
+def relative_error(actual: Tensor, known: Tensor) -> float:
+    """Returns the norm of the difference as a share of the known result's norm; NaN if there is any NaN."""
+    return float(_norm(actual.float() - known.float()) / _norm(known.float()).clamp(min=1e-30))
+
+
+def row_error(actual: Tensor, known: Tensor) -> float:
+    """Returns the largest relative error of any row, [rows, ...]."""
+    return float(_row_errors(actual, known).max())
+
+
+def logits_error(actual: Tensor, known: Tensor) -> float:
+    """Returns the largest relative error of any row of logits, [rows, vocab_size].
+
+    In less than float32 it is the second largest, since the last bit may choose another expert in a mixture of experts.
+    A wrong way to run a model shows in several rows. NaN when there is any NaN.
+    """
+    errors = _row_errors(actual, known)
+    if known.dtype is torch.float32 or errors.isnan().any():
+        return float(errors.max())
+    return float(errors.sort().values[-2])
+
+
+def _row_errors(actual: Tensor, known: Tensor) -> Tensor:
+    """Returns [rows] float32."""
+    change = _norm((actual.float() - known.float()).flatten(1), 1)
+    # Rows of zeros, as of a model that knows nothing at some position, are equal too.
+    return (change / _norm(known.float().flatten(1), 1)).masked_fill(change == 0, 0)
+
+
+def _norm(values: Tensor, dim: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(values, dim=dim)
