@@ -34,6 +34,7 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.memory import HOST
+from tgi_server.engine.models.families import family_of
 from tgi_server.grammar.tokenizer import read_definition
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,6 @@ _LEGACY_POOLINGS = {
 # The folders of sentence-transformers' modules that are known, by the last part of their types.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU}
-# Models that begin to count positions behind the number of the padding token.
-_OFFSET_POSITIONS = ("roberta", "camembert", "mpnet", "xlm")
 # The marks of conversations in the form of Qwen3-Reranker, which answers yes or no.
 _CONVERSATION = "<|im_start|>"
 # A batch of texts with this many tokens is closed rather than filled with texts that are much shorter.
@@ -342,11 +341,8 @@ def _is_decoder(config: PretrainedConfig) -> bool:
 
 def _most_tokens(folder: Path, config: PretrainedConfig) -> int:
     """Returns the most tokens of a text: the least that the model's files say."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and any(name in config.model_type for name in _OFFSET_POSITIONS):
-        positions -= (config.pad_token_id or 0) + 1
     said = [
-        positions,
+        family_of(config).positions(config),
         _read(folder / "sentence_bert_config.json", {}).get("max_seq_length"),
         _read(folder / "tokenizer_config.json", {}).get("model_max_length"),
     ]

@@ -11,7 +11,7 @@ from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, 
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
-from tgi_server.engine.models.families import position_limit
+from tgi_server.engine.models.families import family_of, position_limit
 from tgi_server.engine.runners import StoredModel, create_runner, restored_runner, stored_model
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.paged import PagedRunner
@@ -126,7 +126,7 @@ def _load_tower(
     if not isinstance(runner, PagedRunner):
         return None, f"{model.config.model_type} models run in padded batches, which have no images"
     runner.backend.pack(vision)
-    runner.tower = VisionTower(vision, config.image_memory)
+    runner.tower = VisionTower(vision, family_of(own), config.image_memory)
     return runner.tower, ""
 
 

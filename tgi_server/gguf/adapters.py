@@ -12,8 +12,6 @@ from tgi_server.gguf.architectures import ARCHITECTURES, Architecture
 from tgi_server.gguf.file import Gguf, GgufTensor, read_gguf
 from tgi_server.gguf.paths import GgufError
 
-# Models of `transformers` that have the tensors of another one, by which files name them.
-_SAME_TENSORS = {"mistral": "llama"}
 _MATRICES = ("lora_a", "lora_b")
 
 
@@ -68,8 +66,7 @@ def read_gguf_adapter(path: Path, model_type: str) -> GgufAdapter:
 
 def _architecture(file: Gguf, model_type: str) -> Architecture:
     """Returns the architecture of the base model. Raises GgufError if it is not that of the adapter."""
-    own = _SAME_TENSORS.get(model_type, model_type)
-    names = {name: kind for name, kind in ARCHITECTURES.items() if kind.model_type == own}
+    names = {name: kind for name, kind in ARCHITECTURES.items() if model_type in (kind.model_type, *kind.alike)}
     if "mixtral" in names:
         names = {"llama": names["mixtral"]}
     found = names.get(file.architecture)

@@ -25,7 +25,7 @@ class Architecture:
     layer's experts are one tensor in `transformers`, too, with gate and up interleaved, as in gpt-oss. changes: how a
     tensor differs, by a configuration of `transformers` and its name in a layer. beside: tensors that are read beside
     others. float_experts: names of experts' tensors, of all experts together, where no kernels read their types.
-    layers: of the modules of all layers.
+    layers: of the modules of all layers. alike: other types of models whose files have this architecture.
     """
 
     model_type: str
@@ -39,6 +39,7 @@ class Architecture:
     beside: Collection[str] = ()
     float_experts: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
+    alike: Collection[str] = ()
 
     def place(self, name: str) -> str | None:
         """Returns the name in `transformers` of a tensor; of all experts with {} for the number of one; or None."""
@@ -137,7 +138,9 @@ def _config_of(file: Gguf, kind: Architecture) -> Config:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", changes=changes.interleaved, config=configuration.llama),
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", changes=changes.interleaved, config=configuration.llama, alike=("mistral",)
+    ),
     "mixtral": Architecture(
         "mixtral",
         "MixtralForCausalLM",

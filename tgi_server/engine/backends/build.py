@@ -209,12 +209,11 @@ def _check(
     mixers = []
     for index, (module, layer) in enumerate(zip(modules, spec.layers, strict=True)):
         try:
-            mixer = MixerKernel.of(module.get_submodule(layer.mixer), linear) if layer.mixer else None
+            mixer = MixerKernel.of(layer.mixer, module, linear) if layer.mixer else None
             mixers.append(mixer)
             if layer.mixer and mixer is None:
-                raise Unfit(f"there is no kernel for layer {index}, {layer.mixer}")
-            names_of = _linear_names(layer, mixer)
-            parts = [[inner(_linear(module, name)) for name in names] for names in names_of.values()]
+                raise Unfit(f"there is no kernel for layer {index}, {layer.mixer.name}")
+            parts = [[inner(_linear(module, name)) for name in names] for names in _linear_names(layer).values()]
             mixture = module.get_submodule(layer.mixture.name) if layer.mixture else None
             _norms(module, layer)
         except AttributeError as error:
@@ -242,7 +241,7 @@ def _layer(
     linears: dict[str, Any] = dict.fromkeys(_LINEARS)
     parts: dict[str, list[tuple[str, int]]] = {}
     scales: dict[str, Tensor] = {}
-    for part, names in _linear_names(spec, mixer).items():
+    for part, names in _linear_names(spec).items():
         own = [_linear(module, name) for name in names]
         parts[part] = [(name, _outputs(each)) for name, each in zip(names, own, strict=True)]
         linears[part] = _joined(own, linear)
@@ -361,15 +360,15 @@ def _outputs(module: Any) -> int:
     return int(linear.out_features) if isinstance(linear, QuantizedLinear) else len(linear.weight)
 
 
-def _linear_names(spec: LayerSpec, mixer: MixerKernel | None) -> dict[str, tuple[str, ...]]:
+def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
     """Returns the names in `transformers` of what each linear layer is made of."""
     names: dict[str, tuple[str, ...]] = {}
     if spec.attends:
         names = {"qkv": spec.qkv, "output": (spec.output,)} | ({"query": (spec.query,)} if spec.query else {})
-    if mixer is not None:
+    if (mixer := spec.mixer) is not None:
         names |= {
-            "mixer_in": tuple(f"{spec.mixer}.{name}" for name in mixer.projections),
-            "mixer_out": (f"{spec.mixer}.{mixer.output}",),
+            "mixer_in": tuple(f"{mixer.name}.{name}" for name in mixer.projections),
+            "mixer_out": (f"{mixer.name}.{mixer.output}",),
         }
     if spec.up and (spec.mixture is None or spec.shared):
         names |= {"up": spec.up, "down": (spec.down,)}

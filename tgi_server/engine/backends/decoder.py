@@ -174,9 +174,9 @@ class DecoderLayer:
             router = operator.attrgetter(self.spec.mixture.router)(self.mixture)
             if isinstance(router, PackedLinear):
                 yield router, [(self.spec.mixture.router, router.out_features)]
-        if self.mixer is not None:
+        if self.mixer is not None and self.spec.mixer is not None:
             for name, linear in self.mixer.inner.items():
-                yield linear, [(f"{self.spec.mixer}.{name}", linear.out_features)]
+                yield linear, [(f"{self.spec.mixer.name}.{name}", linear.out_features)]
         if self.altup is not None:
             for name, linear in self.altup.linears.items():
                 yield linear, [(name, linear.out_features)]

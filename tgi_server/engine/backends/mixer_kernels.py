@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -12,6 +11,7 @@ from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.models.spec import MixerSpec
 from tgi_server.engine.parallel.layers import ShardedGatedNorm
 
 # Shape and dtype of one slot's states, by the name of the function that has them; None: the dtype of the model.
@@ -29,30 +29,12 @@ _Made: TypeAlias = tuple[_Recipe, dict[str, PackedLinear]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    """The mixers of some families.
-
-    projections: the names of the first ones, whose outputs stand side by side for the kernel. make: returns the recipe
-    of a mixer's kernel, and the linear layers in it that adapters may change. It takes what packs linear layers, and
-    returns None if there is no kernel. shapes: of a mixer's states, in the order
-    in which the kernel takes them. output: the name of the last projection.
-    """
-
-    projections: tuple[str, ...]
-    make: Callable[[Any, LinearFactory], _Made | None]
-    shapes: Callable[[Any], _Shapes]
-    output: str = "out_proj"
-
-
-@dataclass(frozen=True, slots=True)
 class MixerKernel:
-    """Computes one mixer between its projections. projections, output: their names in the mixer. layer: its index.
+    """Computes one mixer between its projections. layer: its index.
 
     inner: linear layers in between, by their names. kernel: a `torch.classes.oatmill.Mixer`.
     """
 
-    projections: tuple[str, ...]
-    output: str
     _recipe: _Recipe
     inner: dict[str, PackedLinear]
     layer: int
@@ -66,17 +48,20 @@ class MixerKernel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies anew: objects of `torch.classes` cannot be pickled."""
-        return type(self), (self.projections, self.output, self._recipe, self.inner, self.layer, self._shapes)
+        return type(self), (self._recipe, self.inner, self.layer, self._shapes)
 
     @classmethod
-    def of(cls, mixer: Any, linear: LinearFactory) -> Self | None:
-        """Returns the kernel of a mixer of `transformers`; None if there is none. linear: packs layers in between."""
-        family = _FAMILIES.get(type(mixer).__name__)
-        if family is None or getattr(mixer, "activation", "silu") not in ("silu", "swish"):
+    def of(cls, spec: MixerSpec, layer: nn.Module, linear: LinearFactory) -> Self | None:
+        """Returns the kernel of a mixer in a layer of `transformers`; None if there is none for its parts.
+
+        linear: packs layers in between.
+        """
+        mixer: Any = layer.get_submodule(spec.name)
+        if getattr(mixer, "activation", "silu") not in ("silu", "swish"):
             return None
-        made = family.make(mixer, linear)
-        shapes = family.shapes(mixer)
-        return None if made is None else cls(family.projections, family.output, *made, mixer.layer_idx, shapes)
+        make, shapes = _KERNELS[spec.kernel]
+        made = make(spec, mixer, linear)
+        return None if made is None else cls(*made, mixer.layer_idx, shapes(mixer))
 
     def states(self, states: SequenceStates, dtype: torch.dtype) -> list[Tensor]:
         """Returns the states of all slots, in the order in which the kernel takes them. dtype: of the model."""
@@ -85,14 +70,14 @@ class MixerKernel:
         ]
 
 
-def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> _Recipe | None:
+def _delta_net(spec: MixerSpec, mixer: Any, _: LinearFactory) -> _Made | None:
     if mixer.conv1d.bias is not None:
         return None
-    gated_norm = getattr(mixer, norm)
+    gated_norm = mixer.get_submodule(spec.norm)
     rate_scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
-    return "gated_delta_net", (
+    arguments = (
         mixer.num_k_heads,
-        grouped,
+        spec.grouped,
         _taps(mixer.conv1d),
         -mixer.A_log.float().exp(),
         mixer.dt_bias.float(),
@@ -100,9 +85,10 @@ def _delta_net(mixer: Any, norm: str = "norm", *, grouped: bool = False) -> _Rec
         gated_norm.weight.float(),
         gated_norm.variance_epsilon,
     )
+    return (spec.kernel, arguments), {}
 
 
-def _kimi(mixer: Any, linear: LinearFactory) -> _Made | None:
+def _kimi(spec: MixerSpec, mixer: Any, linear: LinearFactory) -> _Made | None:
     gate = mixer.forget_gate
     if not linear.takes(gate.f_b_proj) or not linear.takes(mixer.g_b_proj):
         return None
@@ -112,10 +98,10 @@ def _kimi(mixer: Any, linear: LinearFactory) -> _Made | None:
         *inner.values(),
         -gate.A_log.float().exp().flatten(),
         gate.dt_bias.float(),
-        mixer.o_norm.weight.float(),
-        mixer.o_norm.variance_epsilon,
+        mixer.get_submodule(spec.norm).weight.float(),
+        mixer.get_submodule(spec.norm).variance_epsilon,
     )
-    return ("kimi_delta_attention", arguments), inner
+    return (spec.kernel, arguments), inner
 
 
 def _states_of_kimi(mixer: Any) -> _Shapes:
@@ -128,8 +114,8 @@ def _states_of_delta_net(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"torch_chunk_gated_delta_rule": (recurrent, torch.float32)}
 
 
-def _mamba2(mixer: Any) -> _Recipe | None:
-    norm, (least, most) = mixer.norm, mixer.time_step_limit
+def _mamba2(spec: MixerSpec, mixer: Any, _: LinearFactory) -> _Made | None:
+    norm, (least, most) = mixer.get_submodule(spec.norm), mixer.time_step_limit
     if isinstance(norm, ShardedGatedNorm):
         if norm.share.copies > 1:
             return None
@@ -138,7 +124,7 @@ def _mamba2(mixer: Any) -> _Recipe | None:
     size = mixer.num_heads * mixer.head_dim
     groups = getattr(norm, "n_groups", None)  # of Falcon-H1; the others count the features of a group
     group = size // groups if groups else getattr(norm, "group_size", size)
-    return "mamba2", (
+    arguments = (
         _taps(mixer.conv1d),
         _bias(mixer.conv1d),
         -mixer.A_log.float().exp(),
@@ -152,6 +138,7 @@ def _mamba2(mixer: Any) -> _Recipe | None:
         not getattr(norm, "norm_before_gate", False),
         mixer.n_groups,
     )
+    return (spec.kernel, arguments), {}
 
 
 def _states_of_mamba2(mixer: Any) -> _Shapes:
@@ -159,7 +146,7 @@ def _states_of_mamba2(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"mamba2_chunk_scan": (recurrent, torch.float32)}
 
 
-def _mamba(mixer: Any, linear: LinearFactory) -> _Made | None:
+def _mamba(spec: MixerSpec, mixer: Any, linear: LinearFactory) -> _Made | None:
     steps = mixer.dt_proj.unpacked() if isinstance(mixer.dt_proj, QuantizedLinear) else mixer.dt_proj
     if not linear.takes(mixer.x_proj) or type(steps) is not nn.Linear or steps.bias is None:
         return None
@@ -176,7 +163,7 @@ def _mamba(mixer: Any, linear: LinearFactory) -> _Made | None:
         -mixer.A_log.float().exp().t().contiguous(),
         mixer.D.float(),
     )
-    return ("mamba", arguments), {"x_proj": inner}
+    return (spec.kernel, arguments), {"x_proj": inner}
 
 
 def _states_of_mamba(mixer: Any) -> _Shapes:
@@ -186,18 +173,8 @@ def _states_of_mamba(mixer: Any) -> _Shapes:
     return _states_of_convolution(mixer.conv1d) | {"mamba_selective_scan": (recurrent, torch.float32)}
 
 
-def _short_convolution(mixer: Any) -> _Recipe:
-    return "short_convolution", (_taps(mixer.conv), _bias(mixer.conv))
-
-
-def _alone(make: Callable[[Any], _Recipe | None]) -> Callable[[Any, LinearFactory], _Made | None]:
-    """Returns what makes the recipes of kernels without linear layers in them."""
-
-    def made(mixer: Any, _: LinearFactory) -> _Made | None:
-        recipe = make(mixer)
-        return None if recipe is None else (recipe, {})
-
-    return made
+def _short_convolution(spec: MixerSpec, mixer: Any, _: LinearFactory) -> _Made:
+    return (spec.kernel, (_taps(mixer.conv), _bias(mixer.conv))), {}
 
 
 def _taps(convolution: Any) -> Tensor:
@@ -215,32 +192,12 @@ def _states_of_convolution(module: Any) -> dict[str, tuple[tuple[int, ...], torc
     return {"causal_conv1d_fn": ((width - 1, channels), None)}
 
 
-_QWEN3_NEXT = _Family(("in_proj_qkvz", "in_proj_ba"), _alone(partial(_delta_net, grouped=True)), _states_of_delta_net)
-_QWEN3_5 = _Family(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _alone(_delta_net), _states_of_delta_net)
-_OLMO = _Family(
-    ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
-    _alone(partial(_delta_net, norm="o_norm")),
-    _states_of_delta_net,
-    "o_proj",
-)
-_KIMI = _Family(
-    ("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj"), _kimi, _states_of_kimi, "o_proj"
-)
-_MAMBA = _Family(("in_proj",), _mamba, _states_of_mamba)
-_MAMBA2 = _Family(("in_proj",), _alone(_mamba2), _states_of_mamba2)
-_SHORT = _Family(("in_proj",), _alone(_short_convolution), lambda mixer: _states_of_convolution(mixer.conv))
-# By the name of the mixer's class in `transformers`.
-_FAMILIES = {
-    "Qwen3NextGatedDeltaNet": _QWEN3_NEXT,
-    "Qwen3_5GatedDeltaNet": _QWEN3_5,
-    "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
-    "OlmoHybridGatedDeltaNet": _OLMO,
-    "KimiLinearDeltaAttention": _KIMI,
-    "JambaMambaMixer": _MAMBA,
-    "BambaMixer": _MAMBA2,
-    "FalconH1Mixer": _MAMBA2,
-    "GraniteMoeHybridMambaLayer": _MAMBA2,
-    "NemotronHMamba2Mixer": _MAMBA2,
-    "Lfm2ShortConv": _SHORT,
-    "Lfm2MoeShortConv": _SHORT,
+# By their names in specs: what returns the recipe of a mixer's kernel and the linear layers in it that adapters may
+# change, or None if there is no kernel for its parts; and what returns the shapes of its states, in the kernel's order.
+_KERNELS: Mapping[str, tuple[Callable[[MixerSpec, Any, LinearFactory], _Made | None], Callable[[Any], _Shapes]]] = {
+    "gated_delta_net": (_delta_net, _states_of_delta_net),
+    "kimi_delta_attention": (_kimi, _states_of_kimi),
+    "mamba": (_mamba, _states_of_mamba),
+    "mamba2": (_mamba2, _states_of_mamba2),
+    "short_convolution": (_short_convolution, lambda mixer: _states_of_convolution(mixer.conv)),
 }

@@ -32,19 +32,12 @@ from tgi_server.engine.checkpoint.skeleton import QuantizedLayers, leave_out_ima
 from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, fingerprint, stored_dtype
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
-from tgi_server.engine.models.families import plan_for
+from tgi_server.engine.models.families import family_of, image_models, plan_for
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.shares import share_of
 from tgi_server.engine.progress import follow_transformers, progress
 from tgi_server.loading import READING, ROUNDING
 
-# Models whose class for text and images needs a library for images (timm); their text models have classes of their own.
-_TEXT_ALONE = {"gemma3n"}
-# Models whose images are read, by their `model_type`.
-IMAGE_MODELS = frozenset(
-    {"gemma3", "gemma4", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next"}
-    | {"mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm"}
-)
 # Of a checkpoint's dtype.
 ChooseDtype = Callable[[torch.dtype | None], torch.dtype]
 
@@ -68,7 +61,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(cause or error)}") from error
     text_config = found.get_text_config(decoder=True)
     check_padding(path / "config.json", text_config)
-    return text_config if found.model_type in _TEXT_ALONE else found
+    return text_config if family_of(found).text_alone else found
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -160,9 +153,10 @@ def load_vision(
     model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model_config), None)
     if model_class is None:
         return None
-    kind = model_config.model_type
-    if kind not in IMAGE_MODELS:
-        raise UnsupportedModel(f"images are not served with {kind} models, only with {', '.join(sorted(IMAGE_MODELS))}")
+    if not family_of(model_config).images:
+        raise UnsupportedModel(
+            f"images are not served with {model_config.model_type} models, only with {', '.join(image_models())}"
+        )
     quantization = find_quantization(path, model_config, None)
     model_config = without_quantization(model_config)
     model_config.tie_word_embeddings = False  # of a head and embeddings that are not there

@@ -12,6 +12,7 @@ from tgi_server.engine.parallel.plan import ShardingPlan
 
 # "relu2" is the square of ReLU, "gelu_tanh" an approximation of GELU.
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
+TwoWay = Literal["all", "windows", ""]
 
 # Names of activations in config.json.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -80,11 +81,28 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MixerSpec:
+    """A module with states, such as a gated delta net: the kernel that computes it, and the names of its modules.
+
+    name: in the layer. projections: the first linear layers, whose outputs stand side by side for the kernel. output:
+    the last one. norm: of what the kernel gives. grouped: the outputs of the projections are, for each key head, its
+    queries, keys, values and so on.
+    """
+
+    name: str
+    kernel: Literal["gated_delta_net", "kimi_delta_attention", "mamba", "mamba2", "short_convolution"]
+    projections: tuple[str, ...] = ("in_proj",)
+    output: str = "out_proj"
+    norm: str = "norm"
+    grouped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A decoder layer, by the names of its modules. A norm that is None does not exist.
 
-    mixer: a module with states, such as a gated delta net, in the place of attention; then what says how a layer
-    attends says nothing. None: the layer attends. beside: it does both, and adds both to the residual.
+    mixer: a module with states in the place of attention; then what says how a layer attends says nothing. None: the
+    layer attends. beside: it does both, and adds both to the residual.
     attention: the module that says the size of heads; None: the layer does not attend. qkv: the projections that are
     computed as one; they may be one in the checkpoint, too. grouped: their outputs are, for each KV head, its query
     heads, its key and its value. clip: no output of theirs is further from 0; 0: nothing is clipped.
@@ -112,7 +130,7 @@ class LayerSpec:
     tensor with a further one for each output.
     """
 
-    mixer: str | None = None
+    mixer: MixerSpec | None = None
     beside: bool = False
     attention: str | None = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -259,6 +277,11 @@ class Family:
     relative: positions are relative, so that nothing bounds the length of a text.
     attention: the module of `paged_attention` by which a model attends that does not go through `AttentionInterface`.
     mtp: checkpoints may have a layer that predicts further tokens (DeepSeek-V3, 2024).
+    padding_first: positions are counted from the one behind the padding token's id, as in RoBERTa.
+    Of a model with a text model in it: images: it reads images. two_way: returns the layers in which an image's tokens
+    attend to each other: "all", those with a window ("windows"), or none (""). image_projector: the module that makes
+    features of what `get_image_features` returns; None: these are the features. text_alone: the class of `transformers`
+    needs a library for images (timm), so that the text model is built alone.
     """
 
     spec: Callable[[Any], DecoderSpec] | None = None
@@ -266,6 +289,11 @@ class Family:
     relative: bool = False
     attention: str | None = None
     mtp: bool = False
+    padding_first: bool = False
+    images: bool = False
+    two_way: Callable[[Any], TwoWay] = lambda _: ""
+    image_projector: str | None = None
+    text_alone: bool = False
 
     def positions(self, config: Any) -> int | None:
         """Returns the most positions that a model of this text configuration has; None: nothing bounds them.
@@ -278,7 +306,8 @@ class Family:
         scaled = int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
         for name in _POSITIONS:
             if value := getattr(config, name, None):
-                return max(int(value), scaled)
+                padding = (config.pad_token_id or 0) + 1 if self.padding_first else 0
+                return max(int(value), scaled) - padding
         return None
 
 

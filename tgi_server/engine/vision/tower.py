@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tgi_server import contract
 from tgi_server.contract import Image
 from tgi_server.engine.errors import InvalidImage
+from tgi_server.engine.models.spec import Family
 from tgi_server.engine.vision.pieces import in_pieces
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
@@ -48,18 +49,18 @@ class VisionTower:
     ("windows"), or in none ("").
     """
 
-    def __init__(self, model: PreTrainedModel, memory: int) -> None:
-        """model: without its text model; see `load_vision`."""
+    def __init__(self, model: PreTrainedModel, family: Family, memory: int) -> None:
+        """model: without its text model; see `load_vision`. family: its own, not its text model's."""
         base: Any = model.base_model
         self._reader = base if hasattr(base, "get_image_features") else model
-        self._projector = getattr(model, "multi_modal_projector", None) if model.config.model_type == "llama4" else None
+        self._projector: Any = model.get_submodule(family.image_projector) if family.image_projector else None
         self._arguments = tuple(inspect.signature(self._reader.get_image_features).parameters)
         self._dtype, self._device = model.dtype, model.device
         config: Any = model.config
         self.memory = memory
         self.token_id = int(config.image_token_id)
         self.mrope = hasattr(base, "get_rope_index")
-        self.two_way = _two_way(config)
+        self.two_way = family.two_way(config)
         self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
@@ -145,14 +146,6 @@ class VisionTower:
         while self._cached_bytes > self.memory:
             _, oldest = self._cache.popitem(last=False)
             self._cached_bytes -= oldest.nbytes
-
-
-def _two_way(config: Any) -> str:
-    """Returns in which layers an image's tokens attend to each other, by a model's configuration."""
-    if config.model_type == "gemma3":
-        return "all"
-    vision_only = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-    return "windows" if config.model_type == "gemma4" and vision_only else ""
 
 
 def _as_tensor(tensor: contract.Tensor) -> Tensor:

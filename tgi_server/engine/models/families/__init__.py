@@ -44,6 +44,11 @@ def plan_for(config: Any) -> ShardingPlan:
     return plan(config)
 
 
+def image_models() -> list[str]:
+    """Returns the types of the models whose images are read."""
+    return sorted(name for name, family in _families().items() if family.images)
+
+
 @cache
 def _families() -> Mapping[str, Family]:
     found: dict[str, Family] = {}

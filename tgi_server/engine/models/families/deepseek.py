@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tgi_server.engine.models.families.glm import with_experts
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, GATED, HEAD, Splits
 from tgi_server.engine.parallel.plan import (
     ShardingPlan,
@@ -20,7 +20,16 @@ from tgi_server.engine.parallel.plan import (
 )
 from tgi_server.engine.parallel.shares import Heads, of_heads, query_heads, sections
 
-_DELTA = LayerSpec(mixer="self_attn", rope=None)
+_DELTA = LayerSpec(
+    mixer=MixerSpec(
+        "self_attn",
+        "kimi_delta_attention",
+        ("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj"),
+        output="o_proj",
+        norm="o_norm",
+    ),
+    rope=None,
+)
 
 
 def dense(config: Any) -> DecoderSpec:

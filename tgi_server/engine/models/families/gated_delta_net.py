@@ -6,7 +6,7 @@ In a gated delta net, several value heads share a key head. A shard has some val
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, Splits, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, of_heads, query_heads, sections
@@ -25,12 +25,16 @@ _MIXED = replace(
 )
 
 
+_QWEN3_5 = MixerSpec("linear_attn", "gated_delta_net", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+_QWEN3_NEXT = replace(_QWEN3_5, projections=("in_proj_qkvz", "in_proj_ba"), grouped=True)
+
+
 def qwen3_5(config: Any) -> DecoderSpec:
-    return _qwen(config, [_LAYER] * config.num_hidden_layers)
+    return _qwen(config, _QWEN3_5, [_LAYER] * config.num_hidden_layers)
 
 
 def qwen3_5_moe(config: Any) -> DecoderSpec:
-    return _qwen(config, [_MIXED] * config.num_hidden_layers)
+    return _qwen(config, _QWEN3_5, [_MIXED] * config.num_hidden_layers)
 
 
 def qwen3_next(config: Any) -> DecoderSpec:
@@ -39,13 +43,13 @@ def qwen3_next(config: Any) -> DecoderSpec:
         config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
-    return _qwen(config, [_MIXED if each else _LAYER for each in mixed])
+    return _qwen(config, _QWEN3_NEXT, [_MIXED if each else _LAYER for each in mixed])
 
 
-def _qwen(config: Any, layers: list[LayerSpec]) -> DecoderSpec:
+def _qwen(config: Any, mixer: MixerSpec, layers: list[LayerSpec]) -> DecoderSpec:
     kinds = zip(layers, config.layer_types, strict=True)
-    mixers = (replace(each, mixer="linear_attn" if kind == "linear_attention" else None) for each, kind in kinds)
-    return DecoderSpec(tuple(mixers), activation=activation(config.hidden_act))
+    mixed = (replace(layer, mixer=mixer if kind == "linear_attention" else None) for layer, kind in kinds)
+    return DecoderSpec(tuple(mixed), activation=activation(config.hidden_act))
 
 
 _OLMO = LayerSpec(
@@ -63,9 +67,14 @@ def olmo(config: Any) -> DecoderSpec:
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = rope.get("rope_theta") is not None
     attending = replace(_OLMO, rope=0 if rotary else None)
-    layers = (
-        LayerSpec(mixer="linear_attn") if kind == "linear_attention" else attending for kind in config.layer_types
+    mixer = MixerSpec(
+        "linear_attn",
+        "gated_delta_net",
+        ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+        output="o_proj",
+        norm="o_norm",
     )
+    layers = (LayerSpec(mixer=mixer) if kind == "linear_attention" else attending for kind in config.layer_types)
     ropes = (RopeSpec(),) if rotary else ()
     return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), ropes=ropes)
 
@@ -121,4 +130,5 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(qwen3_5_moe, _qwen_plan, mtp=True),
     "qwen3_next": Family(qwen3_next, _qwen_plan, mtp=True),
     "olmo_hybrid": Family(olmo, _olmo_plan),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(images=True)),
 }

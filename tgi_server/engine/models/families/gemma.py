@@ -15,6 +15,7 @@ from tgi_server.engine.models.spec import (
     MixtureSpec,
     NoSpec,
     RopeSpec,
+    TwoWay,
     activation,
 )
 from tgi_server.engine.models.splits import EXPERTS, GATED, LLAMA, attention, heads_of, llama_plan
@@ -165,11 +166,18 @@ def _gemma4_plan(config: Any) -> ShardingPlan:
     return ShardingPlan(first, ("self_attn",), splits, (*_LAYER_INPUTS, "router.proj"), layer_heads=others)
 
 
+def _gemma4_two_way(config: Any) -> TwoWay:
+    return "windows" if config.get_text_config().use_bidirectional_attention == "vision" else ""
+
+
 FAMILIES = {
     "gemma": Family(gemma, llama_plan),
     "gemma2": Family(gemma2, llama_plan),
+    "gemma3": Family(images=True, two_way=lambda _: "all"),
     "gemma3_text": Family(gemma3, llama_plan),
+    "gemma3n": Family(text_alone=True),
     "gemma3n_text": Family(gemma3n, _gemma3n_plan),
+    "gemma4": Family(images=True, two_way=_gemma4_two_way),
     "gemma4_text": Family(gemma4, _gemma4_plan),
     "vaultgemma": Family(vaultgemma, llama_plan),
 }

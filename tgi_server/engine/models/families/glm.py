@@ -57,4 +57,5 @@ FAMILIES = {
     "glm4": Family(glm4, _plan),
     "glm4v_text": Family(glm4v, _plan),
     "glm4_moe": Family(glm4_moe, _moe_plan, mtp=True),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), Family(images=True)),
 }

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixerSpec, MixtureSpec
 from tgi_server.engine.models.splits import EXPERTS, attention, feed_forward, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import parts, sections
@@ -20,7 +20,8 @@ _LAYER = LayerSpec(
 
 
 def lfm2(config: Any) -> DecoderSpec:
-    layers = (replace(_LAYER, mixer="conv" if kind == "conv" else None) for kind in config.layer_types)
+    convolution = MixerSpec("conv", "short_convolution")
+    layers = (replace(_LAYER, mixer=convolution if kind == "conv" else None) for kind in config.layer_types)
     return DecoderSpec(tuple(layers), final_norm="embedding_norm")
 
 
@@ -49,4 +50,8 @@ def _plan(config: Any) -> ShardingPlan:
     return llama_plan(config, splits, whole=("gate",))
 
 
-FAMILIES = {"lfm2": Family(lfm2, _plan), "lfm2_moe": Family(lfm2_moe, _plan)}
+FAMILIES = {
+    "lfm2": Family(lfm2, _plan),
+    "lfm2_moe": Family(lfm2_moe, _plan),
+    "lfm2_vl": Family(images=True),
+}

@@ -78,4 +78,5 @@ FAMILIES = {
     "seed_oss": Family(llama, llama_plan),
     "smollm3": Family(smollm3, llama_plan),
     "stablelm": Family(stablelm, llama_plan),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Family(images=True)),
 }

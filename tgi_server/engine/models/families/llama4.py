@@ -45,4 +45,7 @@ def _plan(config: Any) -> ShardingPlan:
     return ShardingPlan(heads_of(config), ("self_attn",), {**LLAMA, "experts": experts}, ("router",))
 
 
-FAMILIES = {"llama4_text": Family(llama4, _plan, attention="llama4")}
+FAMILIES = {
+    "llama4_text": Family(llama4, _plan, attention="llama4"),
+    "llama4": Family(images=True, image_projector="multi_modal_projector"),
+}

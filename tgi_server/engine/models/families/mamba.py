@@ -5,7 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, NoSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import (
+    DecoderSpec,
+    Family,
+    LayerSpec,
+    MixerSpec,
+    MixtureSpec,
+    NoSpec,
+    RopeSpec,
+    activation,
+)
 from tgi_server.engine.models.splits import EXPERTS, HEAD, Splits, attention, feed_forward, heads_of, llama_plan
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.layers import RowParallel, ShardedGatedNorm
@@ -34,11 +43,12 @@ _BAMBA = LayerSpec(
     down="feed_forward.down_proj",
     feed_forward_norm="pre_ff_layernorm",
 )
+_MAMBA2 = MixerSpec("mamba", "mamba2")
 _GRANITE = LayerSpec(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 
 
 def bamba(config: Any) -> DecoderSpec:
-    layers = _with_mamba(_BAMBA, config.layer_types)
+    layers = _with_mixers(_BAMBA, _MAMBA2, config.layer_types)
     return DecoderSpec(layers, activation=activation(config.hidden_act), final_norm="final_layernorm")
 
 
@@ -59,7 +69,7 @@ def falcon(config: Any) -> DecoderSpec:
     }
     return DecoderSpec.uniform(
         config,
-        replace(_BAMBA, mixer="mamba", beside=True, scales=scales),
+        replace(_BAMBA, mixer=_MAMBA2, beside=True, scales=scales),
         activation=activation(config.hidden_act),
         final_norm="final_layernorm",
         embedding_scale=config.embedding_multiplier,
@@ -73,7 +83,7 @@ def granite(config: Any) -> DecoderSpec:
     mixture = MixtureSpec("block_sparse_moe", "router") if config.num_local_experts else None
     layer = replace(_GRANITE, rope=0 if rotary else None, mixture=mixture, shared=mixture is not None)
     return DecoderSpec(
-        _with_mamba(layer, config.layer_types),
+        _with_mixers(layer, _MAMBA2, config.layer_types),
         activation=activation(config.hidden_act),
         ropes=(RopeSpec(),) if rotary else (),
         embedding_scale=config.embedding_multiplier,
@@ -84,13 +94,13 @@ def granite(config: Any) -> DecoderSpec:
 
 def jamba(config: Any) -> DecoderSpec:
     """Nothing is rotated: Mamba knows the order of tokens."""
-    plain = replace(_BAMBA, rope=None)
+    plain, mamba = replace(_BAMBA, rope=None), MixerSpec("mamba", "mamba")
     mixed = replace(plain, mixture=MixtureSpec("feed_forward", "router", normalised=False))
     experts = config.layers_num_experts or [1] * config.num_hidden_layers
     layers = [mixed if count > 1 else plain for count in experts]
     kinds = zip(layers, config.layer_types, strict=True)
     return DecoderSpec(
-        tuple(layer for each, kind in kinds for layer in _with_mamba(each, [kind])),
+        tuple(layer for each, kind in kinds for layer in _with_mixers(each, mamba, [kind])),
         activation=activation(config.hidden_act),
         final_norm="final_layernorm",
         ropes=(),
@@ -103,7 +113,7 @@ def nemotron(config: Any) -> DecoderSpec:
         raise NoSpec("its experts compute in latents")
     without = LayerSpec(attention=None, attention_norm=None, up=(), feed_forward_norm=None, rope=None)
     kinds = {
-        "linear_attention": replace(without, mixer="mixer", attention_norm="norm"),
+        "linear_attention": replace(without, mixer=MixerSpec("mixer", "mamba2"), attention_norm="norm"),
         "full_attention": replace(
             without,
             attention="mixer",
@@ -130,8 +140,8 @@ def nemotron(config: Any) -> DecoderSpec:
     )
 
 
-def _with_mamba(layer: LayerSpec, kinds: Iterable[str]) -> tuple[LayerSpec, ...]:
-    return tuple(replace(layer, mixer="mamba") if kind == "linear_attention" else layer for kind in kinds)
+def _with_mixers(layer: LayerSpec, mixer: MixerSpec, kinds: Iterable[str]) -> tuple[LayerSpec, ...]:
+    return tuple(replace(layer, mixer=mixer) if kind == "linear_attention" else layer for kind in kinds)
 
 
 def _mamba2(name: str, heads: int, groups: int, head_size: int, state_size: int) -> Splits:

@@ -109,4 +109,5 @@ FAMILIES = {
     "qwen2_moe": Family(qwen2_moe, _qwen2_moe),
     "qwen3_moe": Family(qwen3_moe, _plan),
     "qwen3_vl_moe_text": Family(qwen3_vl_moe, _plan),
+    "qwen3_vl_moe": Family(images=True),
 }
