@@ -21,7 +21,7 @@ from tgi_server.router.api.connections import REFUSE
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
-from tgi_server.router.options import OptionReader
+from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.submission import Limits, PreparedRequest, Sink

@@ -10,7 +10,7 @@ from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.errors import Overloaded
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
-from tgi_server.router.options import OptionReader
+from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits, Submitter
 from tgi_server.router.text.chat_template import ChatTemplate

@@ -29,7 +29,7 @@ from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.media.images import MOST_SENT, ImageReader
 from tgi_server.router.metrics import ImageMetrics, Metrics
-from tgi_server.router.options import OptionReader
+from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.grammars import PinnedGrammars

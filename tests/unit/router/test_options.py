@@ -8,7 +8,8 @@ import pytest
 from tgi_server.contract import GenerationOptions
 from tgi_server.router import submission
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.options import Dialect, OptionReader, rows
+from tgi_server.router.option_reader import OptionReader, check_company
+from tgi_server.router.options import Dialect, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
@@ -107,7 +108,7 @@ def test_every_bound_of_the_table_is_enforced_and_documented(dialect: Dialect):
 def test_best_of_needs_sampling_and_no_seed():
     read(best_of=2, do_sample=True)
     read(best_of=1, seed=3)
-    with pytest.raises(InvalidRequest, match="needs sampling"):
+    with pytest.raises(InvalidRequest, match=r"`parameters\.best_of` needs one of `parameters\.do_sample`"):
         read(best_of=2)
     with pytest.raises(InvalidRequest, match="seed"):
         read(best_of=2, do_sample=True, seed=3)
@@ -219,6 +220,40 @@ def test_limits_that_the_operator_gives_bound_all_interfaces(dialect: Dialect):
         with pytest.raises(InvalidRequest) as refusal:
             OptionReader(limits, VOCAB_SIZE).read(validate(model, body | needed | {name: value}), dialect)
         assert (refusal.value.param or "").removeprefix("parameters.") == name
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+@pytest.mark.parametrize(
+    ("option", "value", "beside", "fault"),
+    [
+        ("truncate", 3, "images", "cannot be used with images"),
+        ("min_tokens", 3, "grammar", "cannot be used with a grammar or tools"),
+        ("allowed_token_ids", [5], "grammar", "cannot be used with a grammar or tools"),
+        ("allowed_token_ids", [5], "", "cannot be used: no grammars here"),
+        ("thinking_token_budget", 0, "", "cannot be used: no thoughts here"),
+    ],
+)
+def test_what_cannot_be_used_with_the_rest_of_a_request_or_on_a_server_is_named(
+    dialect: Dialect, option: str, value: Any, beside: str, fault: str
+):
+    (row,) = (each for each in rows(dialect) if each.option == option)
+    lacking = {"grammars": "no grammars here", "thoughts": "no thoughts here"}
+    name = row.names[0]
+    with pytest.raises(InvalidRequest, match=fault) as refusal:
+        check_company(read(dialect, **{name: value}), dialect, {beside}, {} if beside else lacking)
+    assert refusal.value.param == (f"parameters.{name}" if dialect is Dialect.TGI else name)
+    check_company(read(dialect, **{name: value}), dialect, (), {})
+    check_company(read(dialect, thinking_token_budget=-1, min_tokens=0), dialect, {"grammar", "images"}, lacking)
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_a_priority_that_a_request_may_not_have_is_named(dialect: Dialect):
+    model, body = BODIES[dialect]
+    request = validate(model, body | {"priority": -1})
+    assert OptionReader(LIMITS, VOCAB_SIZE).read(request, dialect, lowest_priority=-1).priority == -1
+    with pytest.raises(InvalidRequest, match="is -1; the lowest that this request may have is 0") as refusal:
+        OptionReader(LIMITS, VOCAB_SIZE).read(request, dialect, lowest_priority=0)
+    assert (refusal.value.param or "").removeprefix("parameters.") == "priority"
 
 
 @pytest.mark.parametrize("dialect", Dialect)

@@ -1,12 +1,13 @@
 """The admission of one request: its places among those in flight, its memory, and its client, who may leave."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.access import key_of, tenant_of
 from tgi_server.router.api.body import SMALL, read_body, read_json
 from tgi_server.router.api.connections import network_of
@@ -14,6 +15,7 @@ from tgi_server.router.api.event_stream import until_disconnected
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.request_record import RequestRecord
 from tgi_server.router.errors import ClientGone, RouterError
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.validation import ignored, validate
 from tgi_server.router.service import Service
 
@@ -64,6 +66,23 @@ class Admission:
         request = await self.service.text.threads.handle_text(len(body), parse, at_once=SMALL)
         self.lease.give_back(self.size)  # only what it became is held from here on
         return request
+
+    def options(
+        self,
+        request: BaseModel,
+        dialect: Dialect,
+        *,
+        streams: bool = False,
+        elsewhere: Mapping[str, tuple[str, Any]] | None = None,
+    ) -> GenerationOptions:
+        """Returns the options that a body sets. streams, elsewhere: as for `OptionReader.read`.
+
+        Raises InvalidRequest.
+        """
+        of_key = None if self.key is None else self.key.max_priority
+        lowest = self.service.policy.max_priority if of_key is None else of_key
+        read = self.service.options.read
+        return read(request, dialect, streams=streams, lowest_priority=lowest, elsewhere=elsewhere)
 
     def reserve(self, places: int) -> None:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""

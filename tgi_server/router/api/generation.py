@@ -12,7 +12,7 @@ from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.encoding import compute_headers, json_response, timing_headers
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.time_limits import TimeLimits
-from tgi_server.router.errors import InvalidRequest, RouterError
+from tgi_server.router.errors import RouterError
 from tgi_server.router.submission import KeptPrefix, PreparedRequest
 from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
@@ -74,11 +74,8 @@ class RequestGeneration:
         """Queues a sequence, which `output` writes. shown: special tokens that are part of the text.
 
         keep: its prompt stays in the prefix cache; None: if it has a `prompt_cache_key`.
-
-        Raises InvalidRequest for a class that the caller may not use.
         """
         service, admission, options = self.service, self.admission, prepared.options
-        self._check_priority(options.priority)
         if keep is None and options.prompt_cache_key is not None:
             keep = KeptPrefix(options.prompt_cache_key, _KEPT_SECONDS)
         stream = TokenStream(
@@ -113,17 +110,6 @@ class RequestGeneration:
             stream,
         )
         return stream
-
-    def _check_priority(self, priority: int) -> None:
-        key = self.admission.key
-        allowed = None if key is None else key.max_priority
-        lowest = self.service.policy.max_priority if allowed is None else allowed
-        if priority < lowest:
-            raise InvalidRequest.at(
-                "priority",
-                f"is {priority}; the lowest that {'this key' if key else 'a request'} may give is "
-                f"{lowest} (--max-priority)",
-            )
 
     def _hold(self, request_id: int, stream: AnyStream, prepared: PreparedRequest) -> None:
         """Counts what the sequence holds in memory."""

@@ -7,7 +7,8 @@ from tgi_server.contract import GenerationOptions, Grammar, ThoughtBudget
 from tgi_server.router.answers.reasoning import ReasoningTags
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.media.images import ImageReader
-from tgi_server.router.options import Dialect, refusal
+from tgi_server.router.option_reader import check_company
+from tgi_server.router.options import Dialect
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import Limits, PreparedRequest
 from tgi_server.router.text.grammar import token_grammar, with_text
@@ -52,6 +53,9 @@ class Preparer:
         self._adapters = adapters
         self._end_tokens = frozenset(end_tokens)
         self._thoughts = thoughts
+        unseparated = None if thoughts else "this model's reasoning is not separated from its answers"
+        lacking = {"grammars": grammar_refusal, "thoughts": unseparated}
+        self._lacking = {ability: reason for ability, reason in lacking.items() if reason is not None}
 
     async def prepare(
         self,
@@ -76,20 +80,14 @@ class Preparer:
             self._check_adapter(options.adapter_id, dialect)
         if not prompt.text and not prompt.token_ids:
             raise InvalidRequest.at(dialect.prompt, "must not be empty")
+        beside = {"grammar": options.grammar, "images": prompt.images}
+        check_company(options, dialect, {name for name, value in beside.items() if value}, self._lacking)
         truncate = options.truncate
-        if truncate and prompt.images:
-            raise refusal("truncate", dialect, "cannot be used with images, which cannot be cut")
 
         def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
             if options.allowed_token_ids:
-                if grammar:
-                    raise refusal("allowed_token_ids", dialect, "cannot be used with a grammar or tools")
                 grammar = token_grammar(options.allowed_token_ids, self._end_tokens)
-            if options.sampling.min_tokens and grammar:
-                raise refusal(
-                    "min_tokens", dialect, "cannot be used with a grammar, which determines where the text ends"
-                )
             if grammar:
                 grammar = with_text(grammar, spans_of or prompt.text)
                 if fault := grammar.too_long():
@@ -101,13 +99,12 @@ class Preparer:
             raise InvalidRequest.at(dialect.prompt, "has no tokens")
         max_new_tokens = self._max_new_tokens(len(input_ids), options.stopping.max_new_tokens, dialect)
         budget = None
-        if (most := options.thinking_token_budget) is not None:
+        most = options.thinking_token_budget
+        if most is not None and most != _UNLIMITED and self._thoughts is not None:
             budget = _thought_budget(
                 most, self._thoughts, self._threads.tokenizer, input_ids, grammar, thinking=thinking
             )
         unenforced = await self._compile(grammar, client)
-        if budget is not None and self._grammar_refusal is not None:
-            raise refusal("thinking_token_budget", dialect, f"cannot be used: {self._grammar_refusal}")
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
@@ -189,25 +186,18 @@ def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:
 
 def _thought_budget(
     tokens: int,
-    tags: ReasoningTags | None,
+    tags: ReasoningTags,
     tokenizer: TextTokenizer,
     prompt: list[int],
     grammar: Grammar | None,
     *,
     thinking: bool = False,
 ) -> ThoughtBudget | None:
-    """Returns the budget of an answer's thoughts; None where there is no bound, or the grammar allows no thoughts.
+    """Returns the budget of an answer's thoughts; None where the grammar allows no thoughts.
 
     thinking: thoughts are known to have begun in the prompt.
-
-    Raises InvalidRequest for a model that has no thoughts.
     """
-    if tags is None:
-        raise InvalidRequest.at(
-            "thinking_token_budget",
-            "cannot be used: this model's reasoning is not separated from its answers",
-        )
-    if tokens == _UNLIMITED or (grammar is not None and not grammar.frame):
+    if grammar is not None and not grammar.frame:
         return None
     # A frame says itself what follows a thought.
     closing = tags.end if grammar is not None else tags.end + tags.opening

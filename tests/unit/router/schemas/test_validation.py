@@ -24,6 +24,9 @@ from tgi_server.router.service import RequestPolicy
 VALUES = {"object": {}, "array": [], "string": "x", "integer": 5, "boolean": True}
 # The members that tell the forms of a body apart.
 FORMS = ("inputs", "messages", "prompt", "texts", "documents")
+# The members that have a prompt: an empty one is refused when it is made.
+PROMPTS = {"inputs", "messages", "prompt", "input"}
+MOST_ITEMS = 10_000
 
 
 @cache
@@ -117,6 +120,50 @@ def test_a_member_of_another_type_is_named():
         wrong += [(model.__name__, member.path, path) for path in paths if path != member.path]
     assert not wrong
     assert bent > 5000
+
+
+def beyond(schema: Any, item: Any) -> Iterator[Any]:
+    """Yields values that break a bound of a schema, in OpenAPI's words. item: of its lists and objects."""
+    if "minimum" in schema:
+        yield schema["minimum"] - (not schema.get("exclusiveMinimum"))
+    if "maximum" in schema:
+        yield schema["maximum"] + (not schema.get("exclusiveMaximum"))
+    if "maxLength" in schema:
+        yield "x" * (schema["maxLength"] + 1)
+    if schema.get("maxItems", MOST_ITEMS + 1) <= MOST_ITEMS:
+        yield [item] * (schema["maxItems"] + 1)
+    if "maxProperties" in schema:
+        yield {f"{index}": item for index in range(schema["maxProperties"] + 1)}
+    for keyword, empty in (("minLength", ""), ("minItems", []), ("minProperties", {})):
+        if schema.get(keyword):
+            yield empty
+
+
+def test_a_member_out_of_its_bounds_is_named():
+    wrong = []
+    tried = 0
+    for model, member in members():
+        for schema in member.schemas:
+            inner = schema.get("items") or schema.get("additionalProperties")
+            item = schemas().sample(inner) if isinstance(inner, dict) else 0
+            values = [value for value in beyond(schema, item) if value or member.path.split(".")[-1] not in PROMPTS]
+            paths = [named(model, member.wrap(value)) for value in values]
+            tried += len(values)
+            wrong += [(model.__name__, member.path, path) for path in paths if path != member.path]
+    assert not wrong
+    assert tried > 900
+
+
+async def test_an_empty_prompt_is_named():
+    async with RouterService().client() as client:
+        for path, schema in schemas().bodies.items():
+            for name in (PROMPTS - {"input"}) & schemas().sample(schema).keys():
+                for empty in ("", []):
+                    response = await client.post(path, json={**schemas().sample(schema), name: empty})
+                    told = response.json()["error"]
+                    named_by = [f"`{name}`" in str(told), isinstance(told, dict) and told.get("param") == name]
+                    assert response.status_code in (400, 404, 422), (path, response.text)
+                    assert response.status_code == 404 or any(named_by), (path, response.text)
 
 
 @pytest.mark.parametrize(

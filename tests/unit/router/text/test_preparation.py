@@ -10,7 +10,8 @@ from tests.unit.router.test_options import LIMITS
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.answers.reasoning import reasoning_tags
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.options import Dialect, OptionReader
+from tgi_server.router.option_reader import OptionReader
+from tgi_server.router.options import Dialect
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.submission import PreparedRequest

@@ -48,7 +48,7 @@ def chat_routes(service: Service) -> list[Route]:
 
 async def answer_chat(admission: Admission, request: ChatRequest) -> Response:
     """Responds with the next message of a conversation."""
-    chat, prepared = await prepare_chat(admission, lambda: requested_chat(admission.service, request))
+    chat, prepared = await prepare_chat(admission, lambda: requested_chat(admission, request))
     admission.reserve(prepared.options.n - 1)
     generation = RequestGeneration(admission)
     if request.stream:

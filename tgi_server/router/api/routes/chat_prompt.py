@@ -55,9 +55,9 @@ class Chat:
     reader: Callable[[], AnswerReader] | None = None
 
 
-def requested_chat(service: Service, request: ChatRequest) -> Chat:
+def requested_chat(admission: Admission, request: ChatRequest) -> Chat:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
-    options = openai_options(service, request, Dialect.CHAT)
+    options = openai_options(admission, request, Dialect.CHAT)
     report = replace(options.report, logprobs=bool(request.logprobs))
     options = replace(options, report=report, grammar=requested_form(request))
     use = tools_of(request)

@@ -79,7 +79,7 @@ async def _prepare(admission: Admission, instance: GenerateVertexInstance | Chat
     if isinstance(instance, ChatRequest):
 
         def requested() -> Chat:
-            chat = requested_chat(admission.service, instance)
+            chat = requested_chat(admission, instance)
             if chat.use.tools or chat.options.n > 1:
                 raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
             return chat

@@ -26,7 +26,8 @@ from tgi_server.router.api.routes.openai import (
 )
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
-from tgi_server.router.options import Dialect, Given
+from tgi_server.router.option_reader import Given
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.completions import (
     Chunk,
     CompletionComplete,
@@ -119,7 +120,7 @@ async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
     service, prompts, size = admission.service, request.prompt.root, admission.size
     if "" in prompts:
         raise InvalidRequest.at("prompt", "must not be empty")
-    options = openai_options(service, request, Dialect.COMPLETIONS)
+    options = openai_options(admission, request, Dialect.COMPLETIONS)
     choices, attempts = options.n, options.best_of or options.n
     logprobs = options.report.top_n_tokens if options.report.logprobs else None
     most = service.options.limits_of(Dialect.COMPLETIONS).max_client_batch_size

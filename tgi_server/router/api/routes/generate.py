@@ -59,7 +59,7 @@ async def prepare_tgi(
     service, size = admission.service, admission.size
 
     def read() -> GenerationOptions:
-        options = service.options.read(parameters, Dialect.TGI, streams=streams)
+        options = admission.options(parameters, Dialect.TGI, streams=streams)
         grammar = requested_grammar(parameters.grammar, "parameters.grammar")
         return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
 

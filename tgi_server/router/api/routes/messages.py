@@ -27,7 +27,8 @@ from tgi_server.router.api.routes.messages_request import conversation_of, reque
 from tgi_server.router.api.routes.tokenize import encoded, token_count
 from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import NotSupported
-from tgi_server.router.options import Dialect, Given
+from tgi_server.router.option_reader import Given
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.context_management import AppliedEdits, OriginalTokens
 from tgi_server.router.schemas.messages import (
@@ -89,7 +90,7 @@ async def _count(admission: Admission, request: CountTokensRequest) -> Response:
 async def _answer(admission: Admission, request: MessagesRequest) -> Response:
     service = admission.service
     edits = ContextEdits(service, request.context_management)
-    chat, prepared = await prepare_chat(admission, lambda: requested_message(service, request, edits))
+    chat, prepared = await prepare_chat(admission, lambda: requested_message(admission, request, edits))
     applied = UNSET if edits.report is None else edits.report
     if request.stream:
         return _stream(RequestGeneration(admission), chat, prepared, applied)

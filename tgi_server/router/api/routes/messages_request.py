@@ -4,13 +4,14 @@ import json
 from dataclasses import replace
 
 from tgi_server.router.answers.tools import Choice, ToolSpec, ToolUse, chosen_tools
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.chat_prompt import Chat
 from tgi_server.router.api.routes.client_tools import client_tool
 from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.message_turns import turns_of
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.options import Dialect, Given
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.messages import (
     MessagesClientTool,
     MessagesLeftOutTool,
@@ -18,7 +19,6 @@ from tgi_server.router.schemas.messages import (
     MessagesRequest,
     OfferedTool,
 )
-from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import (
     Conversation,
     Turn,
@@ -32,22 +32,19 @@ from tgi_server.router.text.grammar import WHOLE_SCHEMA, json_grammar
 _BILLING = "x-anthropic-billing-header:"
 
 
-def requested_message(service: Service, request: MessagesRequest, edits: ContextEdits) -> Chat:
+def requested_message(admission: Admission, request: MessagesRequest, edits: ContextEdits) -> Chat:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
-    options = service.options.read(request, Dialect.MESSAGES, streams=request.stream)
-    if Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0:
-        options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))
-    config = request.output_config
+    service, config = admission.service, request.output_config
     form = None if config is None else config.format
     grammar = (
         None if form is None else json_grammar(form.json_schema, (WHOLE_SCHEMA,), place="output_config.format.schema")
     )
+    thinks = service.text.answer_form.thoughts(grammar) is not None
+    budget = {"thinking_token_budget": ("thinking.budget_tokens", _budget(request))} if thinks else None
+    options = admission.options(request, Dialect.MESSAGES, streams=request.stream, elsewhere=budget)
     options = replace(options, adapter_id=named_adapter(service, request.model), grammar=grammar)
-    if options.thinking_token_budget is None and service.text.answer_form.thoughts(grammar) is not None:
-        budget = _budget(request)
-        if budget is not None and options.allowed_token_ids:
-            raise InvalidRequest.at("thinking.budget_tokens", "cannot be used with `allowed_token_ids`")
-        options = replace(options, thinking_token_budget=budget)
+    if not options.stopping.max_new_tokens:
+        options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))
     show_thoughts = _thinks(request) and (request.thinking is None or request.thinking.display != "omitted")
     use = tools_of(request)
     conversation = edits.apply(conversation_of(request, use))

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from tgi_server.contract import FinishReason, GenerationOptions, Grammar, GrammarKind
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.openai import PromptTokensDetails, SharedParameters, StructuredOutputs, Usage
@@ -33,11 +34,11 @@ def finish_reason(reason: FinishReason) -> str:
 
 
 def openai_options(
-    service: Service, request: SharedParameters | ResponsesRequest, dialect: Dialect
+    admission: Admission, request: SharedParameters | ResponsesRequest, dialect: Dialect
 ) -> GenerationOptions:
     """Returns the options of a request of OpenAI's interface. Raises InvalidRequest, or NoSuchModel."""
-    options = service.options.read(request, dialect, streams=request.stream)
-    return replace(options, adapter_id=named_adapter(service, request.model))
+    options = admission.options(request, dialect, streams=request.stream)
+    return replace(options, adapter_id=named_adapter(admission.service, request.model))
 
 
 def named_adapter(service: Service, model: str | None) -> str | None:

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from tgi_server.contract import Grammar
 from tgi_server.router.answers.free_form import LOCAL_SHELL, free_form_arguments, name_for_model
 from tgi_server.router.answers.tools import ToolUse, chosen_tools
+from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.routes.chat_prompt import Chat
 from tgi_server.router.api.routes.openai import openai_options
@@ -37,7 +38,6 @@ from tgi_server.router.schemas.response_input import (
     TextPart,
 )
 from tgi_server.router.schemas.responses import ResponsesRequest, TextOptions
-from tgi_server.router.service import Service
 from tgi_server.router.text.conversation import Conversation, PastCall, Turn, template_variables
 from tgi_server.router.text.grammar import ANY_OBJECT, WHOLE_SCHEMA, json_grammar
 
@@ -161,11 +161,11 @@ def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use:
 
 
 def requested_response(
-    service: Service, request: ResponsesRequest, turns: Sequence[Turn], offered: OfferedTools
+    admission: Admission, request: ResponsesRequest, turns: Sequence[Turn], offered: OfferedTools
 ) -> Chat:
     """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
     use = chosen_tools(offered.specs, offered.choice(request))
-    options = openai_options(service, request, Dialect.RESPONSES)
+    options = openai_options(admission, request, Dialect.RESPONSES)
     logprobs = LOGPROBS in (request.include or ())
     top = options.report.top_n_tokens if logprobs else 0
     report = replace(options.report, logprobs=logprobs, top_n_tokens=top)

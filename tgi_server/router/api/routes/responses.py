@@ -135,7 +135,7 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
         if len(conversation) > (most := service.policy.payload_limit):
             raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")
         offered = requested_tools(request, items)
-        chat = requested_response(service, request, [*turns_from_json(earlier), *turns], offered)
+        chat = requested_response(admission, request, [*turns_from_json(earlier), *turns], offered)
         shown = shown_input(items) if request.store else {}
         return conversation, shown, chat, _Response(request, chat.options.adapter_id or service.model.names[0])
 

@@ -36,7 +36,7 @@ def warm_routes(service: Service) -> list[Route]:
 async def _warm(admission: Admission, body: WarmRequest) -> Response:
     request = body.root
     if isinstance(request, WarmChatRequest):
-        _, prepared = await prepare_chat(admission, lambda: requested_chat(admission.service, request))
+        _, prepared = await prepare_chat(admission, lambda: requested_chat(admission, request))
     else:
         prepared = await _completion(admission, request)
     options = _cheapest(prepared.options)
@@ -56,7 +56,7 @@ async def _completion(admission: Admission, request: WarmCompletionRequest) -> P
     service, prompts = admission.service, request.prompt.root
     if len(prompts) != 1 or not isinstance(text := prompts[0], str):
         raise InvalidRequest.at("prompt", "must be one text")
-    options = _cheapest(openai_options(service, request, Dialect.COMPLETIONS))
+    options = _cheapest(openai_options(admission, request, Dialect.COMPLETIONS))
     return await service.preparer.prepare(
         await markdown_prompt(admission, text, "prompt", options.cache_salt),
         options,

@@ -29,8 +29,9 @@ def request(**fields: Any) -> ChatRequest:
 
 
 async def prepared_for(router: RouterService, asked: ChatRequest) -> tuple[Chat, PreparedRequest]:
-    admission = cast(Admission, SimpleNamespace(service=router.service, size=10, owner=""))
-    return await prepare_chat(admission, lambda: requested_chat(router.service, asked))
+    options = router.service.options.read
+    admission = cast(Admission, SimpleNamespace(service=router.service, size=10, owner="", options=options))
+    return await prepare_chat(admission, lambda: requested_chat(admission, asked))
 
 
 def text_of(router: RouterService, prepared: PreparedRequest) -> str:
