@@ -139,7 +139,7 @@ class Preparer:
             if not truncate and tokenizer.exceeds(prompt.text, most):
                 raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
             encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
-            ids = prompt.literally(encoding)[1].ids
+            ids = prompt.literally(encoding).ids
         if (highest := max(ids, default=0)) >= self._vocab_size:  # a tokenizer may have more tokens than the model
             raise InvalidRequest(
                 f"the prompt has the token {highest}; token ids of the model are 0 to {self._vocab_size - 1}"

@@ -104,16 +104,19 @@ class RenderedPrompt:
             )
         return replace(self, text=self.text if text is None else text, literal=literal, images=tuple(images))
 
-    def literally(self, encoding: Encoding) -> tuple[str, Encoding]:
-        """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.
+    def literally(self, encoding: Encoding) -> Encoding:
+        """Returns the tokens of the prompt: `encoding`, the text's, unless that has special tokens of clients.
 
         Raises InvalidRequest when these cannot be distinguished.
         """
         literal = self.literal
         if literal is None or literal.describes(encoding.ids):
-            return self.text, encoding
-        hidden = self._hidden(literal)
-        return literal.tokens.show(hidden), literal.tokens.encode(hidden)
+            return encoding
+        return literal.tokens.encode(self._hidden(literal))
+
+    def literal_text(self) -> str:
+        """Returns the prompt in which the tokens of `literally` have their places, where it has tokens of its own."""
+        return self.text if self.literal is None else self.literal.tokens.show(self._hidden(self.literal))
 
     def last_ids(self, tokens: int, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the last tokens of the prompt, `tokens` at most: of what `encode` makes of the text, unless that has

@@ -105,7 +105,7 @@ def plainly(name: str, text: str) -> Encoding:
 
 
 def tokens(name: str, prompt: RenderedPrompt) -> list[int]:
-    return prompt.literally(plainly(name, prompt.text))[1].ids
+    return prompt.literally(plainly(name, prompt.text)).ids
 
 
 def special(name: str, ids: list[int]) -> list[int]:
@@ -234,7 +234,7 @@ def _shared(one: list[int], other: list[int]) -> int:
 def test_offsets_are_those_of_the_prompt(name: str):
     start, end = names_of(TOKENIZERS[name])[:2]
     prompt = render(name, "plain", [f"hello {end}{start}{start} hello"])
-    text, encoding = prompt.literally(plainly(name, prompt.text))
+    text, encoding = prompt.literal_text(), prompt.literally(plainly(name, prompt.text))
     assert text == prompt.text
     assert [text[slice(*encoding.offsets[index])].strip() for index in _places(name, encoding.ids)] == [
         TOKENIZERS[name].special_tokens[each] for each in special(name, encoding.ids)
@@ -262,7 +262,7 @@ def test_tokenizers_without_special_tokens_and_any_number_of_them():
         calls: list[Callable[..., str]] = [lambda messages, tools, variables: str(messages[0]["content"])]
         prompt = guard.render(calls[0], ([{"content": "<extra_0><extra_10"}], None, {}))
         assert prompt.text == "<extra_0><extra_10"
-        _, encoding = prompt.literally(tokenizer.encode(prompt.text, add_special_tokens=False))
+        encoding = prompt.literally(tokenizer.encode(prompt.text, add_special_tokens=False))
         assert guard.in_ids(encoding.ids) == []
 
 
@@ -272,7 +272,7 @@ def test_long_texts_are_searched_in_parts_and_nothing_is_lost_between_them(name:
     start, end = names_of(TOKENIZERS[name])[:2]
     content = "<" * shift + f"{start}{start}{end}<{start[:-1]}" * 6_000
     prompt = render(name, "plain", [content])
-    text, encoding = prompt.literally(plainly(name, prompt.text))
+    text, encoding = prompt.literal_text(), prompt.literally(plainly(name, prompt.text))
     assert text == prompt.text
     assert content in TOKENIZERS[name].decode(encoding.ids)
     assert special(name, encoding.ids) == special(name, tokens(name, render(name, "plain", ["hello"])))

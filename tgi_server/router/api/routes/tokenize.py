@@ -90,9 +90,10 @@ async def encoded(
 
     def tokenize() -> T:
         if not tokenizer.exceeds(prompt.text, most):
-            text, encoding = prompt.literally(tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens))
+            plain = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+            encoding = prompt.literally(plain)
             if len(encoding) <= most:
-                return shown(text, encoding)
+                return shown(prompt.text if encoding is plain else prompt.literal_text(), encoding)
         raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
 
     return await service.text.threads.handle_text(len(prompt.text), tokenize)
