@@ -76,8 +76,9 @@ VARIANTS = (
     Variant("bfloat16", options={"dtype": "bfloat16"}),
     Variant("float16", options={"dtype": "float16"}),
     *(
-        Variant(f"{name}, bfloat16", options={"dtype": "bfloat16", "quantize": name})
+        Variant(f"{name}, {dtype}", options={"dtype": dtype, "quantize": name})
         for name in ("int8", "fp8", "int4", "bitsandbytes-nf4")
+        for dtype in ("float32", "bfloat16")
     ),
     Variant("GPTQ, bfloat16", "gptq", {"dtype": "bfloat16"}),
     *(

@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Target, WorkloadResult, run_workload
-from benchmarks.report import COLUMNS, Summary, finish, row, summarise, table, tell
+from benchmarks.report import COLUMNS, Summary, finish, number, row, summarise, table, tell
 from benchmarks.servers import ServerDidNotStart, add_server_arguments, running, started_here
 from benchmarks.workloads import Workload, add_load_arguments, chosen_loads
 
@@ -48,6 +48,7 @@ async def measure(server: Target, workloads: Sequence[Workload], seed: int, *, w
         outcome = await run_workload(server, workload, seed, warm_up=warm_up)
         _tell_problems(outcome)
         summaries.append(summarise(outcome))
+        tell(f"  {workload.name}: {number(summaries[-1].tokens_per_s)} tokens/s")
     return summaries
 
 

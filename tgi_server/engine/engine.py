@@ -62,7 +62,7 @@ class Engine:
         It reads no images: those weights would be in a folder.
         """
         started = time.perf_counter()
-        share_cores(config.group.local_world_size if config.group else 1)
+        share_cores(config.group.sharing_cores if config.group else 1)
         parts = load_parts(config, model)
         self._device = config.resolve_device()
         self._group = config.group

@@ -40,6 +40,7 @@ from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.encoder_service import EncoderService, encoder_message
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
+from tgi_server.shard.numa import keep_to_node
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
 from tgi_server.shard.sockets import grammar_socket, shard_socket
@@ -120,7 +121,10 @@ def load_models(
     if compiles and model_path is not None and _fits_twice(model_path):
         compile_beside()
     _check_gpus(settings)
-    group = _connect(settings)
+    sharing_cores = settings.local_world_size or settings.world_size
+    if settings.numa is not None:
+        sharing_cores = keep_to_node(settings.numa, _local_rank(settings), sharing_cores)
+    group = _connect(settings, sharing_cores)
     encoders = {
         task: Encoder(task, replace(engine_config(settings, path), device=_device(settings)))
         for task, path in (encoder_paths or {}).items()
@@ -181,7 +185,7 @@ def _packed_cache(settings: ShardSettings) -> Path | None:
     return None if folder == Path("none") else folder
 
 
-def _connect(settings: ShardSettings) -> ShardGroup | None:
+def _connect(settings: ShardSettings, sharing_cores: int) -> ShardGroup | None:
     if settings.world_size == 1:
         return None
     return connect(
@@ -191,6 +195,7 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
         settings.master_port,
         device=_device(settings),
         local_world_size=settings.local_world_size,
+        sharing_cores=sharing_cores,
         custom_kernels=not settings.disable_custom_kernels,
         symmetric=settings.cuda_all_reduce == "symmetric-memory",
     )
@@ -219,11 +224,15 @@ def _check_gpus(settings: ShardSettings) -> None:
         logger.warning("running on the CPU although this machine has a GPU: %s", reason)
 
 
+def _local_rank(settings: ShardSettings) -> int:
+    return settings.rank if settings.local_rank is None else settings.local_rank
+
+
 def _device(settings: ShardSettings) -> torch.device:
     """Returns the device of this shard. Raises CannotConnect when this machine has fewer GPUs than shards."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = settings.rank if settings.local_rank is None else settings.local_rank
+    index = _local_rank(settings)
     if settings.world_size == 1:
         index = 0
     if index >= torch.cuda.device_count():

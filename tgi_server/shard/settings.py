@@ -125,6 +125,11 @@ class ModelSettings(CheckpointSettings):
         description="folder where a start on a CPU stores quantized weights in the layout of the kernels, for "
         "faster later starts; none: do not store them; default: ~/.cache/oatmill/packed",
     )
+    numa: str | None = Field(
+        None,
+        description="keep each shard on the cores of one NUMA node, whose memory then has its weights and KV cache: "
+        "auto, or the cores of the nodes, such as 0-63;64-127; --num-shard is the number of nodes, or a multiple",
+    )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="memory for the KV cache on a CPU, such as 4GiB; default: 30 % of the free memory"

@@ -1,5 +1,6 @@
 """One model over two processes, and what becomes of the server when one of them dies."""
 
+import os
 import re
 import time
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_two_shards_write_what_one_writes(
     assert running.stop() == 0
     until(lambda: not alive(children))
     assert not folder.exists()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_each_shard_stays_on_the_cores_of_its_node(server: ServerFactory, demo_server: TextGenerationServer) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    running = server(*FLAGS, f"--numa={first};{second}").wait_until_ready()
+    for rank, core in enumerate((first, second)):
+        threads = Path(f"/proc/{shard_of(running, rank).pid}/task").glob("*/status")
+        lists = {re.findall(r"Cpus_allowed_list:\s*(\S+)", status.read_text())[0] for status in threads}
+        assert lists == {str(core)}
+    for prompt in PROMPTS:
+        expected = demo_server.generate(prompt, max_new_tokens=40, details=True)
+        assert ids(running.generate(prompt, max_new_tokens=40, details=True)) == ids(expected)
+    assert running.stop() == 0
 
 
 def ids(answer: dict[str, dict[str, list[dict[str, int]]]]) -> list[int]:

@@ -47,11 +47,17 @@ class ShardGroup:
     none. symmetric: the same of GPUs, for small tensors. fallback: why there is none, though it was requested.
     """
 
-    def __init__(self, rank: int, world_size: int, local_world_size: int, store: dist.Store) -> None:
-        """local_world_size: shards that run on this machine. store: holds their messages at start-up."""
+    def __init__(
+        self, rank: int, world_size: int, local_world_size: int, store: dist.Store, sharing_cores: int | None = None
+    ) -> None:
+        """local_world_size: shards that run on this machine. store: holds their messages at start-up.
+
+        sharing_cores: shards that share the cores of this one, itself included; None: all of this machine.
+        """
         self.rank = rank
         self.world_size = world_size
         self.local_world_size = local_world_size
+        self.sharing_cores = sharing_cores or local_world_size
         self.fault: str | None = None
         self._store = store
         self._exchanges = 0
@@ -204,14 +210,15 @@ def connect(
     *,
     device: torch.device,
     local_world_size: int | None = None,
+    sharing_cores: int | None = None,
     timeout: float = CONNECT_SECONDS,
     custom_kernels: bool = True,
     symmetric: bool = False,
 ) -> ShardGroup:
     """Connects to the other shards where shard 0 listens.
 
-    device: what this shard computes on. timeout: seconds. custom_kernels: kernels of the engine's own may be used.
-    symmetric: GPUs sum small tensors through symmetric memory, if that is right.
+    device: what this shard computes on. sharing_cores: as in `ShardGroup`. timeout: seconds. custom_kernels: kernels of
+    the engine's own may be used. symmetric: GPUs sum small tensors through symmetric memory, if that is right.
     Raises CannotConnect.
     """
     local_world_size = local_world_size or world_size
@@ -236,7 +243,7 @@ def connect(
     except (OSError, RuntimeError, ValueError) as error:
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
     logger.info("shard %d of %d is connected to the others", rank, world_size)
-    group = ShardGroup(rank, world_size, local_world_size, store)
+    group = ShardGroup(rank, world_size, local_world_size, store, sharing_cores)
     if gpu is None and local_world_size == world_size and custom_kernels:
         group.share_memory()
     if gpu is not None and symmetric:
