@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, respond_to
 from tgi_server.router.api.connections import REFUSE
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.api.post_routes import respond_to
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.completions import complete
 from tgi_server.router.api.routes.embeddings import embed_texts

@@ -12,7 +12,7 @@ from pydantic import BaseModel, RootModel
 from typing_extensions import is_typeddict
 
 from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, models_of
-from tgi_server.router.schemas.unions import json_names
+from tgi_server.router.schemas.validation import json_names
 from tools.members import known_types
 
 # Fields that tell the members of a union apart.

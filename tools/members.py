@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tgi_server.router.schemas.base import LeftOut, Refused, RequestModel, models_of
-from tgi_server.router.schemas.unions import json_names, literals
+from tgi_server.router.schemas.validation import json_names, literals
 
 _HEAD = """| object | read | accepted without effect | left out, and reported | refused by name |
 |---|---|---|---|---|

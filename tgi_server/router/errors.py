@@ -18,7 +18,7 @@ _ANTHROPIC_TYPES = {
 _ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 _PROMPTS = {
     **{"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"},
-    **{"/v1/decisions": "input", "/v1/systemone": "state"},
+    "/v1/decisions": "input",
 }
 
 

@@ -73,52 +73,69 @@ class RequestTimes:
     first_token: float
 
 
-class RequestMetrics:
-    """One request's life, reported by the HTTP side."""
+class _Registry:
+    """Makes metrics, each with its name, its description and its labels, in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._count = Counter("tgi_request_count", "Generation requests received.", registry=registry)
-        self._success = Counter("tgi_request_success", "Generation requests that succeeded.", registry=registry)
-        self._failure = Counter(
-            "tgi_request_failure", "Generation requests that failed, by error type.", ["err"], registry=registry
-        )
-        self._by_adapter = Counter(
+        self._registry = registry
+
+    def counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(name, meaning, labels, registry=self._registry)
+
+    def gauge(self, name: str, meaning: str) -> Gauge:
+        return Gauge(name, meaning, registry=self._registry)
+
+    def seconds(self, name: str, meaning: str, *labels: str) -> Histogram:
+        return Histogram(name, meaning, labels, buckets=_SECONDS, registry=self._registry)
+
+    def tokens(self, name: str, meaning: str) -> Histogram:
+        return Histogram(name, meaning, buckets=_TOKENS, registry=self._registry)
+
+    def requests(self, name: str, meaning: str) -> Histogram:
+        return Histogram(name, meaning, buckets=_SIZES, registry=self._registry)
+
+
+class RequestMetrics:
+    """One request's life, reported by the HTTP side.
+
+    received: counts a request. gap: takes the seconds between two steps' tokens of a request. accepted_drafts: takes
+    the drafted tokens of a request in a step; called by the scheduler, where shards speculate.
+    """
+
+    def __init__(self, made: _Registry) -> None:
+        duration = "tgi_request_{}_duration".format
+        self.received = made.counter("tgi_request_count", "Generation requests received.").inc
+        self._success = made.counter("tgi_request_success", "Generation requests that succeeded.")
+        self._failure = made.counter("tgi_request_failure", "Generation requests that failed, by error type.", "err")
+        self._by_adapter = made.counter(
             "tgi_request_adapter_count",
             "Generation requests by adapter; an empty label means no adapter, `_other` all beyond the first 256.",
-            ["adapter"],
-            registry=registry,
+            "adapter",
         )
         self._adapters: set[str] = set()
-        self._total = _seconds(registry, "tgi_request_duration", "Time from a request's arrival to its last token.")
-        self._validation = _seconds(
-            registry, "tgi_request_validation_duration", "Time to validate and tokenize a request."
+        self._total = made.seconds("tgi_request_duration", "Time from a request's arrival to its last token.")
+        self._phases = {
+            "validation": made.seconds(duration("validation"), "Time to validate and tokenize a request."),
+            "queue": made.seconds(duration("queue"), "Time a request waits in the queue."),
+            "inference": made.seconds(duration("inference"), "Time from leaving the queue to the last token."),
+            "per_token": made.seconds(
+                duration("mean_time_per_token"), "Inference time of a request divided by its generated tokens."
+            ),
+            "first_token": made.seconds(
+                duration("time_to_first_token"), "Time from a request's arrival to its first token."
+            ),
+        }
+        self.gap = made.seconds(
+            duration("inter_token"), "Time between two consecutive steps' tokens of a request."
+        ).observe
+        self._input_length = made.tokens("tgi_request_input_length", "Number of prompt tokens.")
+        self._max_new_tokens = made.tokens(
+            "tgi_request_max_new_tokens", "Maximum number of tokens to generate for a request."
         )
-        self._queue = _seconds(registry, "tgi_request_queue_duration", "Time a request waits in the queue.")
-        self._inference = _seconds(
-            registry, "tgi_request_inference_duration", "Time from leaving the queue to the last token."
-        )
-        self._per_token = _seconds(
-            registry,
-            "tgi_request_mean_time_per_token_duration",
-            "Inference time of a request divided by its generated tokens.",
-        )
-        self._first_token = _seconds(
-            registry, "tgi_request_time_to_first_token_duration", "Time from a request's arrival to its first token."
-        )
-        self._gap = _seconds(
-            registry, "tgi_request_inter_token_duration", "Time between two consecutive steps' tokens of a request."
-        )
-        self._input_length = _tokens(registry, "tgi_request_input_length", "Number of prompt tokens.")
-        self._max_new_tokens = _tokens(
-            registry, "tgi_request_max_new_tokens", "Maximum number of tokens to generate for a request."
-        )
-        self._generated_tokens = _tokens(registry, "tgi_request_generated_tokens", "Number of generated tokens.")
-        self._skipped_tokens = _tokens(
-            registry, "tgi_request_skipped_tokens", "Accepted draft tokens of a request in one step."
-        )
-
-    def received(self) -> None:
-        self._count.inc()
+        self._generated_tokens = made.tokens("tgi_request_generated_tokens", "Number of generated tokens.")
+        self.accepted_drafts = made.tokens(
+            "tgi_request_skipped_tokens", "Accepted draft tokens of a request in one step."
+        ).observe
 
     def validated(self, input_length: int, max_new_tokens: int) -> None:
         self._input_length.observe(input_length)
@@ -132,18 +149,11 @@ class RequestMetrics:
         self._adapters.add(name)
         self._by_adapter.labels(name).inc()
 
-    def accepted_drafts(self, tokens: int) -> None:
-        """Counts drafted tokens of a request in a step. Called by the scheduler, where shards speculate."""
-        self._skipped_tokens.observe(tokens)
-
     def succeeded(self, times: RequestTimes, generated_tokens: int) -> None:
         self._success.inc()
         self._total.observe(times.total)
-        self._validation.observe(times.validation)
-        self._queue.observe(times.queue)
-        self._inference.observe(times.inference)
-        self._per_token.observe(times.per_token)
-        self._first_token.observe(times.first_token)
+        for phase, seconds in self._phases.items():
+            seconds.observe(getattr(times, phase))
         self._generated_tokens.observe(generated_tokens)
 
     def answered(self, seconds: float, input_length: int) -> None:
@@ -152,74 +162,46 @@ class RequestMetrics:
         self._total.observe(seconds)
         self._input_length.observe(input_length)
 
-    def gap(self, seconds: float) -> None:
-        self._gap.observe(seconds)
-
     def failed(self, error_type: str) -> None:
         self._failure.labels(error_type).inc()
 
 
-class _MethodMetrics:
-    """The series of one `method` label."""
-
-    def __init__(self, metrics: "BatchMetrics", method: Method) -> None:
-        self.count = metrics.inference_count.labels(method.value)
-        self.success = metrics.inference_success.labels(method.value)
-        self.inference = metrics.inference_duration.labels(method.value)
-        self.forward = metrics.forward_duration.labels(method.value)
-        self.decode = metrics.decode_duration.labels(method.value)
-        self.filter = metrics.filter_duration.labels(method.value)
-
-
 class BatchMetrics:
-    """Counts what happens to batches, as the scheduler reports it."""
+    """Counts what happens to batches, as the scheduler reports it.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._preemptions = Counter("tgi_batch_preemption_count", "Number of preemptions.", registry=registry)
-        self._prefix_lookups = Counter(
-            "tgi_prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", registry=registry
-        )
-        self._prefix_hits = Counter(
-            "tgi_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", registry=registry
-        )
-        self._speculated = Counter("tgi_batch_speculated_tokens", "Draft tokens verified.", registry=registry)
-        self._accepted = Counter(
-            "tgi_batch_accepted_tokens",
-            "Draft tokens accepted.",
-            registry=registry,
-        )
-        self._concat = Counter(
-            "tgi_batch_concat",
-            "Number of times waiting requests joined the running batch.",
-            ["reason"],
-            registry=registry,
-        )
-        self._next_size = Histogram(
-            "tgi_batch_next_size", "Number of requests that left the queue together.", buckets=_SIZES, registry=registry
-        )
-        self.inference_count = Counter(
-            "tgi_batch_inference_count", "Calls to the shards.", ["method"], registry=registry
-        )
-        self.inference_success = Counter(
-            "tgi_batch_inference_success", "Calls to the shards that succeeded.", ["method"], registry=registry
-        )
-        self.inference_duration = _seconds(
-            registry, "tgi_batch_inference_duration", "Round-trip time of a call to the shards.", "method"
-        )
-        self.forward_duration = _seconds(
-            registry, "tgi_batch_forward_duration", "Time of the forward pass, as reported by the shard.", "method"
-        )
-        self.decode_duration = _seconds(
-            registry, "tgi_batch_decode_duration", "Time to sample the next tokens, as reported by the shard.", "method"
-        )
-        self.filter_duration = _seconds(
-            registry, "tgi_batch_filter_duration", "Time to remove finished requests from the batch.", "method"
-        )
-        self._methods = {method: _MethodMetrics(self, method) for method in Method}
+    preempted: takes the number of requests that went back to the queue, because there were no KV slots left for older
+    ones.
+    """
 
-    def preempted(self, requests: int) -> None:
-        """Requests went back to the queue, because there were no KV slots left for older ones."""
-        self._preemptions.inc(requests)
+    def __init__(self, made: _Registry) -> None:
+        self.preempted = made.counter("tgi_batch_preemption_count", "Number of preemptions.").inc
+        self._prefix_lookups = made.counter(
+            "tgi_prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache."
+        )
+        self._prefix_hits = made.counter("tgi_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.")
+        self._speculated = made.counter("tgi_batch_speculated_tokens", "Draft tokens verified.")
+        self._accepted = made.counter("tgi_batch_accepted_tokens", "Draft tokens accepted.")
+        self._concat = made.counter(
+            "tgi_batch_concat", "Number of times waiting requests joined the running batch.", "reason"
+        )
+        self._next_size = made.requests("tgi_batch_next_size", "Number of requests that left the queue together.")
+        self._count = made.counter("tgi_batch_inference_count", "Calls to the shards.", "method")
+        self._success = made.counter("tgi_batch_inference_success", "Calls to the shards that succeeded.", "method")
+        self._inference = made.seconds(
+            "tgi_batch_inference_duration", "Round-trip time of a call to the shards.", "method"
+        )
+        self._forward = made.seconds(
+            "tgi_batch_forward_duration", "Time of the forward pass, as reported by the shard.", "method"
+        )
+        self._decode = made.seconds(
+            "tgi_batch_decode_duration", "Time to sample the next tokens, as reported by the shard.", "method"
+        )
+        self._filter = made.seconds(
+            "tgi_batch_filter_duration", "Time to remove finished requests from the batch.", "method"
+        )
+        for each in (self._count, self._success, self._inference, self._forward, self._decode, self._filter):
+            for method in Method:  # shown from the start
+                each.labels(method.value)
 
     def looked_up(self, tokens: int, hits: int) -> None:
         """Counts a prompt's tokens that were looked up in the prefix cache, and how many were found."""
@@ -238,55 +220,45 @@ class BatchMetrics:
             self._concat.labels(concat.value).inc()
 
     def called(self, method: Method) -> None:
-        self._methods[method].count.inc()
+        self._count.labels(method.value).inc()
 
     def answered(self, method: Method, inference: float, forward: float, decode: float) -> None:
         """A call came back after `inference` seconds; `forward` and `decode` are the shard's own timings."""
-        series = self._methods[method]
-        series.success.inc()
-        series.inference.observe(inference)
-        series.forward.observe(forward)
-        series.decode.observe(decode)
+        self._success.labels(method.value).inc()
+        self._inference.labels(method.value).observe(inference)
+        self._forward.labels(method.value).observe(forward)
+        self._decode.labels(method.value).observe(decode)
 
     def filtered(self, method: Method, seconds: float) -> None:
-        self._methods[method].filter.observe(seconds)
+        self._filter.labels(method.value).observe(seconds)
 
 
 class ImageMetrics:
-    """Images of requests, on their way from the request to the model."""
+    """Images of requests, on their way from the request to the model.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._count = Counter("tgi_image_count", "Images in requests.", registry=registry)
-        self._known = Counter(
-            "tgi_image_known_count", "Images in requests that had been decoded for another request.", registry=registry
+    received: counts an image. decoded, encoded: take the seconds that it took.
+    """
+
+    def __init__(self, made: _Registry) -> None:
+        self.received = made.counter("tgi_image_count", "Images in requests.").inc
+        self._known = made.counter(
+            "tgi_image_known_count", "Images in requests that had been decoded for another request."
         )
-        self._failure = Counter(
-            "tgi_image_failure", "Images that could not be used, by error type.", ["err"], registry=registry
-        )
-        self._length = _tokens(registry, "tgi_image_length", "Number of prompt tokens of an image.")
-        self._decode = _seconds(
-            registry,
+        self._failure = made.counter("tgi_image_failure", "Images that could not be used, by error type.", "err")
+        self._length = made.tokens("tgi_image_length", "Number of prompt tokens of an image.")
+        self.decoded = made.seconds(
             "tgi_image_decode_duration",
             "Time to decode an image and run the image processor, including the wait for a free process.",
-        )
-        self._encode = _seconds(
-            registry, "tgi_image_encode_duration", "Time for the shards to compute the features of an image."
-        )
-
-    def received(self) -> None:
-        self._count.inc()
+        ).observe
+        self.encoded = made.seconds(
+            "tgi_image_encode_duration", "Time for the shards to compute the features of an image."
+        ).observe
 
     def processed(self, tokens: int, *, known: bool) -> None:
         """Counts an image and its tokens. known: it was not decoded for this request."""
         self._length.observe(tokens)
         if known:
             self._known.inc()
-
-    def decoded(self, seconds: float) -> None:
-        self._decode.observe(seconds)
-
-    def encoded(self, seconds: float) -> None:
-        self._encode.observe(seconds)
 
     def failed(self, error_type: str) -> None:
         self._failure.labels(error_type).inc()
@@ -347,59 +319,50 @@ class LoadMetrics(Collector):
 
 
 class Metrics:
-    """All metrics of one router process, in a registry of their own."""
+    """All metrics of one router process, in a registry of their own.
+
+    event_loop_lag: takes seconds. client_memory: takes the bytes held now. fallbacks: takes their number.
+    """
 
     def __init__(self) -> None:
         disable_created_metrics()
         self._registry = CollectorRegistry()
-        self.requests = RequestMetrics(self._registry)
-        self.batches = BatchMetrics(self._registry)
-        self.images = ImageMetrics(self._registry)
+        made = _Registry(self._registry)
+        self.requests = RequestMetrics(made)
+        self.batches = BatchMetrics(made)
+        self.images = ImageMetrics(made)
         self.load = LoadMetrics()
         self._registry.register(self.load)
-        self._event_loop_lag = _seconds(self._registry, "tgi_event_loop_lag_seconds", "Event-loop lag in seconds.")
-        self._fallbacks = Gauge(
+        self.event_loop_lag = made.seconds("tgi_event_loop_lag_seconds", "Event-loop lag in seconds.").observe
+        self.fallbacks = made.gauge(
             "tgi_engine_fallbacks",
             "Number of parts of the model that run on a slower fallback; /info gives the reasons.",
-            registry=self._registry,
-        )
-        self._broken_connections = Counter(
+        ).set
+        self._broken_connections = made.counter(
             "tgi_connections_broken",
             "Connections that ended within a request or its response: closed by the client or by the server (time-out, "
             "limits), or malformed.",
-            ["by"],
-            registry=self._registry,
+            "by",
         )
-        self._client_memory = Gauge(
+        self.client_memory = made.gauge(
             "tgi_client_memory_bytes",
             "Memory held for clients in bytes, as `--max-client-memory` counts it; counted once a second.",
-            registry=self._registry,
-        )
-        self._refused = Counter(
+        ).set
+        self._refused = made.counter(
             "tgi_requests_refused",
             "Requests without a valid API key, or from web pages of other sites, by error type.",
-            ["err"],
-            registry=self._registry,
+            "err",
         )
         self._registry.register(ProcessMetrics())
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
 
-    def event_loop_lag(self, seconds: float) -> None:
-        self._event_loop_lag.observe(seconds)
-
     def connection_broken(self, by: str) -> None:
         self._broken_connections.labels(by).inc()
 
-    def client_memory(self, held: int) -> None:
-        self._client_memory.set(held)
-
     def refused(self, error_type: str) -> None:
         self._refused.labels(error_type).inc()
-
-    def fallbacks(self, count: int) -> None:
-        self._fallbacks.set(count)
 
     def described(self) -> list[Metric]:
         """Returns the metrics with their names, types and descriptions."""
@@ -427,11 +390,3 @@ class Metrics:
             ended = perf_counter()
             self._not_before = ended + 4 * (ended - began)
             return text
-
-
-def _seconds(registry: CollectorRegistry, name: str, description: str, *labels: str) -> Histogram:
-    return Histogram(name, description, labels, buckets=_SECONDS, registry=registry)
-
-
-def _tokens(registry: CollectorRegistry, name: str, description: str) -> Histogram:
-    return Histogram(name, description, buckets=_TOKENS, registry=registry)

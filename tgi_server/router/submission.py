@@ -5,13 +5,14 @@ and pushes each step's tokens into the sink, from its own task, while the shards
 must be quick: it appends, detokenizes, formats; it never waits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol, Self
 
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, Image
+from tgi_server.router.answers.reader import AnswerReader
 from tgi_server.router.errors import RouterError
 
 
@@ -58,7 +59,7 @@ class PreparedRequest:
 
     input_ids: the prompt, cut to `truncate`. For encoder-decoder models, of the encoder. characters: of its whole text.
     unenforced: constraints of the grammar that are left to the model, each as a line. images: of the prompt, in the
-    order of their tokens.
+    order of their tokens. reader: makes what parses an answer; None: all of it is text.
 
     The fields after that are set when the request is queued. id: 0 until then. cache_namespace: requests of different
     ones share nothing in the prefix cache. deadline: the time after which the answer is useless. first_token_by:
@@ -71,6 +72,7 @@ class PreparedRequest:
     characters: int = 0
     unenforced: tuple[str, ...] = ()
     images: tuple[Image, ...] = ()
+    reader: Callable[[], AnswerReader] | None = None
     id: int = 0
     cache_namespace: str = ""
     trace_context: dict[str, str] = field(default_factory=dict)

@@ -160,26 +160,6 @@ def test_more_choices_than_letters(demo_server: TextGenerationServer) -> None:
     assert sum(each["probability"] for each in answer["probabilities"]) == pytest.approx(1)
 
 
-def test_systemone_gives_the_same_probabilities(demo_server: TextGenerationServer) -> None:
-    predicate, choice, score = decide(demo_server)["answers"]
-    questions = {
-        "cooking": {"type": "noul", "instructions": PREDICATE["instructions"]},
-        "about": {
-            "type": "choice",
-            "instructions": CHOICE["instructions"],
-            "criteria": {"cooking": None, "DIY": "wood and tools", "true": None},
-        },
-        "hard": {"type": "score", "instructions": SCORE["instructions"], "criteria": ["easy", "medium", "hard"]},
-    }
-    answer = post(demo_server, "/v1/systemone", model="any", state=INPUT, questions=questions).json()
-    assert answer["answers"]["cooking"] == {"type": "noul", "noul": predicate["probability"]}
-    assert answer["answers"]["about"]["confidence"] == choice["confidence"]
-    assert list(answer["answers"]["about"]["probabilities"]) == ["cooking", "DIY", "true"]
-    assert answer["answers"]["hard"]["score"] == score["score"]
-    assert answer["answers"]["hard"]["legend"] == {"0": "easy", "1": "medium", "2": "hard"}
-    assert answer["usage"]["output_tokens"] == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

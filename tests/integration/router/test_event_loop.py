@@ -263,7 +263,6 @@ ROUTES = (
     "/detokenize",
     "/v1/warm",
     "/v1/decisions",
-    "/v1/systemone",
     "/v1/embeddings",
     "/embed",
     "/rerank",

@@ -70,7 +70,7 @@ class Model:
         """Calls of tools as the model writes them."""
         form, written = self.form, self.form.trigger
         for index, (name, arguments) in enumerate(calls):
-            head = form.next_head(name) if index else form.first_head(name)
+            head = form.separator + form.call_head(name) if index else form.first_head(name)
             written += head.replace(NUMBER, str(index))
             tags = form.tags
             if tags is None:

@@ -7,7 +7,6 @@ from enum import Enum
 
 import regex
 
-from tgi_server.router.answers.beginnings import Beginnings, beginning_held
 from tgi_server.router.answers.formats import (
     JSON_FORMAT,
     NUMBER,
@@ -16,7 +15,7 @@ from tgi_server.router.answers.formats import (
     ToolFormat,
     json_name,
 )
-from tgi_server.router.answers.json_reader import BLANKS, JsonReader
+from tgi_server.router.answers.partial_text import BLANKS, Beginnings, JsonReader, beginning_held
 from tgi_server.router.answers.reader import AnswerPart, BodyReader, Piece
 from tgi_server.router.answers.tagged_arguments import Arguments, TaggedArgumentsReader, Tags
 

@@ -44,15 +44,7 @@ class ToolFormat:
 
     def first_head(self, name: str) -> str:
         """Returns what comes between the trigger and the arguments of the first call."""
-        return (self.begin + self._head(name)).removeprefix(self.trigger)
-
-    def call_head(self, name: str) -> str:
-        """Returns what comes before the arguments of a call that follows others."""
-        return self._head(name)
-
-    def next_head(self, name: str) -> str:
-        """Returns what comes between the tail of one call and the arguments of the next, as models write it."""
-        return self.separator + self._head(name)
+        return (self.begin + self.call_head(name)).removeprefix(self.trigger)
 
     @property
     def layouts(self) -> str:
@@ -87,7 +79,8 @@ class ToolFormat:
             begun.append(pattern)
         return rf"[ \n]*({'|'.join(begun)})"
 
-    def _head(self, name: str) -> str:
+    def call_head(self, name: str) -> str:
+        """Returns what comes between the separator and the arguments of a call that follows others."""
         # In quotes, a name is JSON.
         shown = json.dumps(name, ensure_ascii=False)[1:-1] if self.head[0].endswith('"') else name
         return self.head[0] + shown + (f":{NUMBER}" if self.numbered else "") + self.head[1]

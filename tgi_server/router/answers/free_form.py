@@ -1,8 +1,6 @@
 """Tools that are not functions to their client, as the functions that the model calls."""
 
 import json
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from pydantic_core import from_json
@@ -23,23 +21,6 @@ _SHELL_PARAMETERS: dict[str, Any] = {
     "required": ["command"],
     "additionalProperties": False,
 }
-
-
-class ToolKind(Enum):
-    """The kinds of tools in OpenAI's interface. The model calls all of them as functions."""
-
-    FUNCTION = "function"
-    FREE_FORM = "custom"
-    LOCAL_SHELL = "local_shell"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientTool:
-    """A tool as its client knows it. The model knows it by another name if it has a namespace."""
-
-    name: str
-    kind: ToolKind = ToolKind.FUNCTION
-    namespace: str | None = None
 
 
 def name_for_model(name: str, namespace: str | None) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tgi_server.router.answers.beginnings import beginning_held
+from tgi_server.router.answers.partial_text import beginning_held
 from tgi_server.router.answers.reasoning import ReasoningTags
 
 

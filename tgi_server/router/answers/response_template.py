@@ -5,6 +5,9 @@ something that no interface has, which is dropped. A region begins and ends with
 expressions, and one of them may have no mark at its beginning: it has all that is outside the others. `transformers`
 defines the form (`utils/chat_parsing`). Its parser is not used: its regular expressions have no time limit, and it
 raises an error for a malformed answer, where this one returns text.
+
+It does not become a format of `formats.py`, which would be longer: those have fixed texts, of which grammars are made,
+and arguments as they come; here marks are regular expressions, and parsers and transforms make values of whole calls.
 """
 
 import json

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tgi_server.router.answers.beginnings import Beginnings, beginning_held
-from tgi_server.router.answers.json_reader import BLANKS, JsonReader
+from tgi_server.router.answers.partial_text import BLANKS, Beginnings, JsonReader, beginning_held
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
 _ANNOTATIONS = frozenset(

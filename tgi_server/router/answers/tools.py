@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,23 @@ class ToolSpec:
     shown: Any = None
 
 
+class ToolKind(Enum):
+    """The kinds of tools in OpenAI's interface. The model calls all of them as functions."""
+
+    FUNCTION = "function"
+    FREE_FORM = "custom"
+    LOCAL_SHELL = "local_shell"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A tool as its client knows it. The model knows it by another name if it has a namespace."""
+
+    name: str
+    kind: ToolKind = ToolKind.FUNCTION
+    namespace: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Which tools an answer may or must call. only: names of those that may be called; None: all of them."""
@@ -64,12 +82,16 @@ class ToolUse:
     """The tools that an answer may call; required: it must call one. parallel: it may call several times.
 
     declared: all tools of the request, which the prompt shows, so that a choice does not change it; None: `tools`.
+    client_tools: those that are not plain functions to the client, by the names that the model knows. formats: the
+    grammars of free texts, each as a line.
     """
 
     tools: Sequence[ToolSpec] = ()
     required: bool = False
     parallel: bool = True
     declared: Sequence[ToolSpec] | None = field(default=None, compare=False)
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict, compare=False)
+    formats: Sequence[str] = field(default=(), compare=False)
 
     @property
     def shown(self) -> Sequence[ToolSpec]:
@@ -81,13 +103,19 @@ class ToolUse:
         return [tool.name for tool in self.tools]
 
 
-def chosen_tools(tools: Sequence[ToolSpec], choice: Choice | None) -> ToolUse:
+def chosen_tools(
+    tools: Sequence[ToolSpec],
+    choice: Choice | None,
+    client_tools: Mapping[str, ClientTool] = MappingProxyType({}),
+    formats: Sequence[str] = (),
+) -> ToolUse:
     """Returns the tools that this answer may call, and whether it must call one. choice: None: it may call none.
+    client_tools, formats: as in `ToolUse`.
 
     Raises InvalidTool for a choice that names no tool, or tools that cannot be distinguished.
     """
     if choice is None or not (tools or choice.required or choice.only):
-        return ToolUse(declared=tools)
+        return ToolUse((), False, True, tools, client_tools, formats)
     declared = tools
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidTool.at("tools", "has two tools of the same name")
@@ -95,7 +123,7 @@ def chosen_tools(tools: Sequence[ToolSpec], choice: Choice | None) -> ToolUse:
         tools = _named(tools, choice.only)
     if not tools:
         raise InvalidTool.at("tool_choice", "is `required`, but there are no `tools`")
-    return ToolUse(tools, choice.required, choice.parallel, declared)
+    return ToolUse(tools, choice.required, choice.parallel, declared, client_tools, formats)
 
 
 def _named(tools: Sequence[ToolSpec], names: Sequence[str]) -> Sequence[ToolSpec]:

@@ -3,15 +3,16 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from tgi_server.router.api.access import cache_namespace
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.encoding import compute_headers, json_response, timing_headers
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
-from tgi_server.router.api.time_limits import TimeLimits
 from tgi_server.router.errors import RouterError
 from tgi_server.router.submission import KeptPrefix, PreparedRequest
 from tgi_server.router.text.stop_sequences import StopSequences
@@ -26,6 +27,8 @@ _TOKEN_BYTES, _ALTERNATIVE_BYTES = 320, 200
 # Bytes of a sequence, and of a token of its prompt until the sequence ends: a number in a list, one for the scheduler,
 # and the number itself where no other sequence has it.
 _SEQUENCE_BYTES, _PROMPT_BYTES, _NUMBER_BYTES = 3_000, 12, 32
+# Sent by the clients of OpenAI and Anthropic, in seconds, and by Envoy, in milliseconds.
+_READ_TIMEOUT, _ENVOY_TIMEOUT = "x-stainless-read-timeout", "x-envoy-expected-rq-timeout-ms"
 
 F = TypeVar("F", bound=Formatter)
 
@@ -219,3 +222,32 @@ class AllEnded:
             self.future.exception()  # the waiting task may have left
         elif not self._open:
             self.future.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Seconds for the whole answer, and seconds that may pass without a byte of it."""
+
+    whole: float = inf
+    silence: float = inf
+
+    @classmethod
+    def of(cls, headers: Headers) -> "TimeLimits":
+        """Returns the limits in the headers of a request. A value that is not a positive number sets no limit."""
+        return cls(_positive(headers.get(_ENVOY_TIMEOUT)) / 1000, _positive(headers.get(_READ_TIMEOUT)))
+
+    def deadlines(self, arrived: float, timeout_ms: int, *, streams: bool) -> tuple[float, float]:
+        """Returns the times by which the answer and its first token have to be there.
+
+        timeout_ms: the limit in the request's body; 0: none. streams: a stream breaks its silence with its first token.
+        """
+        whole = min(self.whole, timeout_ms / 1000 if timeout_ms else inf)
+        return arrived + (whole if streams else min(whole, self.silence)), arrived + self.silence
+
+
+def _positive(value: str | None) -> float:
+    try:
+        number = float(value or "")
+    except ValueError:
+        return inf
+    return number if isfinite(number) and number > 0 else inf

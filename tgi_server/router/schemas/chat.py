@@ -22,7 +22,7 @@ from tgi_server.router.schemas.base import (
 from tgi_server.router.schemas.chat_tools import ChatTool, PastToolCall, ToolChoice
 from tgi_server.router.schemas.generate import SimpleToken
 from tgi_server.router.schemas.openai import SharedParameters, Usage
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class Url(RequestModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, RootModel, model_validator
 
 from tgi_server.router.schemas.base import Items, LeftOut, Name, RequestModel, ToolSchema
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class FunctionDefinition(RequestModel):

@@ -11,7 +11,7 @@ from tgi_server.router.schemas.generate import (
     CompatGenerateRequest,
     GenerateParameters,
 )
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class SagemakerRequest(RootModel[Annotated[CompatGenerateRequest | ChatRequest | CompletionRequest, BY_TYPE]]):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tgi_server.router.schemas.base import Items, Name, RequestModel, ResponseModel, UnsignedInt, one_of
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class EditThreshold(RequestModel):

@@ -1,12 +1,11 @@
-"""/v1/decisions, as the types of openai-python have it, and /v1/systemone, as `transformers serve` has it."""
+"""/v1/decisions, as the types of openai-python have it."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, RootModel, model_validator
 
-from tgi_server.router.schemas.base import Items, Name, RefusingModel, RequestModel, ResponseModel, fault, one_of
+from tgi_server.router.schemas.base import Items, Name, RequestModel, ResponseModel, fault, one_of
 from tgi_server.router.schemas.response_input import (
     CallOutput,
     FunctionCall,
@@ -19,7 +18,7 @@ from tgi_server.router.schemas.response_input import (
     TextPart,
     as_parts,
 )
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 MOST_QUESTIONS = 400
 MOST_OPTIONS = 255
@@ -103,7 +102,11 @@ class ScoreQuestion(_Question):
 AnyQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, BY_TYPE]
 
 
-class _Decided(RefusingModel):
+class DecisionsRequest(RequestModel):
+    """The body of /v1/decisions. `scoring`, `normalization` and `min_label_mass` are this server's own."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"prompt_cache_options", "safety_identifier", "user"})
+
     model: Name | None = None
     scoring: Literal["labels", "sequences"] = Field(
         default="labels", description="sequences: the options' whole texts are scored, not one token for each."
@@ -112,13 +115,6 @@ class _Decided(RefusingModel):
         default="none",
         description="orders: the mean over several orders of listing; calibration: relative to a neutral input.",
     )
-
-
-class DecisionsRequest(_Decided):
-    """The body of /v1/decisions. `scoring`, `normalization` and `min_label_mass` are this server's own."""
-
-    harmless: ClassVar[frozenset[str]] = frozenset({"prompt_cache_options", "safety_identifier", "user"})
-
     input: Annotated[
         Annotated[str, Field(min_length=1)] | Annotated[list[DecisionItem], Field(min_length=1, max_length=10_000)],
         BY_TYPE,
@@ -193,47 +189,3 @@ class Decision(ResponseModel, kw_only=True):
     answers: list[Annotated[Any, one_of(PredicateAnswer, ChoiceAnswer, ScoreAnswer, RefusalAnswer)]]
     model: str
     usage: DecisionUsage
-
-
-_Content = Annotated[str | dict[str, Any] | list[Any], BY_TYPE]
-
-
-class NoulQuestion(RequestModel):
-    type: Literal["noul"]
-    instructions: _Content | None = None
-    criteria: dict[Literal["true", "false"], _Content | None] | None = None
-
-
-class SystemOneChoice(RequestModel):
-    type: Literal["choice"]
-    instructions: _Content | None = None
-    criteria: Annotated[dict[str, _Content | None], Field(min_length=2, max_length=MOST_OPTIONS)]
-
-
-class SystemOneScore(RequestModel):
-    type: Literal["score"]
-    instructions: _Content | None = None
-    criteria: Annotated[list[_Content], Field(min_length=2, max_length=MOST_OPTIONS)]
-
-
-SystemOneQuestion = Annotated[NoulQuestion | SystemOneChoice | SystemOneScore, BY_TYPE]
-
-
-class SystemOneRequest(_Decided):
-    """The body of /v1/systemone."""
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"assets": ({},)}
-
-    state: _Content
-    questions: Annotated[dict[str, SystemOneQuestion], Field(min_length=1, max_length=MOST_QUESTIONS)]
-
-
-class SystemOneUsage(ResponseModel, kw_only=True):
-    input_tokens: int
-    output_tokens: int
-
-
-class SystemOneResponse(ResponseModel, kw_only=True):
-    model: str
-    answers: dict[str, dict[str, Any]]
-    usage: SystemOneUsage

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from tgi_server.router.schemas.base import Name, RefusingModel, RequestModel, ResponseModel
 from tgi_server.router.schemas.completions import Prompt
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 # Texts of one request, as OpenAI has it.
 MOST_TEXTS = 2048

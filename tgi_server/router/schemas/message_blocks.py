@@ -13,7 +13,7 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
 )
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 CACHED: frozenset[str] = frozenset({"cache_control"})
 

@@ -23,7 +23,7 @@ from tgi_server.router.schemas.base import (
 )
 from tgi_server.router.schemas.context_management import AppliedEdits, ContextManagement, OriginalTokens
 from tgi_server.router.schemas.message_blocks import ContentBlock, TextBlock, as_blocks
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class InputTurn(RequestModel):

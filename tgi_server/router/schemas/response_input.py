@@ -16,7 +16,7 @@ from tgi_server.router.schemas.base import (
     UnsignedInt,
 )
 from tgi_server.router.schemas.response_tools import ResponseTool
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 _ITEM_NOTES = frozenset({"id", "status"})
 _CALL_NOTES = _ITEM_NOTES | {"async", "caller"}

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, RootModel
 
 from tgi_server.router.schemas.base import Items, LeftOut, Name, Refused, RequestModel, ToolSchema
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 _TOOL_NOTES = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
 

@@ -13,7 +13,7 @@ from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.openai import TextParameters
 from tgi_server.router.schemas.response_input import InputItem
 from tgi_server.router.schemas.response_tools import ResponseTool, ToolSelection
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class TextFormat(RequestModel):

@@ -8,7 +8,7 @@ from pydantic import Field, RootModel
 
 from tgi_server.router.schemas.base import RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 _TOKEN_STRS = Field(default=False, description="Report the tokens as the vocabulary has them.")
 

@@ -7,7 +7,7 @@ from pydantic import Field, RootModel
 from tgi_server.router.schemas.base import ResponseModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 _TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt is held.")
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from shared.logging import one_line
-from tgi_server.router.answers.tools import ToolSpec
+from tgi_server.router.answers.tools import ToolSpec, ToolUse
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.text.chat_template import (
@@ -63,19 +63,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns so far, and what the chat template gets beside them.
+    """The turns so far, what the chat template gets beside them, and what the answer may be.
 
-    tools: that are shown. may_call: the answer may call one of them. tool_prompt: tells the model how to call a tool.
-    continue_last: the answer continues the last turn; None: if that is the assistant's.
+    tool_prompt: tells the model how to call a tool. continue_last: the answer continues the last turn; None: if that is
+    the assistant's. show_thoughts: those of the answer are sent.
     """
 
     turns: Sequence[Turn]
-    tools: Sequence[ToolSpec] = ()
+    use: ToolUse = field(default_factory=ToolUse)
     variables: Mapping[str, Any] = field(default_factory=dict)
     tool_prompt: str | None = None
     add_generation_prompt: bool = True
     continue_last: bool | None = None
-    may_call: bool = True
+    show_thoughts: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for variables that the server sets."""
@@ -132,7 +132,7 @@ def render_conversation(
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
-    tools = conversation.tools
+    tools = conversation.use.shown
     developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
     turns = _with_tool_names(conversation.turns)
     said = [_message(turn, developer, template, tools=bool(tools)) for turn in turns]
@@ -147,7 +147,7 @@ def render_conversation(
     if shown and described:
         told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
         prompt = conversation.tool_prompt or tool_prompt
-        if conversation.may_call and (told or prompt):
+        if conversation.use.tools and (told or prompt):
             more = "\n".join(["\n---", *told, prompt])
             shown[-1]["content"] += more if isinstance(shown[-1]["content"], str) else as_parts(more)
         if template.reads_tools_of_system():

@@ -16,21 +16,12 @@ OnEnd = Callable[[RouterError | None], None]
 
 
 class Formatter(Protocol):
-    """Writes a sequence in the form that its route has. Called once for each token, so no object is made for one."""
+    """Writes a sequence in the form that its route has."""
 
-    def token(
-        self,
-        stream: "TokenStream[Formatter]",
-        token_id: int,
-        text: str,
-        visible: str,
-        logprob: float | None,
-        top: pb.TopTokens | None,
-    ) -> bool | None:
-        """Takes a token. `stream.finish_reason` is set when it is the last one. Returns True if nothing more is wanted.
+    def token(self, stream: "TokenStream[Formatter]") -> bool | None:
+        """Takes the token that the stream has now. `stream.finish_reason` is set when it is the last one.
 
-        text: what became complete with this token, also where it is held back or cut off; of a special token, its name.
-        visible: what the sequence's text grows by.
+        Returns True if nothing more is wanted.
         """
 
     def rest(self, stream: "TokenStream[Formatter]", text: str) -> None:
@@ -43,9 +34,12 @@ F = TypeVar("F", bound=Formatter, covariant=True)
 class TokenStream(Generic[F]):
     """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
 
-    prefill: the prompt's tokens and logprobs, if requested. last_id: of the last token. cached_tokens: of
-    the prompt, as computed for another request. drafted: the last token had been drafted before it was
-    chosen.
+    prefill: the prompt's tokens and logprobs, if requested. cached_tokens: of the prompt, as computed for another
+    request.
+
+    Of the last token: its id. text: what became complete with it, also where it is held back or cut off; of a special
+    token, its name. visible: what the sequence's text grew by. logprob, top: if they were requested. drafted: it had
+    been drafted before it was chosen. They are members of the stream so that no object is made for each token.
 
     Times are `perf_counter` seconds.
     """
@@ -69,10 +63,14 @@ class TokenStream(Generic[F]):
         "first_token_at",
         "generated_tokens",
         "input_length",
-        "last_id",
+        "logprob",
         "prefill",
         "queued_at",
         "started_at",
+        "text",
+        "token_id",
+        "top",
+        "visible",
     )
 
     def __init__(
@@ -105,7 +103,10 @@ class TokenStream(Generic[F]):
         self._output = output
         self._on_end = on_end
         self.input_length = len(input_ids)
-        self.last_id = 0
+        self.token_id = 0
+        self.text = self.visible = ""
+        self.logprob: float | None = None
+        self.top: pb.TopTokens | None = None
         self.cached_tokens = 0
         self.drafted = False
         self.generated_tokens = 0
@@ -141,7 +142,7 @@ class TokenStream(Generic[F]):
         last = len(generation.token_ids) - 1
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
-            self.last_id = token_id
+            self.token_id = token_id
             self.drafted = generation.drafted and position == 0
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
@@ -163,9 +164,10 @@ class TokenStream(Generic[F]):
                     incomplete = self._detokenizer.flush()
                     visible += self._rest(incomplete)
                     text = text if special or stop_token or end_token else text + incomplete
-            logprob = generation.logprobs[position] if generation.logprobs else None
-            top = generation.top_tokens[position] if generation.top_tokens else None
-            enough = self._output.token(self, token_id, text, visible, logprob, top)
+            self.text, self.visible = text, visible
+            self.logprob = generation.logprobs[position] if generation.logprobs else None
+            self.top = generation.top_tokens[position] if generation.top_tokens else None
+            enough = self._output.token(self)
             if stopped or stop_token:
                 return reason
             if enough and reason is None:
@@ -252,21 +254,13 @@ class CollectedTokens:
         self.top_tokens: list[pb.TopTokens] = []
         self.visible: list[str] = []
 
-    def token(
-        self,
-        stream: AnyStream,
-        token_id: int,
-        text: str,
-        visible: str,
-        logprob: float | None,
-        top: pb.TopTokens | None,
-    ) -> None:
-        self.token_ids.append(token_id)
-        self.texts.append(text)
-        self.logprobs.append(logprob)
-        self.visible.append(visible)
-        if top is not None:
-            self.top_tokens.append(top)
+    def token(self, stream: AnyStream) -> None:
+        self.token_ids.append(stream.token_id)
+        self.texts.append(stream.text)
+        self.logprobs.append(stream.logprob)
+        self.visible.append(stream.visible)
+        if stream.top is not None:
+            self.top_tokens.append(stream.top)
 
     def rest(self, stream: AnyStream, text: str) -> None:
         self.visible[-1] += text

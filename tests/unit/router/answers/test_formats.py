@@ -754,7 +754,9 @@ def tagged_argument(tags: ArgumentTags, name: str, value: str) -> str:
 def json_call(form: ToolFormat, name: str, arguments: str, *, first: bool) -> str:
     """Returns a call whose arguments are JSON, up to its end."""
     assert form.as_json is not None
-    head = form.trigger + form.as_json.first_head(name) if first else form.as_json.next_head(name)
+    head = (
+        form.trigger + form.as_json.first_head(name) if first else form.as_json.separator + form.as_json.call_head(name)
+    )
     return head + arguments + form.as_json.tail
 
 
@@ -816,7 +818,7 @@ def test_arguments_that_fit_no_tags_are_json(parameters: Any, form: ToolFormat):
     answers = AnswerForm(form, None, {})
     use = ToolUse([tool("weather", parameters), TOOLS[2]], required=True)
     arguments = json.dumps({next(iter(parameters.get("properties", {"place": 0}))): "Paris"})
-    text = json_call(form, "weather", arguments, first=True) + form.next_head("clock") + form.tail
+    text = json_call(form, "weather", arguments, first=True) + form.separator + form.call_head("clock") + form.tail
     text += json_call(form, "weather", arguments, first=False) + form.end
     assert takes(answers.grammar(use, None, thinking=False), text)
     assert not takes(answers.grammar(use, None, thinking=False), text.replace('"Paris"', "[1"))

@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, respond_to
 from tgi_server.router.api.generation import RequestGeneration
 from tgi_server.router.api.memory import LEASE, Account, Lease
-from tgi_server.router.api.post_routes import respond_to
 from tgi_server.router.api.routes.generate import prepare_tgi
 from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
 from tgi_server.router.schemas.generate import GenerateRequest

@@ -19,7 +19,7 @@ from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.encoding import EmbeddingsRequest
 from tgi_server.router.schemas.messages import CountTokensRequest, MessagesRequest
 from tgi_server.router.schemas.responses import InputTokensRequest, ResponsesRequest
-from tgi_server.router.schemas.unions import BY_TYPE
+from tgi_server.router.schemas.validation import BY_TYPE
 
 SDK_TYPES: list[tuple[Any, type[BaseModel]]] = [
     (message_create_params.MessageCreateParamsNonStreaming, MessagesRequest),

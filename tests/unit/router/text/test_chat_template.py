@@ -1,3 +1,4 @@
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -217,7 +218,7 @@ def render(
 ) -> str:
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
     request = ChatRequest.model_validate({"messages": list(messages), "tool_prompt": tool_prompt, **fields})
-    conversation = conversation_of(request, ToolUse([CLOCK] if tools else []))
+    conversation = replace(conversation_of(request), use=ToolUse([CLOCK] if tools else []))
     return render_conversation(template, conversation, tool_prompt=usual).text
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.published_tokenizers import PUBLISHED
-from tgi_server.router.answers.tools import ToolUse
 from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text.chat_template import ChatTemplate
@@ -43,7 +42,7 @@ def render(source: str, *messages: tuple[str, str], **fields: Any) -> str:
 def render_with(template: ChatTemplate, *messages: tuple[str, str], **fields: Any) -> str:
     said = [{"role": role, "content": text} for role, text in messages]
     request = ChatRequest.model_validate({"messages": said, **fields})
-    return render_conversation(template, conversation_of(request, ToolUse())).text
+    return render_conversation(template, conversation_of(request)).text
 
 
 @pytest.mark.parametrize("source", FIRST_ONLY.values(), ids=FIRST_ONLY)
@@ -99,7 +98,7 @@ def test_a_tools_result_has_the_name_of_the_call_with_its_id():
             {"role": "tool", "tool_call_id": "1", "content": "sun"},
         ]
     }
-    conversation = conversation_of(ChatRequest.model_validate(request), ToolUse())
+    conversation = conversation_of(ChatRequest.model_validate(request))
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
     shown = "[user]A[assistant][tool:weather]rain[tool:its own]noon[assistant][tool:weather]sun"
     assert render_conversation(template, conversation).text == shown

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.published_tokenizers import PUBLISHED, Published
 from tgi_server.router.answers.formats import tool_format
 from tgi_server.router.answers.reasoning import reasoning_tags
-from tgi_server.router.api.routes.chat_prompt import conversation_of, tools_of
+from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.conversation import render_conversation
@@ -62,7 +62,7 @@ def test_prompts_are_those_of_transformers(published: Published, tools: list[dic
             )
         except TemplateError:  # as of Gemma's, which knows no calls
             continue
-        assert render_conversation(template, conversation_of(request, tools_of(request))).text == expected
+        assert render_conversation(template, conversation_of(request)).text == expected
         shown += 1
     assert shown
 

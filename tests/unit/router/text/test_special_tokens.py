@@ -10,7 +10,6 @@ from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normal
 
 from tests.fakes.vocabularies import byte_level, sentence_piece
 from tgi_server import demo_model
-from tgi_server.router.answers.tools import ToolUse
 from tgi_server.router.api.routes.chat_prompt import conversation_of
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest
@@ -96,7 +95,7 @@ def render(name: str, template: str, contents: list[str], roles: list[str] | Non
     ]
     tokenizer = TOKENIZERS[name]
     request = ChatRequest.model_validate({"messages": messages})
-    conversation = conversation_of(request, ToolUse())
+    conversation = conversation_of(request)
     return render_conversation(template_for(tokenizer, TEMPLATES[template]), conversation, GUARDS[name])
 
 

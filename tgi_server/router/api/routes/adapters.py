@@ -10,9 +10,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tgi_server.gguf.paths import GgufError, adapter_file
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, respond_to
 from tgi_server.router.api.documentation import OPENAI_ERRORS, PLAIN_TEXT, DescribedRoute, Responses, described
-from tgi_server.router.api.post_routes import respond_to
 from tgi_server.router.errors import Forbidden, InvalidRequest
 from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from tgi_server.router.schemas.openai import OpenAIErrorResponse

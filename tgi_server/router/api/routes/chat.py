@@ -7,14 +7,13 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgi_server.router.answers.free_form import ClientTool
 from tgi_server.router.answers.reader import AnswerPart, Piece
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.answers.tools import ClientTool
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.encoding import event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat_answer import (
     ChatAnswer,
     Delta,
@@ -23,8 +22,9 @@ from tgi_server.router.api.routes.chat_answer import (
     WholeChoice,
     delta_of,
 )
-from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, requested_chat
+from tgi_server.router.api.routes.chat_prompt import prepare_chat, requested_chat
 from tgi_server.router.api.routes.openai import DONE, envelope, usage_of
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import (
     ChatCompletion,
     ChatCompletionChoice,
@@ -36,6 +36,7 @@ from tgi_server.router.schemas.chat import (
 from tgi_server.router.schemas.openai import Usage
 from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
+from tgi_server.router.text.conversation import Conversation
 from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 
@@ -48,12 +49,12 @@ def chat_routes(service: Service) -> list[Route]:
 
 async def answer_chat(admission: Admission, request: ChatRequest) -> Response:
     """Responds with the next message of a conversation."""
-    chat, prepared = await prepare_chat(admission, lambda: requested_chat(admission, request))
+    conversation, prepared = await prepare_chat(admission, Dialect.CHAT, lambda: requested_chat(admission, request))
     admission.reserve(prepared.options.n - 1)
     generation = RequestGeneration(admission)
     if request.stream:
-        return _stream(generation, request, chat, prepared)
-    return await _whole(generation, request, chat, prepared)
+        return _stream(generation, request, conversation, prepared)
+    return await _whole(generation, request, conversation, prepared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ChatChoices:
     def begin(
         cls,
         generation: RequestGeneration,
-        chat: Chat,
+        conversation: Conversation,
         prepared: PreparedRequest,
         writer: Callable[[int], PieceWriter],
         on_end: OnEnd,
@@ -77,16 +78,16 @@ class ChatChoices:
         """writer: makes what writes the choice of that index. on_end: called at the end of each choice. token_ids: keep
         the tokens of each.
         """
-        service = generation.service
+        service, tools = generation.service, conversation.use.client_tools
         streams = [
             generation.begin(
                 sequence,
                 ChatAnswer(
-                    None if chat.reader is None else chat.reader(),
-                    FreeFormCalls(writer(index), chat.client_tools) if chat.client_tools else writer(index),
+                    None if prepared.reader is None else prepared.reader(),
+                    FreeFormCalls(writer(index), tools) if tools else writer(index),
                     service.text.tokenizer,
                     prepared.logprobs,
-                    show_thoughts=chat.show_thoughts,
+                    show_thoughts=conversation.show_thoughts,
                     token_ids=token_ids,
                 ),
                 on_end,
@@ -102,13 +103,13 @@ class ChatChoices:
 
 
 async def _whole(
-    generation: RequestGeneration, request: ChatRequest, chat: Chat, prepared: PreparedRequest
+    generation: RequestGeneration, request: ChatRequest, conversation: Conversation, prepared: PreparedRequest
 ) -> Response:
     number = prepared.options.n
     end = AllEnded(number)
-    written = [WholeChoice(chat.client_tools) for _ in range(number)]
+    written = [WholeChoice(conversation.use.client_tools) for _ in range(number)]
     token_ids = request.return_token_ids
-    choices = ChatChoices.begin(generation, chat, prepared, written.__getitem__, end, token_ids=token_ids)
+    choices = ChatChoices.begin(generation, conversation, prepared, written.__getitem__, end, token_ids=token_ids)
     await generation.wait_for(end)
     logprobs = prepared.logprobs is not None
     completion = ChatCompletion(
@@ -124,7 +125,9 @@ async def _whole(
     return generation.respond(completion, characters=prepared.characters, streams=choices.streams)
 
 
-def _stream(generation: RequestGeneration, request: ChatRequest, chat: Chat, prepared: PreparedRequest) -> Response:
+def _stream(
+    generation: RequestGeneration, request: ChatRequest, conversation: Conversation, prepared: PreparedRequest
+) -> Response:
     options = request.stream_options
     whole_usage = options is not None and options.include_usage
     usage_so_far = options is not None and options.include_usage and options.continuous_usage_stats
@@ -159,9 +162,9 @@ def _stream(generation: RequestGeneration, request: ChatRequest, chat: Chat, pre
     )
     choices = ChatChoices.begin(
         generation,
-        chat,
+        conversation,
         prepared,
-        lambda index: _StreamedChoice(chunks, index, chat.client_tools),
+        lambda index: _StreamedChoice(chunks, index, conversation.use.client_tools),
         end,
         token_ids=request.return_token_ids,
     )

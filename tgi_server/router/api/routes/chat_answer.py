@@ -7,10 +7,10 @@ from uuid import uuid4
 
 from msgspec import UNSET
 
-from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
-from tgi_server.router.answers.free_form import ClientTool, ToolKind, free_form_input
+from tgi_server.router.answers.free_form import free_form_input
 from tgi_server.router.answers.reader import AnswerPart, AnswerReader, Piece
+from tgi_server.router.answers.tools import ClientTool, ToolKind
 from tgi_server.router.api.encoding import known_logprob
 from tgi_server.router.api.routes.openai import finish_reason
 from tgi_server.router.schemas.chat import (
@@ -71,23 +71,13 @@ class ChatAnswer:
         self._logprobs: list[ChatCompletionLogprob] = []
         self.token_ids: list[int] | None = [] if token_ids else None
 
-    def token(
-        self,
-        stream: AnyStream,
-        token_id: int,
-        text: str,
-        visible: str,
-        logprob: float | None,
-        top: pb.TopTokens | None,
-    ) -> bool:
+    def token(self, stream: AnyStream) -> bool:
         if self.token_ids is not None:
-            self.token_ids.append(token_id)
+            self.token_ids.append(stream.token_id)
         if self._most is not None:
-            self._logprobs.append(
-                _logprobs(self._tokenizer, self._most, token_id, logprob, top, drafted=stream.drafted)
-            )
-        if visible or stream.finish_reason is not None:
-            self._take(stream, visible)
+            self._logprobs.append(_logprobs(self._tokenizer, self._most, stream))
+        if stream.visible or stream.finish_reason is not None:
+            self._take(stream, stream.visible)
         return self._reader is not None and self._reader.repeated
 
     def rest(self, stream: AnyStream, text: str) -> None:
@@ -255,25 +245,18 @@ def delta_of(piece: Piece, *, first: bool, free_form: bool = False) -> Delta:
     return ToolCallDelta(role=role, tool_calls=[call])
 
 
-def _logprobs(
-    tokenizer: TextTokenizer,
-    most: int,
-    token_id: int,
-    logprob: float | None,
-    top: pb.TopTokens | None,
-    *,
-    drafted: bool = False,
-) -> ChatCompletionLogprob:
-    """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
+def _logprobs(tokenizer: TextTokenizer, most: int, stream: AnyStream) -> ChatCompletionLogprob:
+    """Returns the last token in `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
 
     most: of the alternatives; shards report equally likely ones, too.
     """
+    token_id, top = stream.token_id, stream.top
     tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
     # Of equally likely tokens, the chosen one is reported.
     tops.sort(key=lambda each: (-each[1], each[0] != token_id))
     return ChatCompletionLogprob(
         token=tokenizer.token_name(token_id),
-        logprob=known_logprob(logprob),
+        logprob=known_logprob(stream.logprob),
         bytes=list(tokenizer.token_bytes(token_id)),
         top_logprobs=[
             ChatCompletionTopLogprob(
@@ -281,5 +264,5 @@ def _logprobs(
             )
             for each, value in tops[:most]
         ],
-        drafted=drafted or UNSET,
+        drafted=stream.drafted or UNSET,
     )

@@ -1,12 +1,12 @@
-"""A chat that is to be answered, whichever interface it came by, and its prompt."""
+"""The conversation of a chat request; and, of any interface, what the scheduler takes of one that is to be answered."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-from tgi_server.contract import GenerationOptions
-from tgi_server.router.answers.free_form import ClientTool, ToolKind, free_form_arguments, free_form_tool
+from tgi_server.contract import GenerationOptions, Grammar
+from tgi_server.router.answers.free_form import free_form_arguments, free_form_tool
 from tgi_server.router.answers.reader import AnswerReader
-from tgi_server.router.answers.tools import Choice, ToolSpec, ToolUse, chosen_tools
+from tgi_server.router.answers.tools import Choice, ClientTool, ToolKind, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.api.routes.prompt_images import check_images, with_images
@@ -35,72 +35,55 @@ from tgi_server.router.text.conversation import (
 )
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A chat that is to be answered.
-
-    use: the tools that the answer may call. show_thoughts: they are sent. client_tools: tools of `use` that are not
-    plain functions to the client, by the names that the model knows. formats: the grammars of free texts, each as a
-    line. reader: makes what parses an answer, once there is a prompt; None: all of an answer is text.
-    """
-
-    dialect: Dialect
-    conversation: Conversation
-    use: ToolUse
-    options: GenerationOptions
-    show_thoughts: bool = True
-    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
-    formats: Sequence[str] = ()
-    reader: Callable[[], AnswerReader] | None = None
+# A conversation that is to be answered, and the options of the answer.
+Asked = tuple[Conversation, GenerationOptions]
 
 
-def requested_chat(admission: Admission, request: ChatRequest) -> Chat:
+def requested_chat(admission: Admission, request: ChatRequest) -> Asked:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     options = openai_options(admission, request, Dialect.CHAT)
     report = replace(options.report, logprobs=bool(request.logprobs))
     options = replace(options, report=report, grammar=requested_form(request))
-    use = tools_of(request)
-    conversation = conversation_of(request, use)
-    tools, formats = free_form_tools(request)
-    return Chat(Dialect.CHAT, conversation, use, options, request.include_reasoning, tools, formats)
+    return conversation_of(request), options
 
 
-async def prepare_chat(admission: Admission, requested: Callable[[], Chat]) -> tuple[Chat, PreparedRequest]:
-    """Returns a chat with the reader of its answer, and what the scheduler takes. Raises InvalidRequest."""
+async def prepare_chat(
+    admission: Admission, dialect: Dialect, requested: Callable[[], Asked]
+) -> tuple[Conversation, PreparedRequest]:
+    """Returns the conversation, and what the scheduler takes, with the reader of its answers. Raises InvalidRequest."""
     service, size = admission.service, admission.size
     form = service.text.answer_form
 
-    def prepare() -> tuple[Chat, RenderedPrompt, GenerationOptions, bool]:
-        chat = requested()
-        conversation = chat.conversation
-        if chat.options.thinking_token_budget == 0:  # most templates can say so themselves
-            conversation = replace(conversation, variables=thinking_switches(on=False) | dict(conversation.variables))
-        prompt = render(service, conversation)
-        answer = chat.options.grammar
+    def prepare() -> tuple[Asked, Grammar | None, RenderedPrompt, bool, Callable[[], AnswerReader] | None]:
+        conversation, options = requested()
+        shown, use, answer = conversation, conversation.use, options.grammar
+        if options.thinking_token_budget == 0:  # most templates can say so themselves
+            shown = replace(shown, variables=thinking_switches(on=False) | dict(shown.variables))
+        prompt = render(service, shown)
         thoughts = form.thoughts(answer)
         thinking = thoughts is not None and thoughts.open_in(prompt.text, conversation.begun)
-        reader = form.readers(chat.use, answer, thinking=thinking, prompt=prompt.text)
-        grammar = form.grammar(chat.use, answer, thinking=thinking)
-        if not chat.use.tools and service.preparer.may_add_grammar(chat.options):
-            grammar = form.without_calls(chat.use, thinking=thinking)
-        return replace(chat, reader=reader), prompt, replace(chat.options, grammar=grammar), thinking
+        reader = form.readers(use, answer, thinking=thinking, prompt=prompt.text)
+        grammar = form.grammar(use, answer, thinking=thinking)
+        if not use.tools and service.preparer.may_add_grammar(options):
+            grammar = form.without_calls(use, thinking=thinking)
+        return (conversation, options), grammar, prompt, thinking, reader
 
-    chat, prompt, options, thinking = await service.text.threads.run(size, prepare)
-    prompt = await with_images(admission, prompt, chat.conversation.images, options.cache_salt)
+    (conversation, options), grammar, prompt, thinking, reader = await service.text.threads.run(size, prepare)
+    prompt = await with_images(admission, prompt, conversation.images, options.cache_salt)
     prepared = await service.preparer.prepare(
         prompt,
-        options,
-        chat.dialect,
+        replace(options, grammar=grammar),
+        dialect,
         client=admission.owner,
         add_special_tokens=False,
-        spans_of=chat.conversation.said,
+        spans_of=conversation.said,
         size=size,
         thinking=thinking,
     )
-    if chat.use.tools and not form.enforces(chat.use, chat.options.grammar):
-        prepared = replace(prepared, unenforced=(*chat.formats, *prepared.unenforced))
-    return chat, prepared
+    use, unenforced = conversation.use, prepared.unenforced
+    if use.tools and not form.enforces(use, options.grammar):
+        unenforced = (*use.formats, *unenforced)
+    return conversation, replace(prepared, reader=reader, unenforced=unenforced)
 
 
 def render(service: Service, conversation: Conversation) -> RenderedPrompt:
@@ -125,39 +108,32 @@ async def rendered(admission: Admission, conversation: Callable[[], Conversation
 def tools_of(request: ChatRequest) -> ToolUse:
     """Returns the tools that the answer may call. Raises InvalidTool."""
     tools: list[ToolSpec] = []
-    for tool in request.tools or ():
+    client_tools: dict[str, ClientTool] = {}
+    formats: list[str] = []
+    for index, tool in enumerate(request.tools or ()):
         match tool.root:
             case Tool(function=each):
                 tools.append(ToolSpec(each.name, each.description, each.arguments, each.strict))
             case OfferedFreeForm(custom=each):
                 form = each.format and each.format.grammar
-                grammar = (form.syntax, form.definition) if form else ()
-                tools.append(free_form_tool(each.name, each.description, *grammar))
-    return chosen_tools(tools, _choice(request))
+                tools.append(
+                    free_form_tool(each.name, each.description, *((form.syntax, form.definition) if form else ()))
+                )
+                client_tools[each.name] = ClientTool(each.name, ToolKind.FREE_FORM)
+                formats += [f"tools[{index}].custom.format ({form.syntax})"] if form else []
+    return chosen_tools(tools, _choice(request), client_tools, formats)
 
 
-def free_form_tools(request: ChatRequest) -> tuple[dict[str, ClientTool], list[str]]:
-    """Returns the tools whose input is text, and the grammars of their texts, each as a line."""
-    tools: dict[str, ClientTool] = {}
-    formats: list[str] = []
-    for index, tool in enumerate(request.tools or ()):
-        if isinstance(each := tool.root, OfferedFreeForm):
-            tools[each.custom.name] = ClientTool(each.custom.name, ToolKind.FREE_FORM)
-            if each.custom.format and each.custom.format.grammar:
-                formats.append(f"tools[{index}].custom.format ({each.custom.format.grammar.syntax})")
-    return tools, formats
-
-
-def conversation_of(request: ChatRequest, use: ToolUse) -> Conversation:
-    """Returns the conversation. use: the tools that are shown. Raises InvalidRequest."""
+def conversation_of(request: ChatRequest) -> Conversation:
+    """Returns the conversation that a request asks to answer. Raises InvalidRequest."""
     return Conversation(
         [_turn(message, f"messages[{index}]") for index, message in enumerate(request.messages)],
-        use.shown,
+        tools_of(request),
         template_variables(request.chat_template_kwargs, effort=request.reasoning_effort, documents=request.documents),
         request.tool_prompt,
         request.add_generation_prompt,
         request.continue_final_message,
-        may_call=bool(use.tools),
+        request.include_reasoning,
     )
 
 

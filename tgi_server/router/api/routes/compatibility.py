@@ -5,15 +5,15 @@ from dataclasses import replace
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import GENERATION_ERRORS
 from tgi_server.router.api.generation import RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat import answer_chat
-from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, requested_chat
+from tgi_server.router.api.routes.chat_prompt import Asked, prepare_chat, requested_chat
 from tgi_server.router.api.routes.completions import complete
 from tgi_server.router.api.routes.generate import generate_whole, prepare_tgi, stream_generation, with_logprobs
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.compatibility import (
     GenerateVertexInstance,
@@ -78,13 +78,13 @@ async def _prepare(admission: Admission, instance: GenerateVertexInstance | Chat
     """Returns the request for a prediction, which is a text, with its stop sequence. Raises InvalidRequest."""
     if isinstance(instance, ChatRequest):
 
-        def requested() -> Chat:
-            chat = requested_chat(admission, instance)
-            if chat.use.tools or chat.options.n > 1:
+        def requested() -> Asked:
+            conversation, options = requested_chat(admission, instance)
+            if conversation.use.tools or options.n > 1:
                 raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
-            return chat
+            return conversation, options
 
-        _, prepared = await prepare_chat(admission, requested)
+        _, prepared = await prepare_chat(admission, Dialect.CHAT, requested)
     else:
         prepared = await prepare_tgi(admission, instance.inputs, instance.parameters or GenerateParameters())
     return with_logprobs(replace(prepared, options=replace(prepared.options, include_stop=True)), logprobs=False)

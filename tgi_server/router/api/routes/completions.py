@@ -9,12 +9,11 @@ from starlette.routing import Route
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.encoding import event, to_json
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
@@ -278,22 +277,14 @@ class _CompletionChunks:
         self._token_ids: list[int] | None = [] if ids else None
         self._prompt_ids: list[int] | UnsetType = plan.sequences[index].input_ids if ids else UNSET
 
-    def token(
-        self,
-        stream: AnyStream,
-        token_id: int,
-        text: str,
-        visible: str,
-        logprob: float | None,
-        top: pb.TopTokens | None,
-    ) -> None:
+    def token(self, stream: AnyStream) -> None:
         self._tell_prompt(stream)
         if self._entries is not None and self._plan.generates:
-            self._entries.token(token_id, text, logprob, top)
+            self._entries.token(stream.token_id, stream.text, stream.logprob, stream.top)
         if self._token_ids is not None and self._plan.generates:
-            self._token_ids.append(token_id)
-        if visible or stream.finish_reason is not None:
-            self._write(stream, visible, stream.finish_reason)
+            self._token_ids.append(stream.token_id)
+        if stream.visible or stream.finish_reason is not None:
+            self._write(stream, stream.visible, stream.finish_reason)
 
     def rest(self, stream: AnyStream, text: str) -> None:
         self._tell_prompt(stream)

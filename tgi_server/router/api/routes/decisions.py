@@ -1,18 +1,15 @@
-"""/v1/decisions, OpenAI's, and /v1/systemone, that of `transformers serve`: questions answered by probabilities."""
+"""/v1/decisions: questions about an input, answered by probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tgi_server.contract import GenerationOptions, ReportParameters, StoppingParameters
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.generation import RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat_prompt import render
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.api.routes.prompt_images import with_images
@@ -28,17 +25,11 @@ from tgi_server.router.schemas.decisions import (
     DecisionsRequest,
     DecisionUsage,
     DecisionUsageDetails,
-    NoulQuestion,
     PredicateAnswer,
     PredicateQuestion,
     RefusalAnswer,
     ScoreAnswer,
     ScoreProbability,
-    SystemOneChoice,
-    SystemOneQuestion,
-    SystemOneRequest,
-    SystemOneResponse,
-    SystemOneUsage,
 )
 from tgi_server.router.schemas.response_input import CallOutput, FunctionCall, ResponsesFreeFormCall
 from tgi_server.router.service import Service
@@ -71,8 +62,6 @@ def decision_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Probabilities of answers to questions about an input, as OpenAI has them"
     routes.receive("/v1/decisions", summary, DecisionsRequest, _decide, Decision)
-    summary = "Probabilities of answers to questions about a state, as transformers has them"
-    routes.receive("/v1/systemone", summary, SystemOneRequest, _answer_systemone, SystemOneResponse)
     return routes
 
 
@@ -102,7 +91,7 @@ class _Settings:
 
 async def _decide(admission: Admission, request: DecisionsRequest) -> Response:
     turns = _turns(request)
-    generation, settings = RequestGeneration(admission), _settings(admission.service, request, request.prompt_cache_key)
+    generation, settings = RequestGeneration(admission), _settings(admission.service, request)
     questions = list(map(_question, request.questions))
     results, streams = await _results(generation, turns, questions, settings)
     answers = [
@@ -125,27 +114,10 @@ async def _decide(admission: Admission, request: DecisionsRequest) -> Response:
     return generation.respond(decision, characters=admission.size, streams=streams)
 
 
-async def _answer_systemone(admission: Admission, request: SystemOneRequest) -> Response:
-    generation, settings = RequestGeneration(admission), _settings(admission.service, request, None)
-    state = request.state if isinstance(request.state, str) else to_json(request.state).decode()
-    questions = [_systemone_question(each) for each in request.questions.values()]
-    results, streams = await _results(generation, [Turn("user", (state,))], questions, settings)
-    answers = {
-        name: _systemone_answer(each, result.probabilities)
-        for (name, each), result in zip(request.questions.items(), results, strict=True)
-    }
-    response = SystemOneResponse(
-        model=settings.options.adapter_id or admission.service.model.names[0],
-        answers=answers,
-        usage=SystemOneUsage(input_tokens=sum(stream.input_length for stream in streams), output_tokens=0),
-    )
-    return generation.respond(response, characters=admission.size, streams=streams)
-
-
-def _settings(service: Service, request: DecisionsRequest | SystemOneRequest, cache_key: str | None) -> _Settings:
+def _settings(service: Service, request: DecisionsRequest) -> _Settings:
     options = GenerationOptions(
         stopping=StoppingParameters(max_new_tokens=1, ignore_eos=True),
-        cache_salt=cache_key,
+        cache_salt=request.prompt_cache_key,
         adapter_id=named_adapter(service, request.model),
     )
     return _Settings(request.scoring, request.normalization, options)
@@ -155,32 +127,35 @@ async def _results(
     generation: RequestGeneration, turns: Sequence[Turn], questions: Sequence[AskedQuestion], settings: _Settings
 ) -> tuple[list[Probabilities], list[AnyStream]]:
     """Returns a result for each question, and the sequences that were computed. Raises InvalidRequest."""
-    orders = [orders_of(each, settings.normalization) for each in questions]
-    plans = [(turns, question, order) for question, own in zip(questions, orders, strict=True) for order in own]
+    orders = [orders_of(question, settings.normalization) for question in questions]
+    prompts = [(index, turns, order) for index, listed in enumerate(orders) for order in listed]
     if settings.normalization == "calibration":
-        blank = [Turn("user", (NEUTRAL,))]
-        plans += [(blank, question, own[0]) for question, own in zip(questions, orders, strict=True)]
-    asks: list[_Ask] = []
+        neutral = [Turn("user", (NEUTRAL,))]
+        prompts += [(index, neutral, listed[0]) for index, listed in enumerate(orders)]
+    asks: list[list[_Ask]] = [[] for _ in questions]
     streams: list[AnyStream] = []
-    while len(asks) < len(plans):  # the first alone: it computes what the others find in the cache
-        some = plans[len(asks) : len(asks) + _AT_ONCE] if asks else plans[:1]
-        made = [await _ask(generation.admission, *plan, settings) for plan in some]
+    done = 0
+    while done < len(prompts):  # the first alone: it computes what the others find in the cache
+        now = prompts[done : done + _AT_ONCE] if done else prompts[:1]
+        made = [await _ask(generation.admission, said, questions[index], order, settings) for index, said, order in now]
         streams += await _score(generation, made)
-        asks += made
-    taken = iter(asks)
-    asked = [[next(taken) for _ in own] for own in orders]
-    neutral: list[_Ask | None] = [*taken] or [None] * len(questions)
-    results = [
-        result_of(
-            own,
-            [each.labels for each in some],
-            [each.logprobs for each in some],
-            None if usual is None else usual.logprobs,
-            settings.scoring,
-            generation.service.decisions.temperature.get(question.kind, 1.0),
+        for (index, _, _), ask in zip(now, made, strict=True):
+            asks[index].append(ask)
+        done += len(now)
+    temperatures = generation.service.decisions.temperature
+    results = []
+    for question, listed, scored in zip(questions, orders, asks, strict=True):
+        of_input, of_neutral = scored[: len(listed)], scored[len(listed) :]
+        results.append(
+            result_of(
+                listed,
+                [ask.labels for ask in of_input],
+                [ask.logprobs for ask in of_input],
+                of_neutral[0].logprobs if of_neutral else None,
+                settings.scoring,
+                temperatures.get(question.kind, 1.0),
+            )
         )
-        for question, own, some, usual in zip(questions, orders, asked, neutral, strict=True)
-    ]
     return results, streams
 
 
@@ -293,43 +268,3 @@ def _answer(question: AnyQuestion, result: Probabilities) -> PredicateAnswer | C
                 ],
                 label_mass=mass,
             )
-
-
-def _systemone_question(question: SystemOneQuestion) -> AskedQuestion:
-    instructions = _content(question.instructions)
-    match question:
-        case NoulQuestion(criteria=criteria):
-            return AskedQuestion(
-                "predicate", instructions, tuple(_content((criteria or {}).get(each)) for each in ("true", "false"))
-            )
-        case SystemOneChoice(criteria=options):
-            return AskedQuestion(
-                "choice", instructions, tuple(_listed(name, _content(each)) for name, each in options.items())
-            )
-        case _:
-            return AskedQuestion("score", instructions, tuple(map(_content, question.criteria)))
-
-
-def _content(value: Any) -> str:
-    """Returns a text, or the JSON of what is none."""
-    return "" if value is None else value if isinstance(value, str) else to_json(value).decode()
-
-
-def _systemone_answer(question: SystemOneQuestion, probabilities: list[float]) -> dict[str, Any]:
-    match question:
-        case NoulQuestion():
-            return {"type": "noul", "noul": probabilities[0]}
-        case SystemOneChoice(criteria=options):
-            by_option = dict(zip(options, probabilities, strict=True))
-            best = max(by_option, key=lambda each: by_option[each])
-            confidence = choice_confidence(probabilities)
-            return {"type": "choice", "choice": best, "confidence": confidence, "probabilities": by_option}
-        case _:
-            score, confidence = score_of(probabilities)
-            return {
-                "type": "score",
-                "score": score,
-                "legend": {str(level): each for level, each in enumerate(question.criteria)},
-                "confidence": confidence,
-                "probabilities": {str(level): each for level, each in enumerate(probabilities)},
-            }

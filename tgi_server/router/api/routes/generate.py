@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import (
     GENERATION_ERRORS,
     STREAM_ERRORS,
@@ -18,7 +18,6 @@ from tgi_server.router.api.documentation import (
 from tgi_server.router.api.encoding import known_logprob, tgi_event, to_json, top_tokens
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.generate import (
@@ -193,27 +192,19 @@ class _TokenEvents:
         self._details = details
         self._texts = [prompt]
 
-    def token(
-        self,
-        stream: AnyStream,
-        token_id: int,
-        text: str,
-        visible: str,
-        logprob: float | None,
-        top: pb.TopTokens | None,
-    ) -> None:
-        special = token_id in self._tokenizer.special_tokens or _ends_text(stream, visible)
+    def token(self, stream: AnyStream) -> None:
+        visible = stream.visible
         token = Token(
-            id=token_id,
-            text=_told(stream, text, visible),
-            logprob=known_logprob(logprob),
-            special=special,
+            id=stream.token_id,
+            text=_told(stream, stream.text, visible),
+            logprob=known_logprob(stream.logprob),
+            special=stream.token_id in self._tokenizer.special_tokens or _ends_text(stream, visible),
             drafted=stream.drafted or UNSET,
         )
-        self._write(stream, token, UNSET if top is None else top_tokens(self._tokenizer, top), visible)
+        self._write(stream, token, UNSET if stream.top is None else top_tokens(self._tokenizer, stream.top), visible)
 
     def rest(self, stream: AnyStream, text: str) -> None:
-        self._write(stream, Token(id=stream.last_id, text=text, logprob=None, special=False), UNSET, text)
+        self._write(stream, Token(id=stream.token_id, text=text, logprob=None, special=False), UNSET, text)
 
     def _write(self, stream: AnyStream, token: Token, top: list[Token] | UnsetType, visible: str) -> None:
         self._texts.append(visible)

@@ -1,5 +1,6 @@
 """/health, /metrics, /info and /v1/models: the server's state, and what it serves."""
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from time import time
 
@@ -9,14 +10,14 @@ from starlette.routing import Route
 
 from tgi_server.router.api.documentation import PLAIN_TEXT, DescribedRoute, Responses, answered_by, described
 from tgi_server.router.api.encoding import json_response, speaks_anthropic
-from tgi_server.router.api.routes.model_page import models_page
 from tgi_server.router.api.routes.page import page, wants_page
-from tgi_server.router.errors import NoSuchModel
+from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse
 from tgi_server.router.schemas.info import (
     AdapterInfo,
     AnthropicModel,
+    AnthropicModels,
     EncoderInfo,
     Info,
     ModelInfo,
@@ -32,6 +33,7 @@ TGI_VERSION = "3.3.6"
 _HEALTH: Responses = {200: {"description": "Success"}, 503: described("The shards do not answer", ErrorResponse)}
 
 _NO_SUCH_MODEL: Responses = {404: described("The server has another model", OpenAIErrorResponse)}
+_LIMIT, _MOST = 20, 1000
 
 
 def probe_routes(service: Service) -> list[Route]:
@@ -151,3 +153,35 @@ def _pipeline(service: Service) -> str:
 def _comparable(version: str) -> str:
     """Returns a version that clients can compare with TGI's, such as 3.3.6+oatmill.0.1.0 (PEP 440, semver)."""
     return f"{TGI_VERSION}+oatmill.{version.replace('+', '.')}"
+
+
+def models_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> AnthropicModels:
+    """Returns the models after `after_id`, or before `before_id`; at most `limit`. Raises InvalidRequest."""
+    limit = _limit(query.get("limit"))
+    if (after := query.get("after_id")) is not None:
+        models = models[_index(models, after, "after_id") + 1 :]
+    before = query.get("before_id")
+    if before is not None:
+        models = models[: _index(models, before, "before_id")]
+    page = models[-limit:] if before is not None else models[:limit]
+    return AnthropicModels(
+        data=list(page),
+        has_more=len(page) < len(models),
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+    )
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= _MOST):
+        raise InvalidRequest.at("limit", f"is {text[:20]!r}; it must be 1 to {_MOST}")
+    return int(text)
+
+
+def _index(models: Sequence[AnthropicModel], name: str, parameter: str) -> int:
+    found = next((index for index, model in enumerate(models) if model.id == name), None)
+    if found is None:
+        raise InvalidRequest.at(parameter, f"is {name[:100]!r}, which is not a model of this server")
+    return found

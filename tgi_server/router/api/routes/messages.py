@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from uuid import uuid4
 
@@ -13,15 +14,14 @@ from starlette.routing import Route
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.answers.reader import AnswerPart, Piece
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import ANTHROPIC_ERRORS
 from tgi_server.router.api.encoding import named_event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_answer import WholeChoice
-from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, rendered
+from tgi_server.router.api.routes.chat_prompt import prepare_chat, rendered
 from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.messages_request import conversation_of, requested_message
 from tgi_server.router.api.routes.tokenize import encoded, token_count
@@ -52,6 +52,7 @@ from tgi_server.router.schemas.messages import (
 )
 from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
+from tgi_server.router.text.conversation import Conversation
 
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
@@ -90,17 +91,18 @@ async def _count(admission: Admission, request: CountTokensRequest) -> Response:
 async def _answer(admission: Admission, request: MessagesRequest) -> Response:
     service = admission.service
     edits = ContextEdits(service, request.context_management)
-    chat, prepared = await prepare_chat(admission, lambda: requested_message(admission, request, edits))
+    asked = partial(requested_message, admission, request, edits)
+    conversation, prepared = await prepare_chat(admission, Dialect.MESSAGES, asked)
     applied = UNSET if edits.report is None else edits.report
     if request.stream:
-        return _stream(RequestGeneration(admission), chat, prepared, applied)
+        return _stream(RequestGeneration(admission), conversation, prepared, applied)
     empty = Given.by(request, Dialect.MESSAGES).values["max_new_tokens"] == 0
-    return await _whole(RequestGeneration(admission), chat, prepared, applied, empty=empty)
+    return await _whole(RequestGeneration(admission), conversation, prepared, applied, empty=empty)
 
 
 async def _whole(
     generation: RequestGeneration,
-    chat: Chat,
+    conversation: Conversation,
     prepared: PreparedRequest,
     applied: AppliedEdits | UnsetType,
     *,
@@ -108,7 +110,7 @@ async def _whole(
 ) -> Response:
     """empty: no token was asked for; the one that computing the prompt takes is left out."""
     end, written = AllEnded(1), WholeChoice()
-    choices = ChatChoices.begin(generation, chat, prepared, lambda _: written, end)
+    choices = ChatChoices.begin(generation, conversation, prepared, lambda _: written, end)
     await generation.wait_for(end)
     message = _message(generation.service, choices)
     message.context_management = applied
@@ -135,7 +137,10 @@ def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]
 
 
 def _stream(
-    generation: RequestGeneration, chat: Chat, prepared: PreparedRequest, applied: AppliedEdits | UnsetType
+    generation: RequestGeneration,
+    conversation: Conversation,
+    prepared: PreparedRequest,
+    applied: AppliedEdits | UnsetType,
 ) -> Response:
     outbox = Outbox(_PING)
 
@@ -149,7 +154,7 @@ def _stream(
 
     events = _MessageEvents(outbox, start)
     end = generation.stream_end(outbox, last_words=last_words)
-    choices = ChatChoices.begin(generation, chat, prepared, lambda _: events, end)
+    choices = ChatChoices.begin(generation, conversation, prepared, lambda _: events, end)
     return generation.stream(outbox, characters=prepared.characters)
 
 

@@ -1,18 +1,35 @@
-"""A request of Anthropic's interface as the chat that is to be answered."""
+"""A request of Anthropic's interface as the conversation that is to be answered."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tgi_server.router.answers.tools import Choice, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.api.admission import Admission
-from tgi_server.router.api.routes.chat_prompt import Chat
+from tgi_server.router.api.routes.chat_prompt import Asked
 from tgi_server.router.api.routes.client_tools import client_tool
 from tgi_server.router.api.routes.context_edits import ContextEdits
-from tgi_server.router.api.routes.message_turns import turns_of
 from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
+from tgi_server.router.schemas.message_blocks import (
+    Base64Image,
+    CompactionBlock,
+    ContentSource,
+    DocumentBlock,
+    ImageBlock,
+    PlainTextSource,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReference,
+    ToolResultBlock,
+    ToolUseBlock,
+    UrlImage,
+)
 from tgi_server.router.schemas.messages import (
+    InputTurn,
     MessagesClientTool,
     MessagesLeftOutTool,
     MessagesParameters,
@@ -21,6 +38,7 @@ from tgi_server.router.schemas.messages import (
 )
 from tgi_server.router.text.conversation import (
     Conversation,
+    PastCall,
     Turn,
     template_variables,
     thinking_switches,
@@ -32,7 +50,7 @@ from tgi_server.router.text.grammar import WHOLE_SCHEMA, json_grammar
 _BILLING = "x-anthropic-billing-header:"
 
 
-def requested_message(admission: Admission, request: MessagesRequest, edits: ContextEdits) -> Chat:
+def requested_message(admission: Admission, request: MessagesRequest, edits: ContextEdits) -> Asked:
     """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
     service, config = admission.service, request.output_config
     form = None if config is None else config.format
@@ -46,16 +64,11 @@ def requested_message(admission: Admission, request: MessagesRequest, edits: Con
     if not options.stopping.max_new_tokens:
         options = replace(options, stopping=replace(options.stopping, max_new_tokens=1))
     show_thoughts = _thinks(request) and (request.thinking is None or request.thinking.display != "omitted")
-    use = tools_of(request)
-    conversation = edits.apply(conversation_of(request, use))
-    return Chat(Dialect.MESSAGES, conversation, use, options, show_thoughts)
+    return replace(edits.apply(conversation_of(request)), show_thoughts=show_thoughts), options
 
 
-def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> Conversation:
-    """Returns the conversation. use: the tools that are shown; None: as the request chooses.
-
-    Raises InvalidRequest.
-    """
+def conversation_of(request: MessagesParameters) -> Conversation:
+    """Returns the conversation that a request asks to answer. Raises InvalidRequest."""
     effort = request.output_config.effort if request.output_config is not None else None
     chosen = thinking_switches(on=_thinks(request)) | (request.chat_template_kwargs or {})
     told = tuple(block.text for block in request.system or () if not block.text.startswith(_BILLING))
@@ -64,9 +77,7 @@ def conversation_of(request: MessagesParameters, use: ToolUse | None = None) -> 
     for index, message in enumerate(request.messages):
         if not (message.role == "system" and message.clear_at == "next_user_message" and index < last_user):
             turns += turns_of(message, f"messages[{index}]")
-    use = use or tools_of(request)
-    variables = template_variables(chosen, effort=effort)
-    return Conversation(turns, use.shown, variables, may_call=bool(use.tools))
+    return Conversation(turns, tools_of(request), template_variables(chosen, effort=effort))
 
 
 def tools_of(request: MessagesParameters) -> ToolUse:
@@ -118,3 +129,58 @@ def _choice(request: MessagesParameters) -> Choice | None:
             if selected.name is None:
                 raise InvalidRequest.at("tool_choice.name", "is missing: the type `tool` needs it")
             return Choice(required=True, only=[selected.name], parallel=parallel)
+
+
+def turns_of(message: InputTurn, path: str) -> list[Turn]:
+    """Returns a message as turns: each result of a tool is a turn of its own. path: of the message in the request."""
+    turns: list[Turn] = []
+    parts: list[str | ImageSource] = []
+    calls: list[PastCall] = []
+    thoughts: list[str] = []
+    for index, block in enumerate(message.content):
+        own = f"{path}.content[{index}]"
+        match block.root:
+            case ToolResultBlock(tool_use_id=call_id, content=content):
+                results = [
+                    part
+                    for number, each in enumerate(content)
+                    for part in _parts(each.root, f"{own}.content[{number}]")
+                ]
+                turns.append(Turn("tool", tuple(results), tool_call_id=call_id))
+            case ToolUseBlock(id=call_id, name=name, input=arguments):
+                calls.append(PastCall(call_id, name, arguments))
+            case ThinkingBlock(thinking=thinking):
+                thoughts.append(thinking)
+            case other:
+                parts += _parts(other, own)
+    if parts or calls or thoughts or not (turns or message.role == "system"):
+        turns.append(Turn(message.role, tuple(parts), "".join(thoughts) or None, tuple(calls)))
+    return turns
+
+
+def _parts(block: object, path: str) -> Iterator[str | ImageSource]:
+    """Yields the texts and images that a block shows; nothing for one that says nothing to the model."""
+    match block:
+        case TextBlock(text=text) | CompactionBlock(content=text) | ToolReference(tool_name=text):
+            yield text
+        case ImageBlock(source=UrlImage(url=url)):
+            yield ImageSource(url, path)
+        case ImageBlock(source=Base64Image(media_type=media_type, data=data)):
+            yield ImageSource(f"data:{media_type};base64,{data}", path)
+        case DocumentBlock(title=title, context=context, source=source):
+            yield _heading("document", title, context)
+            if isinstance(source, PlainTextSource):
+                yield source.data
+            elif isinstance(source, ContentSource):
+                for index, each in enumerate(source.content):
+                    yield from _parts(each.root, f"{path}.source.content[{index}]")
+            yield "\n</document>\n"
+        case SearchResultBlock(title=title, source=url, content=content):
+            yield _heading("search_result", title, url)
+            yield from (each.text for each in content)
+            yield "\n</search_result>\n"
+
+
+def _heading(tag: str, *lines: str | None) -> str:
+    """Returns the beginning of a document with what is known about it."""
+    return "\n".join([f"<{tag}>", *filter(None, lines), ""])

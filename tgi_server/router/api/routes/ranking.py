@@ -13,10 +13,9 @@ from msgspec import Raw
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.values import encode, respond_with_values, served_encoder
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.encoding import (

@@ -6,8 +6,9 @@ from typing import Any
 
 from msgspec import UNSET
 
-from tgi_server.router.answers.free_form import ClientTool, ToolKind, read_arguments
+from tgi_server.router.answers.free_form import read_arguments
 from tgi_server.router.answers.reader import AnswerPart, Piece
+from tgi_server.router.answers.tools import ClientTool, ToolKind
 from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.schemas.chat import ChatCompletionLogprob

@@ -8,10 +8,10 @@ from pydantic_core import from_json
 
 from tgi_server.contract import Grammar
 from tgi_server.router.answers.free_form import LOCAL_SHELL, free_form_arguments, name_for_model
-from tgi_server.router.answers.tools import ToolUse, chosen_tools
+from tgi_server.router.answers.tools import ToolUse
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.encoding import to_json
-from tgi_server.router.api.routes.chat_prompt import Chat
+from tgi_server.router.api.routes.chat_prompt import Asked
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
 from tgi_server.router.api.routes.response_tools import OfferedTools
@@ -157,26 +157,19 @@ def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use:
         turns = [Turn("system", (request.instructions,)), *turns]
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(request.chat_template_kwargs, effort=effort)
-    return Conversation(turns, use.shown, variables, may_call=bool(use.tools))
+    return Conversation(turns, use, variables)
 
 
 def requested_response(
     admission: Admission, request: ResponsesRequest, turns: Sequence[Turn], offered: OfferedTools
-) -> Chat:
+) -> Asked:
     """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
-    use = chosen_tools(offered.specs, offered.choice(request))
+    conversation = response_conversation(request, turns, offered.use(request))
     options = openai_options(admission, request, Dialect.RESPONSES)
     logprobs = LOGPROBS in (request.include or ())
     top = options.report.top_n_tokens if logprobs else 0
     report = replace(options.report, logprobs=logprobs, top_n_tokens=top)
-    return Chat(
-        Dialect.RESPONSES,
-        response_conversation(request, turns, use),
-        use,
-        replace(options, report=report, grammar=_form(request)),
-        client_tools=offered.client_tools,
-        formats=offered.formats,
-    )
+    return conversation, replace(options, report=report, grammar=_form(request))
 
 
 def _form(request: ResponsesRequest) -> Grammar | None:

@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 
 from tgi_server.router.answers.free_form import (
     LOCAL_SHELL,
-    ClientTool,
-    ToolKind,
     free_form_tool,
     local_shell_tool,
     name_for_model,
 )
-from tgi_server.router.answers.tools import Choice, ToolSpec
+from tgi_server.router.answers.tools import Choice, ClientTool, ToolKind, ToolSpec, ToolUse, chosen_tools
 from tgi_server.router.schemas.response_tools import (
     AllowedTool,
     ChosenLocalShell,
@@ -66,7 +64,11 @@ class OfferedTools:
         if grammar:
             self.formats.append(f"{place}.format ({grammar[0]})")
 
-    def choice(self, request: ResponsesRequest) -> Choice | None:
+    def use(self, request: ResponsesRequest) -> ToolUse:
+        """Returns the tools that the answer may call. Raises InvalidTool."""
+        return chosen_tools(self.specs, self._choice(request), self.client_tools, self.formats)
+
+    def _choice(self, request: ResponsesRequest) -> Choice | None:
         """Returns the choice of tools; None: no tool may be called."""
         chosen = request.tool_choice or "auto"
         if isinstance(chosen, str):

@@ -11,17 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgi_server.router.answers.tools import chosen_tools
 from tgi_server.router.api.access import tenant_of
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.body import SMALL
 from tgi_server.router.api.documentation import OPENAI_ERRORS, DescribedRoute, Responses, answered_by, described
 from tgi_server.router.api.encoding import json_response, named_event, to_json
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat import ChatChoices
-from tgi_server.router.api.routes.chat_prompt import Chat, prepare_chat, rendered
+from tgi_server.router.api.routes.chat_prompt import Asked, prepare_chat, rendered
 from tgi_server.router.api.routes.response_items import ResponseItems
 from tgi_server.router.api.routes.response_request import (
     input_turns,
@@ -128,24 +126,22 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
     earlier, referred = _stored(kept, tenant, request)
     admission.size += len(earlier) + sum(map(len, referred.values()))
 
-    def prepare() -> tuple[bytes, dict[str, bytes], Chat, _Response]:
+    def prepare() -> tuple[bytes, dict[str, bytes], Asked, _Response]:
         items = resolved(request.items, referred)
         turns = input_turns([each.root for each in items])
         conversation = turns_to_json(earlier, turns)
         if len(conversation) > (most := service.policy.payload_limit):
             raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")
         offered = requested_tools(request, items)
-        chat = requested_response(admission, request, [*turns_from_json(earlier), *turns], offered)
+        asked = requested_response(admission, request, [*turns_from_json(earlier), *turns], offered)
         shown = shown_input(items) if request.store else {}
-        return conversation, shown, chat, _Response(request, chat.options.adapter_id or service.model.names[0])
+        return conversation, shown, asked, _Response(request, asked[1].adapter_id or service.model.names[0])
 
-    conversation, given, requested, response = await service.text.threads.handle_text(
-        admission.size, prepare, at_once=SMALL
-    )
-    chat, prepared = await prepare_chat(admission, lambda: requested)
+    turns, given, asked, response = await service.text.threads.handle_text(admission.size, prepare, at_once=SMALL)
+    conversation, prepared = await prepare_chat(admission, Dialect.RESPONSES, lambda: asked)
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
-    items = ResponseItems(emit, chat.client_tools)
+    items = ResponseItems(emit, conversation.use.client_tools)
     for kind in ("response.created", "response.in_progress"):
         emit(kind, {"response": response.shown("in_progress")})
 
@@ -155,9 +151,9 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
         reason = "max_output_tokens" if items.reason == "length" else None
         shown = response.shown(status, items.shown(), _usage(choices, items), reason)
         if request.store:
-            turns = turns_to_json(conversation, output_turns(items.items))
+            whole = turns_to_json(turns, output_turns(items.items))
             output = {item.id: to_json(item) for item in shown.output}
-            kept.add(tenant, response.id, StoredResponse(to_json(shown), turns, given, output))
+            kept.add(tenant, response.id, StoredResponse(to_json(shown), whole, given, output))
         return status, shown
 
     def last_words() -> bytes:
@@ -167,7 +163,7 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
 
     generation = RequestGeneration(admission)
     end = AllEnded(1) if outbox is None else generation.stream_end(outbox, last_words=last_words)
-    choices = ChatChoices.begin(generation, chat, prepared, lambda _: items, end)
+    choices = ChatChoices.begin(generation, conversation, prepared, lambda _: items, end)
     if outbox is not None:
         return generation.stream(outbox, characters=prepared.characters, collects=True)
     assert isinstance(end, AllEnded)
@@ -197,8 +193,7 @@ async def _count(kept: StoredResponses, admission: Admission, request: InputToke
 
     def conversation() -> Conversation:
         items = resolved(request.items, referred)
-        offered = requested_tools(request, items)
-        use = chosen_tools(offered.specs, offered.choice(request))
+        use = requested_tools(request, items).use(request)
         turns = [*turns_from_json(earlier), *input_turns([each.root for each in items])]
         return response_conversation(request, turns, use)
 

@@ -11,11 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Encoding
 
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import REQUEST_ERRORS, DescribedRoute, answered_by
 from tgi_server.router.api.encoding import json_response, to_json
-from tgi_server.router.api.post_routes import PostRoutes
-from tgi_server.router.api.routes.chat_prompt import conversation_of, rendered, tools_of
+from tgi_server.router.api.routes.chat_prompt import conversation_of, rendered
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import InvalidRequest
@@ -127,7 +126,7 @@ async def _vllm_tokens(admission: Admission, asked: TokenizePromptRequest | Toke
 
 async def _conversation(admission: Admission, asked: ChatRequest) -> RenderedPrompt:
     """Returns the prompt of a chat. Raises InvalidRequest."""
-    return await rendered(admission, lambda: conversation_of(asked, tools_of(asked)))
+    return await rendered(admission, lambda: conversation_of(asked))
 
 
 def _tokenizer_info(service: Service) -> TokenizerInfo:

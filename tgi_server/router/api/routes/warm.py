@@ -8,10 +8,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgi_server.contract import GenerationOptions, StoppingParameters
-from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
-from tgi_server.router.api.post_routes import PostRoutes
 from tgi_server.router.api.routes.chat_prompt import prepare_chat, requested_chat
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
@@ -36,7 +35,7 @@ def warm_routes(service: Service) -> list[Route]:
 async def _warm(admission: Admission, body: WarmRequest) -> Response:
     request = body.root
     if isinstance(request, WarmChatRequest):
-        _, prepared = await prepare_chat(admission, lambda: requested_chat(admission, request))
+        _, prepared = await prepare_chat(admission, Dialect.CHAT, lambda: requested_chat(admission, request))
     else:
         prepared = await _completion(admission, request)
     options = _cheapest(prepared.options)

@@ -9,16 +9,16 @@ from tests.fakes.router_service import RouterService
 from tgi_server.contract import GrammarKind
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.api.routes.chat_prompt import (
-    Chat,
     conversation_of,
     prepare_chat,
     render,
     requested_chat,
-    tools_of,
 )
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.submission import PreparedRequest
+from tgi_server.router.text.conversation import Conversation
 
 TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
 
@@ -28,10 +28,10 @@ def request(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"model": "m", "messages": messages, **fields})
 
 
-async def prepared_for(router: RouterService, asked: ChatRequest) -> tuple[Chat, PreparedRequest]:
+async def prepared_for(router: RouterService, asked: ChatRequest) -> tuple[Conversation, PreparedRequest]:
     options = router.service.options.read
     admission = cast(Admission, SimpleNamespace(service=router.service, size=10, owner="", options=options))
-    return await prepare_chat(admission, lambda: requested_chat(admission, asked))
+    return await prepare_chat(admission, Dialect.CHAT, lambda: requested_chat(admission, asked))
 
 
 def text_of(router: RouterService, prepared: PreparedRequest) -> str:
@@ -58,12 +58,12 @@ async def test_tools_may_stand_beside_a_wish_for_plain_text(router: RouterServic
 
 
 async def test_a_prompt_with_tools_has_the_grammar_of_a_call(router: RouterService):
-    chat, prepared = await prepared_for(router, request(tools=TOOLS, tool_choice="required", max_tokens=5))
+    _, prepared = await prepared_for(router, request(tools=TOOLS, tool_choice="required", max_tokens=5))
     assert prepared.options.grammar is not None
     assert prepared.options.grammar.type is GrammarKind.JSON_SCHEMA
     assert prepared.options.grammar.frame
     assert "clock" in text_of(router, prepared)
-    assert chat.reader is not None
+    assert prepared.reader is not None
     assert prepared.options.stopping.max_new_tokens == 5
 
 
@@ -71,9 +71,9 @@ async def test_a_prompt_for_text_knows_no_tools_and_takes_spans_from_the_message
     schema = {"type": "object", "properties": {"said": {"type": "string", "x-span": True}}}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     asked = request(tools=TOOLS, tool_choice="none", response_format=form, max_completion_tokens=7)
-    chat, prepared = await prepared_for(router, asked)
+    _, prepared = await prepared_for(router, asked)
     assert "clock" not in text_of(router, prepared)
-    assert chat.reader is None
+    assert prepared.reader is None
     assert prepared.options.grammar is not None
     assert prepared.options.grammar.text == "Be brief.\nhello"
     assert prepared.options.stopping.max_new_tokens == 7
@@ -82,5 +82,5 @@ async def test_a_prompt_for_text_knows_no_tools_and_takes_spans_from_the_message
 def test_a_message_of_the_assistant_at_the_end_is_left_open(router: RouterService):
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "he"}]
     asked = ChatRequest.model_validate({"model": "m", "messages": messages})
-    prompt = render(router.service, conversation_of(asked, tools_of(asked)))
+    prompt = render(router.service, conversation_of(asked))
     assert prompt.text.endswith("assistant: he")
