@@ -87,7 +87,7 @@ def _only(*dialects: Dialect, **spelling: Any) -> Any:
     return {dialect: spelling if dialect in dialects else None for dialect in _EVERYWHERE}
 
 
-def _except(*dialects: Dialect, **spelling: Any) -> Any:
+def _in(*dialects: Dialect, **spelling: Any) -> Any:
     """Returns an option's spelling in these interfaces; the others have it as the contract does."""
     return dict.fromkeys(dialects, spelling)
 
@@ -119,24 +119,24 @@ _RULES: Mapping[str, Mapping[str, Any]] = {
 }
 _DIFFERENCES: Mapping[str, Mapping[Dialect, Mapping[str, Any] | None]] = {
     "do_sample": _only(Dialect.TGI),
-    "temperature": _except(*_NOT_TGI, bounds=Bounds(least=0), note="0: always the most likely token."),
-    "top_k": _except(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: all tokens."),
-    "top_p": _except(*_NOT_TGI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
+    "temperature": _in(*_NOT_TGI, bounds=Bounds(least=0), note="0: always the most likely token."),
+    "top_k": _in(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: all tokens."),
+    "top_p": _in(*_NOT_TGI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
     "typical_p": _only(Dialect.TGI),
     "frequency_penalty": _only(Dialect.TGI),
     "count_penalty": _only(*_NOT_TGI, names=("frequency_penalty",)),
-    "seed": _except(*_NOT_TGI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: a random seed."),
+    "seed": _in(*_NOT_TGI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: a random seed."),
     "watermark": _only(Dialect.TGI),
     "max_new_tokens": {
-        **_except(Dialect.CHAT, names=("max_completion_tokens", "max_tokens"), bounds=Bounds(least=1, most=2**32 - 1)),
-        **_except(
+        **_in(Dialect.CHAT, names=("max_completion_tokens", "max_tokens"), bounds=Bounds(least=1, most=2**32 - 1)),
+        **_in(
             Dialect.COMPLETIONS,
             names=("max_completion_tokens", "max_tokens"),
             bounds=Bounds(least=0, most=2**32 - 1),
             note="0: none, for `echo` and `logprobs`.",
         ),
-        **_except(Dialect.RESPONSES, names=("max_output_tokens",), bounds=Bounds(least=1, most=2**32 - 1)),
-        **_except(
+        **_in(Dialect.RESPONSES, names=("max_output_tokens",), bounds=Bounds(least=1, most=2**32 - 1)),
+        **_in(
             Dialect.MESSAGES,
             names=("max_tokens",),
             bounds=Bounds(least=0, most=2**32 - 1),
@@ -146,9 +146,9 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Mapping[str, Any] | None]] = {
         ),
     },
     "top_n_tokens": {
-        **_except(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`.", needs=("logprobs",)),
-        **_except(Dialect.COMPLETIONS, names=("logprobs",), note="Unset: no log-probabilities."),
-        **_except(Dialect.RESPONSES, names=("top_logprobs",), note="Requested by `include`."),
+        **_in(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`.", needs=("logprobs",)),
+        **_in(Dialect.COMPLETIONS, names=("logprobs",), note="Unset: no log-probabilities."),
+        **_in(Dialect.RESPONSES, names=("top_logprobs",), note="Requested by `include`."),
         Dialect.MESSAGES: None,
     },
     "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",), streams=False),
@@ -156,11 +156,11 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Mapping[str, Any] | None]] = {
     "best_of": {
         **_only(Dialect.COMPLETIONS, streams=False),  # the best one is known at the end only
         # Without sampling, or with a seed, all sequences would be the same.
-        **_except(Dialect.TGI, needs=("do_sample", *SHAPING), refused_with=("seed",), streams=False),
+        **_in(Dialect.TGI, needs=("do_sample", *SHAPING), refused_with=("seed",), streams=False),
     },
-    "stop": _except(Dialect.MESSAGES, names=("stop_sequences",)),
+    "stop": _in(Dialect.MESSAGES, names=("stop_sequences",)),
     "include_stop": _only(*_OPENAI, names=("include_stop_str_in_output",)),
-    "truncate": _except(
+    "truncate": _in(
         *_NOT_TGI,
         names=("truncate_prompt_tokens",),
         bounds=Bounds(least=-1, most=2**31 - 1),

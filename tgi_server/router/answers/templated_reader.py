@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tgi_server.router.answers.reader import AnswerPart, BodyReader, Piece
@@ -10,6 +11,21 @@ from tgi_server.router.answers.response_template import Mark, Region, ResponseTe
 # Characters of a text in which a mark may have begun, before it is taken for none.
 _LONGEST_MARK = 10_000
 _JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _FoundMark:
+    """A mark in the text. The first counts; of those that begin alike, the longest, and rather one that opens a region.
+
+    minus_end: the negative place of its end. ends_region: it ends the open region.
+    """
+
+    start: int
+    minus_end: int
+    ends_region: bool
+    name: str
+    match: Any = field(compare=False)
+    region: Region = field(compare=False)
 
 
 class TemplatedReader(BodyReader):
@@ -85,7 +101,8 @@ class TemplatedReader(BodyReader):
 
     def _next_mark(self, *, last: bool) -> tuple[tuple[Any, Region] | None, int]:
         """Returns the next mark and its region, if it is certain, and the place before which no other mark begins."""
-        certain, found = len(self._text), []
+        certain = len(self._text)
+        found: list[_FoundMark] = []
         for mark, region in self._marks():
             match = self._allowance.spend(mark.pattern.search, self._text, self._place, partial=not last)
             if match is None or (match.start() == match.end() and region is self._region and not last):
@@ -95,9 +112,10 @@ class TemplatedReader(BodyReader):
                 if len(self._text) - match.start() <= _LONGEST_MARK:
                     certain = min(certain, match.start())
             elif match.end() > self._place or match.end() > match.start():
-                found.append((match.start(), -match.end(), region is self._region, region.name, match, region))
-        first = min(found, key=lambda each: each[:4], default=None)
-        return (None if first is None or first[0] >= certain else (first[4], first[5])), certain
+                ends = region is self._region
+                found.append(_FoundMark(match.start(), -match.end(), ends, region.name, match, region))
+        first = min(found, default=None)
+        return (None if first is None or first.start >= certain else (first.match, first.region)), certain
 
     def _marks(self) -> Iterator[tuple[Mark, Region]]:
         """Yields the marks that may come next: the end of a region, or the beginning of any."""

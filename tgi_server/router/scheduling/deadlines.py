@@ -1,8 +1,188 @@
-"""The deadlines of requests: an alarm at the next one."""
+"""The deadlines of requests: an alarm at the next one, and who will miss one, by what steps have cost lately.
+
+A request that surely comes too late is refused at once.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterable
-from math import inf
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from heapq import heapify, heappop, heappush
+from math import inf, isfinite
+
+from tgi_server.router.scheduling.pace import Average, StepTimes
+from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.router.submission import Limits
+
+# Of the answers that ended lately, one in ten is shorter: so long an answer is at the least expected to be.
+_RECENT_ANSWERS, _SHORT_SHARE = 64, 10
+# Averages are of about this many; the last ones count most.
+_RECENT_STEPS, _RECENT_PROMPTS = 64, 32
+# One step counts at most as this many times the average: a machine may stand still for seconds.
+_LONGEST_STEP = 20.0
+# Estimates are right to a few percent. For one that cannot be relied on, seconds.
+_MARGIN, _MARGIN_S = 0.05, 0.02
+# Machines are slower for seconds, and in an overload all that wait would then be late together. To have a few wait less
+# costs nothing: the batch stays full.
+_QUEUE_MARGIN = 0.15
+# Where requests are late nevertheless, the margin grows with each of them, and shrinks with each that is in time.
+_LARGEST_MARGIN, _MORE_MARGIN, _CALMER = 0.3, 0.02, 0.99
+# After so long without a step, in seconds, the machine may have become faster; only an accepted request can show it.
+_VALID_S = 10.0
+# Steps in which most texts can be ended, each with a token at the least; and the largest share of the time for them.
+_CLOSING_STEPS, _CLOSING_SHARE = 30, 0.25
+
+
+class Forecast:
+    """Estimates the times of requests from measured steps. As long as there are none, every request is in time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._times = StepTimes(partial(Average, _RECENT_STEPS))
+        self._steps = Average(_RECENT_STEPS)  # seconds of steps that continue replies
+        self._fresh_share = Average(_RECENT_PROMPTS)  # of the tokens of prompts, those that were not cached
+        self._fresh_tokens = Average(_RECENT_PROMPTS)  # of a prompt
+        self._answer_tokens = Average(_RECENT_ANSWERS)
+        self._lengths = deque[float](maxlen=_RECENT_ANSWERS)
+        self._length = 0.0
+        self._measured_at = -inf
+        self._margin = _QUEUE_MARGIN
+
+    def observe(self, replies: int, prompt_tokens: int, seconds: float, now: float) -> None:
+        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
+        self._measured_at = now
+        decode_s, token_s = self._times.decode_s(max(replies, 1)), self._times.token_s
+        known = decode_s is not None and (token_s is not None or not prompt_tokens)
+        longest = _LONGEST_STEP * ((decode_s or 0.0) + prompt_tokens * (token_s or 0.0)) if known else inf
+        self._times.observe(replies, prompt_tokens, min(seconds, longest))
+        if replies:
+            self._steps.add(seconds)
+
+    def began(self, sequence: Sequence) -> None:
+        """Notes how much of a prompt was cached."""
+        fresh = sequence.prompt_tokens - sequence.cached
+        self._fresh_share.add(fresh, sequence.prompt_tokens)
+        self._fresh_tokens.add(fresh)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Notes the length of an answer that ended as it should, as a share of what it might have been."""
+        self._margin = max(_QUEUE_MARGIN, _CALMER * self._margin)
+        self._answer_tokens.add(sequence.generated)
+        self._lengths.append(sequence.generated / sequence.most_generated)
+        self._length = sorted(self._lengths)[len(self._lengths) // _SHORT_SHARE]
+
+    def missed(self) -> None:
+        """Notes that a request was accepted that cannot be in time: steps vary more than was allowed for."""
+        self._margin = min(_LARGEST_MARGIN, self._margin + _MORE_MARGIN)
+
+    def seconds_too_late(
+        self, sequence: Sequence, ahead: Iterable[Sequence], running: Collection[Sequence], now: float
+    ) -> float:
+        """Returns by how much a request surely misses its deadline; 0 if it may be in time.
+
+        ahead: are served before it. running: are not preempted for it.
+        """
+        request, ahead = sequence.request, list(ahead)
+        sure = self._is_sure(now, len(ahead) + len(running))
+        if not isfinite(min(request.deadline, request.first_token_by)) or not sure:
+            return 0.0
+        crowded = len(running) + len(ahead) + 1 >= self._limits.max_batch_size
+        # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
+        margin = -self._margin if ahead else _MARGIN
+        return self._too_late(sequence, self._seconds_to_join(ahead, running), now, margin, crowded=crowded)
+
+    def is_hopeless(self, sequence: Sequence, now: float, others: int) -> bool:
+        """Returns True if a waiting request would be too late even if it joined now.
+
+        others: number of running and waiting ones. If they fill the batch, they slow the request down, and one that was
+        late would have cost them time in vain, so the estimate alone decides.
+        """
+        if not self._is_sure(now, others):
+            return False
+        crowded = others >= self._limits.max_batch_size
+        return self._too_late(sequence, 0.0, now, 0.0 if crowded else _MARGIN, crowded=crowded) > 0
+
+    def _too_late(self, sequence: Sequence, waits_s: float, now: float, margin: float, *, crowded: bool) -> float:
+        """Returns by how much a request misses its deadline that joins in `waits_s`, and a margin; 0 if it does not."""
+        request = sequence.request
+        first_s = waits_s + self._prompt_s(sequence)
+        last_s = first_s if sequence.ends_early else first_s + self._answer_s(sequence, crowded=crowded)
+        return max(_late(first_s, request.first_token_by - now, margin), _late(last_s, request.deadline - now, margin))
+
+    def is_pressing(self, sequence: Sequence, now: float) -> bool:
+        """Returns True if a waiting request would be too late if it waited for `max_waiting_tokens` steps more."""
+        deadline = min(sequence.request.deadline, sequence.request.first_token_by)
+        if not isfinite(deadline) or self._times.decode_s(1) is None:
+            return False
+        steps = self._limits.max_waiting_tokens * self._step_s(self._limits.max_batch_size)
+        own = self._prompt_s(sequence)
+        own += 0.0 if sequence.ends_early else self._answer_s(sequence, crowded=True)
+        return now + steps + own + _MARGIN_S > deadline
+
+    def can_wait(self, sequence: Sequence, now: float) -> bool:
+        """Returns False if a request is just about in time, so that no other should pass it."""
+        own = self._prompt_s(sequence)
+        own += 0.0 if sequence.ends_early else self._answer_s(sequence, crowded=False)
+        left = min(sequence.request.deadline, sequence.request.first_token_by) - now
+        return not own <= left <= own * (1 + _QUEUE_MARGIN) + _MARGIN_S
+
+    def has_to_close(self, sequence: Sequence, now: float) -> bool:
+        """Returns True if the grammar of a request has to begin to end the text now to be in time."""
+        given_s = sequence.request.deadline - sequence.submitted_at
+        closing_s = min(_CLOSING_STEPS * (self._steps.value or 0.0), _CLOSING_SHARE * given_s)
+        return sequence.deadline - now <= closing_s
+
+    def _is_sure(self, now: float, others: int) -> bool:
+        """Returns True if steps have been measured, lately if no other requests run or wait."""
+        return self._times.decode_s(1) is not None and (others > 0 or now - self._measured_at <= _VALID_S)
+
+    def _seconds_to_join(self, ahead: Iterable[Sequence], running: Collection[Sequence]) -> float:
+        """Returns how long it takes until all those ahead have a place, and there is one more."""
+        places = [self._tokens_left(each) for each in running]
+        free = self._limits.max_batch_size - len(places)
+        places += [0.0] * max(0, free)
+        heapify(places)
+        prompts = sum(self._fresh(each) for each in running)
+        crowd = len(running)
+        for each in ahead:
+            crowd += 1
+            prompts += self._fresh(each)
+            heappush(places, heappop(places) + self._tokens_left(each))
+        token_s = self._times.token_s or 0.0
+        return places[0] * self._step_s(min(crowd + 1, self._limits.max_batch_size)) + prompts * token_s
+
+    def _answer_s(self, sequence: Sequence, *, crowded: bool) -> float:
+        """Returns how long its answer takes. crowded: others join meanwhile, and their prompts take time, too."""
+        if not crowded:
+            return self._tokens_left(sequence) * self._step_s(1)
+        places = self._limits.max_batch_size
+        return self._tokens_left(sequence) * (self._step_s(places) + places * self._joining_s)
+
+    @property
+    def _joining_s(self) -> float:
+        """The time of one prompt, divided among the tokens of one answer: so much longer is a step for each place."""
+        tokens = self._answer_tokens.value
+        return (self._fresh_tokens.value or 0.0) * (self._times.token_s or 0.0) / tokens if tokens else 0.0
+
+    def _step_s(self, replies: int) -> float:
+        return self._times.decode_s(replies) or 0.0
+
+    def _tokens_left(self, sequence: Sequence) -> float:
+        return max(1.0, self._length * sequence.most_generated - sequence.generated)
+
+    def _fresh(self, sequence: Sequence) -> float:
+        """Returns how many tokens of its prompt are to be computed."""
+        if sequence.started and sequence.remaining == 0:
+            return 0.0
+        return sequence.remaining * (1.0 if sequence.started else self._fresh_share.value or 0.0)
+
+    def _prompt_s(self, sequence: Sequence) -> float:
+        return self._fresh(sequence) * (self._times.token_s or 0.0)
+
+
+def _late(seconds: float, left: float, margin: float) -> float:
+    """Returns by how much `seconds` is more than what is left, and a margin of it; 0 if it is not."""
+    return max(seconds - left, _MARGIN_S) if left < inf and seconds > left * (1 + margin) else 0.0
 
 
 class DeadlineAlarm:

@@ -12,7 +12,7 @@ from tgi_server.router.metrics import ConcatReason
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
-from tgi_server.router.scheduling.forecast import Forecast
+from tgi_server.router.scheduling.deadlines import Forecast
 from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.order import Order, ShortPrompts
 from tgi_server.router.scheduling.pace import PromptPace

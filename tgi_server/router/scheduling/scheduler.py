@@ -23,8 +23,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
-from tgi_server.router.scheduling.deadlines import DeadlineAlarm
-from tgi_server.router.scheduling.forecast import Forecast
+from tgi_server.router.scheduling.deadlines import DeadlineAlarm, Forecast
 from tgi_server.router.scheduling.image_encoding import ImageEncoding
 from tgi_server.router.scheduling.image_places import MOST_WHOLE
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
