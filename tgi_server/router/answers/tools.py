@@ -191,28 +191,16 @@ class AnswerForm:
             return answer
         if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
             raise InvalidTool("with `tools`, the format of an answer can only be JSON", param="tools")
-        homes = _homes(use.names)
-        schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
-        document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
         arguments = self._arguments(use)
         as_text = self._may_call_as_text(use, answer)
-        places = [place for each in arguments.values() for place in each.places]
-        places += [each.place for each in arguments.values() if as_text and each.place not in places]
-        left = (arguments[tool.name] for tool in use.tools if not tool.strict)
-        lenient = [place for each in left for place in dict.fromkeys((each.place, *each.places))]
-        if answer is not None:
-            document["definitions"] = {"answer": _moved(json.loads(answer.value), _ANSWER)}
-            places.append(_ANSWER)
-            lenient += [_ANSWER] if answer.lenient else []
-        if places:
-            document["anyOf"] = [{"$ref": place} for place in places]
+        document, lenient = _document(use, answer, arguments, as_text=as_text)
         calls = Calls(self._calls, arguments, use.required, use.parallel, as_text) if use.tools else None
         frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
         text = json.dumps(document, ensure_ascii=False)
         by_letter = all(tool.strict for tool in use.tools) and (answer is None or answer.reading == JSON_SCHEMA)
         reading = JSON_SCHEMA if by_letter else CLOSED_OBJECTS
         place = "tools" if answer is None else answer.place
-        return Grammar(GrammarKind.JSON_SCHEMA, text, "", frame, tuple(lenient), reading, place)
+        return Grammar(GrammarKind.JSON_SCHEMA, text, "", frame, lenient, reading, place)
 
     def enforces(self, use: ToolUse, answer: Grammar | None) -> bool:
         """Returns True if the arguments of calls in such an answer have a grammar."""
@@ -270,6 +258,30 @@ class AnswerForm:
         tags = self._calls.tags
         found = None if tags is None else tagged_parameters(tool.parameters)
         return found if tags is None or tags.end or found is None else [each.as_json for each in found]
+
+
+def _document(
+    use: ToolUse, answer: Grammar | None, arguments: Mapping[str, Arguments], *, as_text: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the schema that has those of all JSON in an answer, and the places in it below which constraints that
+    cannot be enforced are left to the model.
+
+    arguments: of the tools, by name. as_text: calls may also be written as the JSON of an answer. Raises InvalidTool.
+    """
+    homes = _homes(use.names)
+    schemas = [_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True)]
+    document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
+    places = [place for each in arguments.values() for place in each.places]
+    places += [each.place for each in arguments.values() if as_text and each.place not in places]
+    left = [arguments[tool.name] for tool in use.tools if not tool.strict]
+    lenient = [place for each in left for place in dict.fromkeys((each.place, *each.places))]
+    if answer is not None:
+        document["definitions"] = {"answer": _moved(json.loads(answer.value), _ANSWER)}
+        places.append(_ANSWER)
+        lenient += [_ANSWER] if answer.lenient else []
+    if places:
+        document["anyOf"] = [{"$ref": place} for place in places]
+    return document, tuple(lenient)
 
 
 def _homes(names: Sequence[str]) -> list[str]:
