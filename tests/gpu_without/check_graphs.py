@@ -16,7 +16,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
-from tgi_server.engine.backends.reference import ReferenceBackend
+from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels.triton import split_kv
 from tgi_server.engine.runners import paged, prompt_graphs
@@ -69,10 +69,10 @@ class Steps:
 
     def __init__(self, architecture: str, kind: type[AttentionBackend]) -> None:
         model = build(architecture)
-        paged_model, probe = probed(model)
-        paged_model.attention = kind(probe.shape, model.device, model.dtype)
+        paged_model, _ = probed(model)
+        paged_model.attention = kind(paged_model.kv_shape, model.device, model.dtype)
         config = EngineConfig(Path("/nowhere"), cpu_memory=1 << 24, cuda_graphs=(ROWS,))
-        self.runner = PagedRunner(paged_model, ReferenceBackend(model, config))
+        self.runner = PagedRunner(paged_model, PlainBackend(model, config))
         self.runner.warm_up(ROWS, 64, 128, 512)
         self.logits: list[torch.Tensor] = []
         self.argmax_ids: list[torch.Tensor | None] = []

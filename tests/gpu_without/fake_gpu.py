@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import configuration
-from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine.backends import decoder, probe, triton_lora
+from tgi_server.engine import Engine, EngineConfig, proofs
+from tgi_server.engine.backends import triton_lora
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.linear import gpu, grouped_experts, triton_quantized
@@ -157,8 +157,8 @@ class FakeGpu(TorchDispatchMode):
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
         monkeypatch.setattr(Sampled, "start_copy", lambda sampled: None)
         monkeypatch.setattr(graphs, "_CudaCapture", lambda device: _Capture(self))
-        monkeypatch.setattr(decoder, "_error", lambda actual, expected: 0.0)
-        monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
+        monkeypatch.setattr(proofs, "relative_error", lambda actual, known: 0.0)
+        monkeypatch.setattr(proofs, "logits_error", lambda actual, known: 0.0)
         monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
         monkeypatch.setattr(torch_sampler, "share_equal", lambda left, right: 1.0)
         monkeypatch.setattr(torch, "equal", lambda left, right: True)

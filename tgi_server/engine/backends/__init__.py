@@ -21,6 +21,6 @@ def create_backend(model: PreTrainedModel, config: EngineConfig, *, alone: bool 
         from tgi_server.engine.backends.cpu import CpuBackend
 
         return CpuBackend(model, config, alone=alone)
-    from tgi_server.engine.backends.reference import ReferenceBackend
+    from tgi_server.engine.backends.plain import PlainBackend
 
-    return ReferenceBackend(model, config)
+    return PlainBackend(model, config)

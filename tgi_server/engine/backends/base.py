@@ -75,7 +75,8 @@ class PagedModel(ABC):
     source: the model of `transformers` that it was made from; its configuration, embeddings and head stay there.
     attention: has the KV blocks, and attends over them. kv_shape: of what the layers of `transformers` cache, which
     may be arranged otherwise there. adapted: rows may have adapters.
-    states: of the layers without keys; None: there are no such layers. name: how a step is computed, for people.
+    states: of the layers without keys; None: there are no such layers. positions: of the longest text; None: nothing
+    bounds it. name: how a step is computed, for people.
     """
 
     name = "transformers"
@@ -83,6 +84,7 @@ class PagedModel(ABC):
     attention: AttentionBackend
     adapted = False
     states: SequenceStates | None = None
+    positions: int | None = None
 
     def __init__(self, source: nn.Module, attention: AttentionBackend) -> None:
         self.source = source
@@ -132,6 +134,10 @@ class PagedModel(ABC):
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         """Returns the linear layers that adapters may change. Later passes apply the LoRA deltas put there."""
         return []
+
+    def rounding_modules(self) -> list[nn.Module]:
+        """Returns modules that each round their outputs."""
+        return [module for module in self.source.modules() if not any(True for _ in module.children())]
 
     def fix_length(self, tokens: int) -> None:
         """Makes rotary positions that depend on a text's length those of a text of `tokens` tokens."""

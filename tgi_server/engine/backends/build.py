@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, Latents
+from tgi_server.engine.backends.alibi import slopes_of
+from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.latents import latents_of
 from tgi_server.engine.backends.decoder import (
     AltUpLayer,
     AttentionHeads,
@@ -30,9 +32,10 @@ from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding, QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
 from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.quantized import PackedQuantizedLinear
-from tgi_server.engine.memory import DeferredFree
+from tgi_server.engine.memory import HOST, DeferredFree
 from tgi_server.engine.models.spec import DecoderSpec, LayerSpec
 from tgi_server.engine.parallel.layers import RowParallel, ShardedLayer, VocabParallelEmbedding, VocabParallelHead
 from tgi_server.engine.progress import counted
@@ -70,28 +73,24 @@ def build_decoder(
     variants: Mapping[int, AttentionVariant],
     linear: LinearFactory,
     pack: Callable[[nn.Module, LinearFactory], None],
-    *,
-    keep: bool = False,
 ) -> Decoder:
     """Fills a spec with the weights of a model of `transformers`, whose layers are emptied one by one.
 
-    variants: how each layer attends. linear: makes linear layers. pack: packs those of a mixture of experts. keep: the
-    model also keeps its own layers and its head.
+    variants: how layers say that they attend. linear: makes linear layers. pack: packs those of a mixture of experts.
 
     Raises Unfit before anything has changed.
     """
     modules = layers_of(model, spec)
-    mixers = _check(model, modules, spec, variants, linear)
+    mixers = _check(model, modules, spec, linear)
     decoder = decoder_of(model)
     norms = [Norm.of(decoder.get_submodule(name)) if name else None for name in (spec.embedding_norm, spec.final_norm)]
     layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
-    for index, layer in enumerate(spec.layers if keep else counted(PACKING, spec.layers, len(spec.layers))):
+    for index, layer in enumerate(counted(PACKING, spec.layers, len(spec.layers))):
         made.append(_layer(modules[index], index, layer, variants.get(index), mixers[index], linear))
-        if not keep:
-            for name in (*layer.up, layer.down) if layer.shared else ():
-                _put(modules[index], name, nn.Identity(), deferred)
-            _put(modules, str(index), nn.Identity(), deferred)
+        for name in (*layer.up, layer.down) if layer.shared else ():
+            _put(modules[index], name, nn.Identity(), deferred)
+        _put(modules, str(index), nn.Identity(), deferred)
         if layer.mixture:
             pack(made[-1].mixture, linear)
     deferred.free()
@@ -100,7 +99,7 @@ def build_decoder(
     positions = decoder.get_submodule(spec.positions) if spec.positions else None
     others = _others(model, decoder, spec, linear)
     paths = {id(module): path for path, module in model.named_modules()}
-    new_head = _in_parallel(head, linear) if keep else _head(model, linear)
+    new_head = _head(model, linear)
     return Decoder(
         spec,
         _embedding(model.get_input_embeddings(), head, new_head, linear),
@@ -199,12 +198,10 @@ def _check(
     model: PreTrainedModel,
     modules: nn.ModuleList,
     spec: DecoderSpec,
-    variants: Mapping[int, AttentionVariant],
     linear: LinearFactory,
 ) -> list[MixerKernel | None]:
     """Raises Unfit for a model that its spec does not describe. Returns the kernels of layers with states."""
-    attending = {index for index, layer in enumerate(spec.layers) if layer.attends}
-    if len(modules) != len(spec.layers) or not variants.keys() >= attending:
+    if len(modules) != len(spec.layers):
         raise Unfit(f"it has {len(modules)} layers, where its spec has {len(spec.layers)}")
     mixers = []
     for index, (module, layer) in enumerate(zip(modules, spec.layers, strict=True)):
@@ -249,11 +246,13 @@ def _layer(
             scales[part] = torch.cat([_scales(module, spec, *each) for each in parts[part]])
     norms, mixture = _norms(module, spec), _mixture(module, spec)
     heads, latents = None, None
-    if variant is not None and spec.attention is not None:
+    if spec.attends and spec.attention is not None:
         attention = module.get_submodule(spec.attention)
-        latents = _latents(attention, variant.latents, linears["query"]) if variant.latents else None
+        latents = _latents(attention, linears["query"]) if spec.latents else None
         heads = _heads(attention, spec, linears) if latents is None else _heads_of(latents)
-        variant = replace(variant, scaling=variant.scaling if spec.scaling is None else spec.scaling, latents=None)
+        variant = _variant(attention, spec, heads, variant)
+    else:
+        variant = None
     return DecoderLayer(
         spec,
         index,
@@ -301,9 +300,11 @@ def _mixture(layer: nn.Module, spec: LayerSpec) -> Any:
         router = spec.mixture.router.partition(".")[0]
         mixture = nn.ModuleDict({name: layer.get_submodule(name) for name in ("experts", router)})
     experts = inner(mixture.experts)
-    if not isinstance(experts, Experts) and not hasattr(experts, "has_gate"):  # of Llama 4
+    if not isinstance(experts, Experts) and not hasattr(experts, "has_gate"):  # of Llama 4, which take other inputs
         experts.has_gate, experts.is_transposed = True, True
         experts._apply_gate = partial(_gated, experts.act_fn)
+        plain = Experts(experts, lambda weight: [plain_linear(weight, None)], lambda weight: plain_linear(weight, None))
+        mixture.set_submodule("experts.inner" if isinstance(mixture.experts, RowParallel) else "experts", plain)
     return mixture
 
 
@@ -332,8 +333,24 @@ def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> Atten
     return AttentionHeads(heads, (linears["qkv"].out_features - queries * size) // (size + of_value), size, of_value)
 
 
-def _latents(attention: Any, weights: Latents, query: PackedLinear | None) -> LatentLayers:
-    keys, values = ([FloatLinear(each.contiguous()) for each in part.mT] for part in (weights.keys, weights.values))
+def _variant(
+    attention: nn.Module, spec: LayerSpec, heads: AttentionHeads, said: AttentionVariant | None
+) -> AttentionVariant:
+    """Returns how a layer attends. said: what it says when it calls attention; None: it does not call it."""
+    variant = said or AttentionVariant(scaling=heads.size**-0.5)
+    scaling = variant.scaling if spec.scaling is None else spec.scaling
+    variant = replace(variant, scaling=scaling, chunk=spec.chunk)
+    if spec.alibi is None:
+        return variant
+    slopes = slopes_of(attention, heads.heads, spec.alibi).to(next(attention.parameters()).device)
+    return replace(variant, alibi_slopes=slopes, rounded_alibi=spec.alibi == "rounded")
+
+
+def _latents(attention: Any, query: PackedLinear | None) -> LatentLayers:
+    weights = latents_of(attention)
+    on_cpu = weights.keys.device == HOST and FloatLinear.supports(weights.keys.dtype)
+    kind = FloatLinear if on_cpu else BlasLinear
+    keys, values = ([kind(each.contiguous()) for each in part.mT] for part in (weights.keys, weights.values))
     return LatentLayers(int(attention.qk_rope_head_dim), query, keys, values)
 
 

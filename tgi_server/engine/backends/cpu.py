@@ -10,24 +10,23 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import Unfit, build_decoder, has_small_layers, pack_linears, unpack
+from tgi_server.engine.backends.build import has_small_layers, pack_linears, unpack
 from tgi_server.engine.backends.cpu_model import CpuModel
-from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.lora import CpuLora
+from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
-from tgi_server.engine.backends.reference import ReferenceBackend
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.linear.onednn import has_products
-from tgi_server.engine.memory import forget_pages, low_mmap_threshold
-from tgi_server.engine.models.spec import DecoderSpec
+from tgi_server.engine.memory import low_mmap_threshold
+from tgi_server.engine.models.spec import DecoderSpec, Family
 
 logger = logging.getLogger(__name__)
 
 
-class CpuBackend(ReferenceBackend):
+class CpuBackend(PlainBackend):
     """Runs a spec as one kernel call, and other models in the layers of `transformers` with packed linear layers."""
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> None:
@@ -77,32 +76,48 @@ class CpuBackend(ReferenceBackend):
         return True
 
     @low_mmap_threshold()
-    def _proved(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec | None) -> PagedModel:
-        if self.config.kv_cache_dtype is not None:
-            probe = LogitsProbe(model, self.group, kv_format=model.attention.kv_format)
-        proved = None if spec is None else self._of_spec(model, probe, spec)
-        if proved is None:
-            pack_linears(self.source, self._linear)
-            proved = model
-        fault = probe.fault(proved, "the CPU kernels", self._linear.rounding)
+    def _created(self, family: Family, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
+        model = None if spec is None else self._of_spec(spec, positions)
+        return self._packed(family, positions) if model is None else model
+
+    def _of_spec(self, spec: DecoderSpec, positions: int | None) -> PagedModel | None:
+        """Returns the model in one kernel call, or by its spec in plain torch; None where that is not possible."""
+        found = self._reference(spec, positions, self._linear, pack_linears)
+        if found is None:
+            return None
+        reference, probe = found
+        source, shape, kv_format = self.source, reference.kv_shape, self._kv_format()
+        joined = shape.joined() if spec.has_latents else shape
+        try:
+            if not CpuAttention.supports(joined, source.dtype):
+                raise UnsupportedModel("there is no kernel for its attention")
+            attention = CpuAttention(joined, source.device, source.dtype, kv_format)
+            model = CpuModel(source, reference.decoder, attention, self.group)
+        except UnsupportedModel as reason:
+            logger.info("%s runs in plain torch: %s", source.config.model_type, reason)
+            reference.attention = self.attention(shape, kv_format)
+            return reference
+        model.kv_shape = shape
+        if kv_format.fp8:
+            probe = LogitsProbe(reference, self.group, kv_format=kv_format)
+        return self._right(model, probe)
+
+    def _packed(self, family: Family, positions: int | None) -> PagedModel | None:
+        """Returns the forward pass of `transformers` with packed linear layers."""
+        found = self._generic(family, positions)
+        if found is None:
+            return None
+        model, probe = found
+        kv_format = self._kv_format()
+        if kv_format.fp8:
+            probe = LogitsProbe(model, self.group, kv_format=kv_format)
+        model.attention = self.attention(model.kv_shape, kv_format)
+        pack_linears(self.source, self._linear)
+        return self._right(model, probe)
+
+    def _right(self, model: PagedModel, probe: LogitsProbe) -> PagedModel:
+        """Returns the model. Raises UnsupportedModel if its logits are not those of the probe."""
+        fault = probe.fault(model, "the CPU kernels", self._linear.rounding)
         if fault:
             raise UnsupportedModel(f"{self.source.config.model_type}: {fault}; start with --disable-custom-kernels")
-        return proved
-
-    def _of_spec(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec) -> PagedModel | None:
-        """Returns the model in one kernel call; None where there are no kernels for a part of it."""
-        attention, group, source = model.attention, self.group, self.source
-        family = source.config.model_type
-        shape = attention.shape.joined() if spec.has_latents else attention.shape
-        if not CpuAttention.supports(shape, source.dtype):
-            logger.info("%s runs in the layers of transformers: there is no kernel for its attention", family)
-            return None
-        if not isinstance(attention, CpuAttention):
-            attention = CpuAttention(shape, source.device, source.dtype, attention.kv_format)
-        forget_pages([source.get_output_embeddings().weight])  # which the probe has read
-        try:
-            decoder = build_decoder(source, spec, probe.variants, self._linear, pack_linears)
-        except Unfit as reason:
-            logger.info("%s runs in the layers of transformers: %s", family, reason)
-            return None
-        return CpuModel(source, decoder, attention, group)
+        return model

@@ -239,7 +239,7 @@ def _layers_kernel(decoder: Decoder) -> Any:
         found = {name: getattr(layer, name) for name in _LINEARS}
         linears = {name: _linear_kernel(each) for name, each in found.items() if each is not None}
         attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None
-        mixer = layer.mixer.kernel if layer.mixer else None
+        mixer = layer.mixer.kernel() if layer.mixer else None
         mixture = _mixture_kernel(layer) if layer.mixture is not None else None
         altup = _altup_kernel(layer.altup) if layer.altup else None
         whole = isinstance(layer.output, RowParallel) and isinstance(layer.down, PackedLinear) and mixture is None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from tgi_server.engine import proofs
-from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape, Latents
 from tgi_server.engine.backends.mixer_kernels import MixerKernel
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding
@@ -19,7 +19,6 @@ from tgi_server.engine.models.spec import DecoderSpec, LayerInputs, LayerSpec
 from tgi_server.engine.parallel.layers import (
     RowParallel,
     ShardedQueryNorm,
-    SummedExperts,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
@@ -113,6 +112,13 @@ class LatentLayers:
     query: PackedLinear | None
     keys: Sequence[PackedLinear]
     values: Sequence[PackedLinear]
+
+    def weights(self) -> Latents:
+        """Returns the weights of keys and values, for attention that makes these itself."""
+        keys, values = (
+            torch.stack([layer.unpacked().weight.detach().T for layer in layers]) for layers in (self.keys, self.values)
+        )
+        return Latents(keys, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +230,21 @@ class Decoder:
         weight: Tensor = self.embedding.weight
         return weight
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token leaves in the cache, up to the last layer that attends; of latents, as `Latents` says."""
+        attending = {layer.index: layer for layer in self.layers if layer.heads is not None}
+        heads, sizes = [0] * (1 + max(attending, default=-1)), [0] * (1 + max(attending, default=-1))
+        value_dim = None
+        for index, layer in attending.items():
+            assert layer.heads is not None
+            heads[index], sizes[index] = layer.heads.kv_heads, layer.heads.size if layer.heads.kv_heads else 0
+            if layer.latents is not None:
+                value_dim = layer.latents.rotated
+                sizes[index] -= value_dim
+        alike = len({size for size in sizes if size}) == 1
+        return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes), value_dim)
+
     def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the paths of those that it is made of, and their numbers of outputs."""
         for layer in self.layers:
@@ -237,4 +258,4 @@ class Decoder:
 
 def inner(module: Any) -> Any:
     """Returns the layer inside a parallel one, which combines the shards' results, or else the module itself."""
-    return module.inner if isinstance(module, RowParallel | SummedExperts | VocabParallelHead) else module
+    return module.inner if isinstance(module, RowParallel | VocabParallelHead) else module

@@ -1,12 +1,11 @@
 """Models without a spec: the forward pass of `transformers` on the paged KV cache.
 
-Everything that such a model lacks is added here, from outside: modules with attention of their own are replaced by
-others with the same weights, mixers without keys get functions for packed batches (`mixers.py`), and torch hooks add
-LoRA deltas to linear layers and read hidden states.
+What such a model lacks is added here, from outside: modules that attend to latents are replaced by others with the same
+weights, and torch hooks add LoRA deltas to linear layers and read hidden states.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.backends import paged_attention
-from tgi_server.engine.backends.attention.base import AttentionBackend
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION, PagedCache
 from tgi_server.engine.backends.base import ImageTokens, Keep, MakeLora, PagedModel, PassInput
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
-from tgi_server.engine.backends.mixers import has_mixers, install_packed_mixers
-from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
 
@@ -40,17 +37,18 @@ class CurrentRows:
 
 
 class GenericModel(PagedModel):
-    """Calls a model of `transformers`, which finds the KV blocks in its modules' `paged_cache`."""
+    """Calls a model of `transformers`, which finds the KV blocks in its modules' `paged_cache`.
+
+    variants: how layers attend.
+    """
 
     source: PreTrainedModel
 
-    def __init__(self, source: PreTrainedModel, attention: AttentionBackend, positions: int | None = None) -> None:
-        """positions: that the model has; None: nothing bounds them."""
+    def __init__(self, source: PreTrainedModel, attention: AttentionBackend) -> None:
         super().__init__(source, attention)
-        self.positions = positions
+        self.variants: Mapping[int, AttentionVariant] = {}
         self._current = CurrentRows()
-        self.states = SequenceStates() if has_mixers(source) else None
-        self._cache = PagedCache(attention, self.states)
+        self._cache = PagedCache(attention)
         self._cache.attach(source)
         self._keep: Keep | None = None
         self._tapped: list[Tensor] = []
@@ -60,7 +58,6 @@ class GenericModel(PagedModel):
 
     def forward(self, inputs: PassInput) -> Tensor:
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
-        self._cache.positions = inputs.positions
         self._current.rows = inputs.adapters
         self._images = inputs.images
         output = self.source(
@@ -149,26 +146,26 @@ def install_paged_attention(model: PreTrainedModel, family: str | None) -> Calla
     through `AttentionInterface`. It may ignore that: the caller must check that it attends in this way, and correctly.
     """
     own = model.config._attn_implementation
-    restore_mixers = install_packed_mixers(model)
     if family is None:
         model.set_attn_implementation(IMPLEMENTATION)
-
-        def restore_all() -> None:
-            restore_mixers()
-            model.set_attn_implementation(own)
-
-        return restore_all
+        return partial(model.set_attn_implementation, own)
     replaced = substitute_attention(model, family)
-    known = importlib.import_module(f"{paged_attention.__name__}.{family}")
-    model.config._attn_implementation = getattr(known, "IMPLEMENTATION", IMPLEMENTATION)
+    model.config._attn_implementation = attention_implementation(family)
 
     def restore() -> None:
-        restore_mixers()
         for path, module in replaced:
             model.set_submodule(path, module)
         model.config._attn_implementation = own
 
     return restore
+
+
+def attention_implementation(family: str | None) -> str:
+    """Returns the name by which modules call attention over KV blocks. family: as above."""
+    if family is None:
+        return IMPLEMENTATION
+    name: str = importlib.import_module(f"{paged_attention.__name__}.{family}").IMPLEMENTATION
+    return name
 
 
 def substitute_attention(model: nn.Module, family: str | None) -> list[tuple[str, nn.Module]]:
@@ -179,10 +176,9 @@ def substitute_attention(model: nn.Module, family: str | None) -> list[tuple[str
     if family is None:
         return []
     known = importlib.import_module(f"{paged_attention.__name__}.{family}")
-    substitute = getattr(known, "substitute", None) or (lambda module: known.SUBSTITUTES.get(type(module)))
-    replaced = [(path, module) for path, module in model.named_modules() if substitute(module)]
+    replaced = [(path, module) for path, module in model.named_modules() if known.substitute(module)]
     for path, module in replaced:
-        model.set_submodule(path, _with_weights_of(module, substitute(module)))
+        model.set_submodule(path, _with_weights_of(module, known.substitute(module)))
     return replaced
 
 

@@ -1,7 +1,7 @@
 """Mixers of `transformers` that a kernel of the CPU computes in one call, between their projections."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.layer import plain_linear
+from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.models.spec import MixerSpec
-from tgi_server.engine.parallel.layers import ShardedGatedNorm
+from tgi_server.engine.parallel.layers import RowParallel, ShardedGatedNorm, ShardedLayer
 
 # Shape and dtype of one slot's states, by the name of the function that has them; None: the dtype of the model.
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
@@ -32,23 +33,21 @@ _Made: TypeAlias = tuple[_Recipe, dict[str, PackedLinear]]
 class MixerKernel:
     """Computes one mixer between its projections. layer: its index.
 
-    inner: linear layers in between, by their names. kernel: a `torch.classes.oatmill.Mixer`.
+    recipe: the kernel's name, and its arguments. inner: linear layers in between, by their names.
     """
 
-    _recipe: _Recipe
+    recipe: _Recipe
     inner: dict[str, PackedLinear]
     layer: int
-    _shapes: _Shapes
-    kernel: Any = field(init=False)
+    shapes: _Shapes
 
-    def __post_init__(self) -> None:
-        name, arguments = self._recipe
+    def kernel(self) -> Any:
+        """Returns a `torch.classes.oatmill.Mixer`. Raises UnsupportedModel for parts that are summed over shards."""
+        name, arguments = self.recipe
+        if any(isinstance(each, ShardedLayer) for each in arguments):
+            raise UnsupportedModel("shards have parts of the same group in layers with states")
         kernels = (each.kernel() if isinstance(each, PackedLinear) else each for each in arguments)
-        object.__setattr__(self, "kernel", getattr(torch.classes.oatmill.Mixer, name)(*kernels))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies anew: objects of `torch.classes` cannot be pickled."""
-        return type(self), (self._recipe, self.inner, self.layer, self._shapes)
+        return getattr(torch.classes.oatmill.Mixer, name)(*kernels)
 
     @classmethod
     def of(cls, spec: MixerSpec, layer: nn.Module, linear: LinearFactory) -> Self | None:
@@ -65,9 +64,7 @@ class MixerKernel:
 
     def states(self, states: SequenceStates, dtype: torch.dtype) -> list[Tensor]:
         """Returns the states of all slots, in the order in which the kernel takes them. dtype: of the model."""
-        return [
-            states.all_slots((self.layer, name), shape, own or dtype) for name, (shape, own) in self._shapes.items()
-        ]
+        return [states.all_slots((self.layer, name), shape, own or dtype) for name, (shape, own) in self.shapes.items()]
 
 
 def _delta_net(spec: MixerSpec, mixer: Any, _: LinearFactory) -> _Made | None:
@@ -116,10 +113,8 @@ def _states_of_delta_net(mixer: Any) -> _Shapes:
 
 def _mamba2(spec: MixerSpec, mixer: Any, _: LinearFactory) -> _Made | None:
     norm, (least, most) = mixer.get_submodule(spec.norm), mixer.time_step_limit
-    if isinstance(norm, ShardedGatedNorm):
-        if norm.share.copies > 1:
-            return None
-        norm = norm.inner
+    sharded = norm if isinstance(norm, ShardedGatedNorm) and norm.share.copies > 1 else None
+    norm = norm.inner if isinstance(norm, ShardedGatedNorm) else norm
     plain = isinstance(norm, nn.Identity)
     size = mixer.num_heads * mixer.head_dim
     groups = getattr(norm, "n_groups", None)  # of Falcon-H1; the others count the features of a group
@@ -132,7 +127,7 @@ def _mamba2(spec: MixerSpec, mixer: Any, _: LinearFactory) -> _Made | None:
         mixer.dt_bias.float(),
         float(least),
         float(most),
-        None if plain else norm.weight.float(),
+        None if plain else sharded or norm.weight.float(),
         0.0 if plain else norm.variance_epsilon,
         group,
         not getattr(norm, "norm_before_gate", False),
@@ -148,9 +143,11 @@ def _states_of_mamba2(mixer: Any) -> _Shapes:
 
 def _mamba(spec: MixerSpec, mixer: Any, linear: LinearFactory) -> _Made | None:
     steps = mixer.dt_proj.unpacked() if isinstance(mixer.dt_proj, QuantizedLinear) else mixer.dt_proj
-    if not linear.takes(mixer.x_proj) or type(steps) is not nn.Linear or steps.bias is None:
+    own = mixer.x_proj.inner if isinstance(mixer.x_proj, RowParallel) else mixer.x_proj
+    if not linear.takes(own) or type(steps) is not nn.Linear or steps.bias is None:
         return None
-    inner = linear(mixer.x_proj)
+    packed = linear(own)
+    inner = packed if own is mixer.x_proj else RowParallel(packed, mixer.x_proj.group, mixer.x_proj.share)
     norms = [getattr(mixer, f"{name}_layernorm") for name in ("dt", "b", "c")]
     arguments = (
         _taps(mixer.conv1d),
@@ -163,7 +160,7 @@ def _mamba(spec: MixerSpec, mixer: Any, linear: LinearFactory) -> _Made | None:
         -mixer.A_log.float().exp().t().contiguous(),
         mixer.D.float(),
     )
-    return (spec.kernel, arguments), {"x_proj": inner}
+    return (spec.kernel, arguments), {"x_proj": packed}
 
 
 def _states_of_mamba(mixer: Any) -> _Shapes:

@@ -1,23 +1,27 @@
-"""Checks at load if a model can take the paged path, and finds the shape of its keys.
+"""Compares, at load, what a model computes in different ways.
 
-The model runs a short prompt with its own attention, then two packed prompts and a decode step in the paged way, with
-every key, value and query caught on the way. A model that silently ignores a registered attention function shows no
-calls; one whose attention does more than the paged path supports, or reads other sequences, has other logits. Neither
-is used on the paged path.
+With its own attention, a model runs a short text, and says how its layers attend. By the logits of that text every
+other way is judged, which computes two packed prompts and a decode step: a spec in plain torch, which then judges
+models with kernels; or, for a model without a spec, `transformers`' own forward pass on the paged cache, with every key
+and value caught on the way. A model that silently ignores a registered attention function shows no calls; one whose
+attention does more than the paged path supports, or reads other sequences, has other logits.
 
 If a model is split, all shards do this together, each with its slices. This cannot show if the slices are the right
-ones: the plan of the architecture decides that. Alibi's biases in `transformers` are those of
-all heads; such a model's logits are compared with those of one text on the paged path instead.
+ones: the plan of the architecture decides that.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import (
@@ -28,11 +32,15 @@ from tgi_server.engine.backends.attention.base import (
 )
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat, storage
+from tgi_server.engine.backends.attention.paged_cache import attention_variant
 from tgi_server.engine.backends.base import PagedModel, PassInput
 from tgi_server.engine.backends.generic import GenericModel, install_paged_attention
+from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.errors import EngineError, PeerLost
 from tgi_server.engine.models.spec import Family
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
+from tgi_server.engine.parallel.layers import ShardedLayer
+from tgi_server.engine.parallel.shares import Share
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +50,8 @@ LONG, SHORT = 8, 5
 _LONG_RUN = 300
 # Where rounding alone changes the logits by more than their tolerance, that is the tolerance, up to this.
 _MOST_NOISE = 0.3
+# Arguments of attention modules that have a bias for each head.
+_BIASES = ("alibi", "position_bias")
 # Layers of `transformers`' cache, by what they have. Older versions lack some of them.
 _WITHOUT_KEYS = {"LinearAttentionLayer", "DummyLayer"}
 _OF_ALL_TOKENS = {"DynamicLayer", "DynamicIndexedLayer", "LinearAttentionAndFullAttentionLayer"}
@@ -101,6 +111,87 @@ class _Recorder(GatherAttention):
         return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes), value_dim)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnPass:
+    """The logits of a model with its own attention, of the texts of `_run`: [4, vocab_size]; and how layers attend.
+
+    variants: of the layers that call attention through `AttentionInterface`.
+    """
+
+    logits: Tensor
+    variants: Mapping[int, AttentionVariant]
+
+
+def own_pass(model: PreTrainedModel) -> OwnPass:
+    """Computes a text with the model's own attention, and notes how it is called."""
+    _choose_attention(model)
+    with _calls_noted(model) as variants:
+        return OwnPass(_own_logits(model), variants)
+
+
+def _own_logits(model: PreTrainedModel) -> Tensor:
+    """Returns the logits of OwnPass. A prompt's logits are those of any text that it starts."""
+    tokens = probe_tokens(model, LONG + 1)
+    with _own_biases(model):
+        logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits
+    return logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
+
+
+def _choose_attention(model: PreTrainedModel) -> None:
+    """Chooses an attention of `transformers` that does what the configuration says."""
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
+
+
+@contextmanager
+def _calls_noted(model: PreTrainedModel) -> Iterator[dict[int, AttentionVariant]]:
+    """Notes what attention modules say when they call the attention function, by their layer."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    own, known = ALL_ATTENTION_FUNCTIONS.get(name), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    variants: dict[int, AttentionVariant] = {}
+    keys: list[tuple[int, Tensor]] = []
+
+    def noted(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        source = next((index for index, earlier in keys if earlier is key), layer)
+        keys.append((layer, key))
+        variants[layer] = attention_variant(query, kwargs, None if source == layer else source)
+        function = own or sys.modules[type(module).__module__].eager_attention_forward
+        return function(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[name] = noted
+    try:
+        yield variants
+    finally:
+        ALL_ATTENTION_FUNCTIONS._local_mapping = known
+
+
+@contextmanager
+def _own_biases(model: nn.Module) -> Iterator[None]:
+    """Gives the attention modules of a shard the biases of their own heads (alibi), not those of all heads."""
+
+    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        share: Any = module.share
+        heads = slice(share.queries.start, share.queries.stop)
+        return args, kwargs | {name: bias[heads] for name in _BIASES if (bias := kwargs.get(name)) is not None}
+
+    modules = [each for each in model.modules() if isinstance(getattr(each, "share", None), Share)]
+    hooks = [
+        each.register_forward_pre_hook(cut, with_kwargs=True) for each in modules if not isinstance(each, ShardedLayer)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def window_objection(model: PreTrainedModel, variants: Mapping[int, AttentionVariant]) -> str | None:
+    """Returns why layers do not attend as the configuration says, in words; None if they do."""
+    said = {layer: (variant.window, variant.chunk) for layer, variant in variants.items()}
+    return None if said == _windows(model) else "its layers look at other tokens than they tell the attention function"
+
+
 def probe_paged_path(
     model: PreTrainedModel, family: Family, group: ShardGroup | None = None
 ) -> "tuple[GenericModel, LogitsProbe] | None":
@@ -109,19 +200,14 @@ def probe_paged_path(
     family: of the model. group: the shards of the model, when this is one of them. Leaves the model with paged
     attention when it can take the paged path, else with its own.
     """
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
     if model.config.is_encoder_decoder:
         return None
-    own = group is None or family.plan is None or family.plan(config).own_attention
-    expected = _own_logits(model) if own else None
+    _choose_attention(model)
+    expected = _own_logits(model)
     recorder = _Recorder(model)
     restore = install_paged_attention(model, family.attention)
     try:
-        if expected is None:
-            expected = _paged_logits(model)
-        paged = GenericModel(model, recorder, family.positions(config))
+        paged = GenericModel(model, recorder)
         actual = _run(paged)
     except PeerLost:
         raise
@@ -131,54 +217,44 @@ def probe_paged_path(
         reason = _objection(model, recorder, expected, actual)
     reason = fault_of_any(reason, group)
     if reason is None:
-        assert expected is not None
-        probe = LogitsProbe(paged, group, known=(recorder, actual))
-        reason = probe.difference(expected)
-        if reason is None:
-            return paged, probe
+        paged.variants = recorder.variants
+        paged.kv_shape = recorder.kv_shape
+        paged.attention = GatherAttention(paged.kv_shape, model.device, model.dtype)
+        reason = LogitsProbe(paged, group, expected=expected).fault(paged, "paged attention")
+    if reason is None:
+        return paged, LogitsProbe(paged, group, expected=actual)
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
     restore()
     return None
 
 
 class LogitsProbe:
-    """The logits of some texts, computed by a paged model in plain torch, as the reference of later comparisons.
+    """The logits of some texts, by which models are judged.
 
-    All shards of a model make one, and call it in the same order. shape: of keys and values. variants: how each layer
-    attends.
+    All shards of a model make one, and call it in the same order.
     """
 
     def __init__(
         self,
-        model: GenericModel,
+        model: GenericModel | ReferenceModel,
         group: ShardGroup | None = None,
         *,
         long: bool = False,
         kv_format: KVFormat | None = None,
-        known: tuple[_Recorder, Tensor] | None = None,
+        expected: Tensor | None = None,
     ) -> None:
-        """group: the shards of the model, when this is one of them. long: of texts of several blocks. kv_format: how
-        keys and values are cached; None: as they come. known: a backend with such logits, where it has computed them.
+        """model: computes the logits with attention in plain torch. group: the shards of the model, when this is one of
+        them. long: of texts of several blocks. kv_format: how keys and values are cached; None: as they come. expected:
+        the logits, of short texts, where they are known.
         """
-        source = model.source
+        self._model = model
         self._group = group
         self._length = min(_LONG_RUN, model.positions or _LONG_RUN) if long else None
-        before = model.attention
-        if known is None:
-            model.attention = recorder = _Recorder(source, self._length or 1, kv_format)
-            self._expected = self._logits(model)
-        else:
-            recorder, self._expected = known
-        noise = _noise(source, self._expected, lambda: self._logits(model))
-        rounded_keys = proofs.FP8_KEYS if recorder.kv_format.fp8 else 0.0
-        self._allowance = max(rounded_keys, noise - proofs.TOLERANCES["logits"][source.dtype])
-        model.attention = before
-        self.shape = recorder.kv_shape
-        self.variants = recorder.variants
-
-    def difference(self, own: Tensor) -> str | None:
-        """Returns the difference from logits with the model's own attention, in words, if it is too large."""
-        return self._fault("paged attention", lambda: [("in its logits", self._expected, own)])
+        self._kv_format = kv_format or KVFormat(model.attention.dtype)
+        logits = self._in_plain_torch() if expected is None else expected
+        self._expected = logits.to(model.attention.dtype)  # some models return logits in float32
+        self._allowance = proofs.FP8_KEYS if self._kv_format.fp8 else 0.0
+        self._noise: float | None = None
 
     def fault(self, model: PagedModel, name: str, rounding: float = 0.0) -> str | None:
         """Returns why a model must not compute as it does now, in words; None: it may.
@@ -186,36 +262,59 @@ class LogitsProbe:
         Its KV blocks are allocated anew. name: of what is done differently. rounding: share of their norm by which the
         logits may change besides. All shards come to the same answer.
         """
+        fault = self._fault(model, name, self._allowance + rounding)
+        if fault is None or self._expected.dtype is torch.float32:
+            return fault
+        if self._noise is None:
+            self._noise = self._rounding_noise() - proofs.TOLERANCES["logits"][self._expected.dtype]
+        return self._fault(model, name, max(self._allowance, self._noise) + rounding)
 
+    def _fault(self, model: PagedModel, name: str, allowance: float) -> str | None:
         def cases() -> Iterator[proofs.Case]:
-            model.allocate(2 * blocks_of(self._length or 1, model.attention.block_size) + 1)
             yield "in its logits", self._logits(model), self._expected
 
-        return self._fault(f"the model with {name}", cases, rounding)
-
-    def _fault(self, name: str, cases: Callable[[], Iterable[proofs.Case]], rounding: float = 0.0) -> str | None:
-        allowance = self._allowance + rounding
-        return fault_of_any(proofs.fault_of(name, cases, "logits", allowance, proofs.logits_error), self._group)
+        fault = proofs.fault_of(f"the model with {name}", cases, "logits", allowance, proofs.logits_error)
+        return fault_of_any(fault, self._group)
 
     def _logits(self, model: PagedModel) -> Tensor:
+        model.allocate(2 * blocks_of(self._length or 1, model.attention.block_size) + 1)
         return _run(model) if self._length is None else _run_long(model, self._length)
+
+    def _in_plain_torch(self) -> Tensor:
+        model, before = self._model, self._model.attention
+        model.attention = GatherAttention(before.shape, before.device, before.dtype, self._kv_format)
+        try:
+            return self._logits(model)
+        finally:
+            model.attention = before
+
+    def _rounding_noise(self) -> float:
+        """Returns the difference of logits that rounding alone can make, up to _MOST_NOISE.
+
+        Rounding adds up over the layers, and in a mixture of experts whose router is undecided the last bit of a number
+        may choose other experts. So the logits are computed again with each layer's output a last bit off.
+        """
+        step = torch.finfo(self._expected.dtype).eps
+
+        def round_otherwise(_: Any, __: Any, output: Any) -> Any:
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return output
+            signs = torch.ones_like(output)
+            signs[..., ::2] = -1
+            return output * (1 + step * signs)
+
+        plain = self._in_plain_torch()
+        hooks = [module.register_forward_hook(round_otherwise) for module in self._model.rounding_modules()]
+        try:
+            return min(proofs.logits_error(self._in_plain_torch(), plain), _MOST_NOISE)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
     """Returns some tokens of the model's vocabulary: [count] int64."""
     return torch.arange(count, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
-
-
-def _own_logits(model: PreTrainedModel) -> Tensor:
-    """Returns what `_run` has to compute: [4, vocab_size]. A prompt's logits are those of any text that it starts."""
-    tokens = probe_tokens(model, LONG + 1)
-    return model(input_ids=tokens[None], use_cache=False).logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
-
-
-def _paged_logits(model: PreTrainedModel) -> Tensor:
-    """Returns the logits of `_own_logits`, of one text in one pass with the paged attention installed already."""
-    logits = text_logits(GenericModel(model, _Recorder(model)), probe_tokens(model, LONG + 1), None)
-    return logits[[LONG - 1, SHORT - 1, LONG, SHORT]]
 
 
 def text_logits(model: PagedModel, tokens: Tensor, wanted: Tensor | None) -> Tensor:
@@ -315,38 +414,11 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
         return f"it called the attention function {attended} times in {len(windows)} layers, {cached} with keys"
     if recorder.variants.keys() != windows.keys() or recorder.unequal:
         return "its layers have keys of different kinds"
-    if {layer: (variant.window, variant.chunk) for layer, variant in recorder.variants.items()} != windows:
-        return "its layers look at other tokens than they tell the attention function"
+    if objection := window_objection(model, recorder.variants):
+        return objection
     if expected.shape != actual.shape:
         return "it does not compute the logits of chosen tokens only"
     return None
-
-
-def _noise(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:
-    """Returns the difference of logits that rounding alone can make, up to _MOST_NOISE; 0 in float32.
-
-    Rounding adds up over the layers, and in a mixture of experts whose router is undecided the last bit of a number may
-    choose other experts. So the logits are computed again with each module's output a last bit off.
-    again: computes them.
-    """
-    if model.dtype is torch.float32:
-        return 0.0
-    step = torch.finfo(model.dtype).eps
-
-    def round_otherwise(_: Any, __: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        signs = torch.ones_like(output)
-        signs[..., ::2] = -1
-        return output * (1 + step * signs)
-
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    hooks = [module.register_forward_hook(round_otherwise) for module in leaves]
-    try:
-        return min(proofs.logits_error(again(), logits), _MOST_NOISE)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _windows(model: PreTrainedModel) -> dict[int, tuple[int, int] | None]:

@@ -1,57 +1,203 @@
-"""The backend of plain torch, for any device, with which the others are compared."""
+"""A decoder as its spec describes it, in plain torch: by this the models with kernels are judged.
 
-from functools import partial
+It runs on any device, and computes models for which a device has no kernels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from shared.control_groups import usable_cores
-from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
-from tgi_server.engine.backends.attention.gather import GatherAttention
-from tgi_server.engine.backends.attention.kv_format import KVFormat
-from tgi_server.engine.backends.base import Backend, MakeLora, PagedModel
-from tgi_server.engine.backends.generic import GenericModel
-from tgi_server.engine.backends.kv_cache_probe import choose_kv_format
-from tgi_server.engine.backends.lora import TorchLora
-from tgi_server.engine.backends.probe import LogitsProbe, probe_paged_path
-from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
-from tgi_server.engine.models.spec import DecoderSpec, Family
+from tgi_server.engine.backends.attention.base import (
+    AttentionBackend,
+)
+from tgi_server.engine.backends.base import Keep, MakeLora, PassInput
+from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm
+from tgi_server.engine.backends.layer_parts import LayerParts, LayerPass
+from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
+from tgi_server.engine.backends.recurrent import mix
+from tgi_server.engine.backends.states import SequenceStates
 
 
-class ReferenceBackend(Backend):
-    """Runs the forward pass of `transformers`, also for models with a spec."""
+class ReferenceModel(LayerParts):
+    """Runs a decoder layer by layer."""
 
-    def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
-        super().__init__(source, config)
-        self.fixed_memory = on_gpu = source.device.type == "cuda"
-        self.where = "on a GPU in plain torch" if on_gpu else "on a CPU"
-        self.cheap_tokens = 128 if on_gpu else 4
-        self.spare_cores = usable_cores() - (0 if on_gpu else torch.get_num_threads())
+    name = "plain torch"
 
-    def create_model(self, family: Family, spec: DecoderSpec | None) -> PagedModel | None:
-        found = probe_paged_path(self.source, family, self.group)
-        if found is None:
-            return None
-        model, probe = found
-        model.attention = self.attention(probe.shape, self._kv_format())
-        proved = self._proved(model, probe, spec)
-        proved.kv_shape = probe.shape
-        if (kv_format := proved.attention.kv_format).fp8:
-            make = partial(self.attention, proved.attention.shape)
-            choose_kv_format(proved, kv_format, make, self.config.model_path, model.positions, self.group)
-        return proved
+    def __init__(self, source: nn.Module, decoder: Decoder, attention: AttentionBackend) -> None:
+        super().__init__(source, decoder, attention)
+        self.states = SequenceStates() if decoder.spec.has_states else None
+        self._tapped: frozenset[int] = frozenset()
+        self._keep: Keep | None = None
+        # as the model's dtype has it
+        self._embedding_scale = float(torch.tensor(self._spec.embedding_scale, dtype=attention.dtype))
 
-    def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
-        return GatherAttention(shape, self.source.device, self.source.dtype, kv_format)
+    def forward(self, inputs: PassInput) -> Tensor:
+        decoder, taps, images = self.decoder, [], inputs.images
+        hidden = self._embedded(inputs)
+        turns = inputs.positions if inputs.rotary is None else inputs.rotary
+        rotations = [rope.at(hidden, turns) for rope in decoder.ropes]
+        further = self._further_inputs(inputs, hidden)
+        step = LayerPass(inputs.positions, rotations, inputs.metadata, inputs.adapters, further)
+        streams = self._streams(hidden, step.rows)
+        for layer in decoder.layers:
+            if layer.index in self._tapped:
+                taps.append(hidden.clone())  # to which the layer may add in place
+            if streams is None:
+                hidden = self._layer(layer, hidden, step)
+            else:
+                streams = self._layer_of_streams(layer, streams, step)
+                hidden = streams[0]
+            if images is not None and layer.index < len(images.added):
+                hidden = hidden.index_add(0, images.rows, images.added[layer.index])
+        if streams is not None:
+            hidden = self._merged(streams, step.rows)
+        if len(decoder.layers) in self._tapped:
+            taps.append(hidden.clone())
+        if inputs.wanted is not None:
+            hidden = hidden[inputs.wanted]
+        hidden = self._normed(decoder.norm, hidden)
+        if self._keep is not None:
+            self._keep([hidden, *taps])
+        return self._logits(hidden, step.rows)
 
-    def lora(self, max_rank: int) -> MakeLora:
-        return lambda outputs, parts: TorchLora()
+    def tap(self, layers: Sequence[int], keep: Keep) -> None:
+        self._tapped, self._keep = frozenset(layers), keep
 
-    def _proved(self, model: GenericModel, probe: LogitsProbe, spec: DecoderSpec | None) -> PagedModel:
-        """Returns the model as the device computes it best, once that is proved. probe: of the generic model."""
-        return model
+    def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
+        self.adapted = True
+        places = []
+        for layer, parts in self.decoder.linears():
+            layer.lora = AdaptedLinear(parts, layer.in_features, lora(layer.out_features, len(parts)))
+            places.append(layer.lora)
+        return places
 
-    def _kv_format(self) -> KVFormat:
-        if self.config.kv_cache_dtype is None:
-            return KVFormat(self.source.dtype)
-        return KVFormat(KV_CACHE_DTYPES[self.config.kv_cache_dtype], getattr(self.source, "kv_scales", {}))
+    def rounding_modules(self) -> list[nn.Module]:
+        return [layer for layer, _ in self.decoder.linears()]
+
+    def _embedded(self, inputs: PassInput) -> Tensor:
+        hidden: Tensor = self.decoder.embedding(inputs.tokens)
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
+        if inputs.images is not None:
+            hidden = hidden.index_copy(0, inputs.images.rows, inputs.images.embeddings)
+        if self.decoder.positions is not None:
+            hidden = hidden + self.decoder.positions[inputs.positions]
+        return self._normed(self.decoder.embedding_norm, hidden)
+
+    def _layer(self, layer: DecoderLayer, residual: Tensor, step: LayerPass) -> Tensor:
+        """Returns the layer's output; it and residual are [tokens, hidden_size]."""
+        spec, norms = self._spec, layer.norms
+        attended = mixed = None
+        normed = self._normed(norms.get("attention_norm"), residual)
+        if layer.heads is not None:
+            attended = self._attend(layer, normed, step)
+        if layer.mixer is not None:
+            assert self.states is not None
+            projected = self._projected(layer, "mixer_in", normed, step.rows)
+            mixed = mix(layer.mixer, projected, step.metadata, self.states, step.rows)
+        laurel = self._laurel(layer.altup, normed, step.rows) if layer.altup else None
+        if spec.parallel and "feed_forward_norm" in norms:
+            normed = self._normed(norms["feed_forward_norm"], residual)
+        if attended is not None:
+            residual = self._added(layer, residual, "output", attended, norms.get("attended_norm"), step.rows)
+        if laurel is not None:
+            residual = (residual + laurel) / 2**0.5
+        if mixed is not None:
+            residual = self._added(layer, residual, "mixer_out", mixed, norms.get("attended_norm"), step.rows)
+        if layer.up is not None or layer.mixture is not None:
+            if not spec.parallel:
+                normed = self._normed(norms.get("feed_forward_norm"), residual)
+            residual = self._fed(layer, normed, residual, step.rows)
+        if layer.input_gate is not None and layer.altup is None:
+            residual = self._sum(residual, self._of_input(layer, residual, step), norms.get("input_norm"))
+        return residual if layer.scale == 1 else residual * layer.scale
+
+    def _fed(self, layer: DecoderLayer, x: Tensor, residual: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns the residual with the feed-forward part's output for x."""
+        fed_norm = layer.norms.get("fed_norm")
+        if layer.mixture is not None:
+            return self._sum(residual, self._mixed(layer, x, residual, rows), fed_norm)
+        return self._added(layer, residual, "down", self._widened(layer, x, rows), fed_norm, rows)
+
+    def _attend(self, layer: DecoderLayer, x: Tensor, step: LayerPass) -> Tensor:
+        """Returns the input of the layer's output projection, [tokens, heads * value_size]."""
+        made, spec, variant = layer.heads, layer.spec, self.variants[layer.index]
+        assert made is not None
+        if layer.latents is not None:
+            return self._attend_to_latents(layer, x, variant, step)
+        heads, kv_heads, size, norms = made.heads, made.kv_heads, made.size, layer.norms
+        joined = self._projected(layer, "qkv", x, step.rows)
+        if clip := spec.clip:
+            joined = joined.clamp(-clip, clip)
+        query: Any
+        key: Any
+        value: Any
+        gate = None
+        if spec.grouped:
+            groups = joined.view(len(x), kv_heads, heads // kv_heads + 2, size)
+            query, key, value = groups[:, :, :-2].reshape(len(x), heads, size), groups[:, :, -2], groups[:, :, -1]
+        else:
+            queries = heads * (2 if spec.gated else 1)
+            parts = joined.split((queries * size, kv_heads * size, kv_heads * made.value_size), 1)
+            query, key, value = (
+                each.view(len(x), -1, width) if each.shape[1] else None
+                for each, width in zip(parts, (size, size, made.value_size), strict=True)
+            )
+        if spec.gated:
+            query, gate = query.unflatten(1, (heads, 2)).unbind(2)
+        query = self._normed(norms.get("query_norm"), query)
+        if spec.tuning is not None:
+            query = _tuned(query, step.positions, *spec.tuning)
+        if key is None:
+            query = self._turned(query, spec.rope, step)
+        else:
+            key, value = self._normed(norms.get("key_norm"), key), self._normed(norms.get("value_norm"), value)
+            value = pad(value, (0, size - made.value_size)) if made.value_size < size else value
+            query = self._written(layer, query, key, value, step)
+        attended = self.attention.attend(layer.index, query, step.metadata, variant)
+        if spec.value_scale != 1:
+            attended = attended * spec.value_scale
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return attended[..., : made.value_size].flatten(1)
+
+    def _written(self, layer: DecoderLayer, query: Tensor, key: Tensor, value: Tensor, step: LayerPass) -> Tensor:
+        """Puts keys and values into their slots. Returns the query; it and keys are turned by their positions."""
+        if layer.spec.rope is None:
+            self.attention.write(layer.index, key, value, step.metadata)
+            return query
+        rotation = step.rotations[layer.spec.rope]
+        return self.attention.rotate_and_write(
+            layer.index, query, key, value, rotation, step.metadata, interleaved=self._spec.interleaved
+        )
+
+    def _added(
+        self, layer: DecoderLayer, residual: Tensor, name: str, x: Tensor, norm: Norm | None, rows: AdapterRows | None
+    ) -> Tensor:
+        """Returns residual and the linear layer's output for x, normalised and scaled where the spec says so."""
+        if norm is None and self._spec.residual_scale == 1 and name not in layer.scales:
+            added: Tensor = getattr(layer, name).adapted(x, rows, residual=residual)
+            return added
+        return self._sum(residual, self._projected(layer, name, x, rows), norm)
+
+    def _sum(self, residual: Tensor, output: Tensor, norm: Norm | None) -> Tensor:
+        """Returns residual and a part's output, normalised and scaled where the spec says so."""
+        output, scale = self._normed(norm, output), self._spec.residual_scale
+        return residual + (output if scale == 1 else output * scale)
+
+    def _logits(self, hidden: Tensor, rows: AdapterRows | None) -> Tensor:
+        logits = self.decoder.head.adapted(hidden, rows)
+        if self._spec.logits_divisor != 1:
+            logits = logits / self._spec.logits_divisor
+        if cap := self._spec.logits_softcap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+def _tuned(query: Tensor, positions: Tensor, floor: float, scale: float) -> Tensor:
+    """Returns query, [tokens, heads, size], scaled by its positions (Nakanishi 2025)."""
+    factors = torch.log1p(torch.floor((positions.float() + 1) / floor)) * scale + 1
+    return (query * factors[:, None, None]).to(query.dtype)

@@ -1,7 +1,7 @@
 """A decoder as data: what it is made of, and the names that its modules have in `transformers`.
 
-How a layer attends (scaling, window, soft cap, sinks) does not stand here: the probe notes what the layers of
-`transformers` say when they call attention.
+What the layers of `transformers` say when they call attention (scaling, window, soft cap, sinks) does not stand here:
+the probe notes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -121,7 +121,10 @@ class LayerSpec:
     activation; the normalised projection of that is added to the residual. output_scale: a tensor with the number by
     which the layer's output is multiplied. deviations: of what the gate gives, only the excess over the mean and so
     many standard deviations counts (Gemma 3n); None: all.
-    rope: which of the model's rotary tables turns queries and keys; None: none does.
+    rope: which of the model's rotary tables turns queries and keys; None: none does. alibi: what is added to scores by
+    the position of the key (Press et al. 2022), with slopes as in BLOOM ("geometric"), rounded as in Falcon
+    ("rounded"), or ordered as in MPT ("interleaved"); None: nothing. chunk: a token attends to those of its own chunk
+    of so many tokens (Llama 4); 0: there are no chunks.
     value_scale: of values. scaling: of the scores, where `transformers` scales the query before it calls attention;
     None: as it says there. tuning: a floor and a scale, of the query at each position: it is multiplied by
     1 + scale * log(1 + floor((position + 1) / floor)) (Nakanishi 2025).
@@ -161,6 +164,8 @@ class LayerSpec:
     output_scale: str | None = None
     deviations: float | None = None
     rope: int | None = 0
+    alibi: Literal["geometric", "rounded", "interleaved"] | None = None
+    chunk: int = 0
     value_scale: float = 1.0
     scaling: float | None = None
     tuning: tuple[float, float] | None = None
@@ -245,19 +250,6 @@ class DecoderSpec:
         return any(layer.mixer for layer in self.layers)
 
     @property
-    def on_cpus_alone(self) -> bool:
-        """True if there are parts that kernels for GPUs do not have."""
-        return (
-            self.has_states
-            or self.has_latents
-            or self.altup
-            or any(
-                each.value_norm or each.output_scale or each.tuning or (each.mixture and each.mixture.share_inputs)
-                for each in self.layers
-            )
-        )
-
-    @property
     def has_latents(self) -> bool:
         """True if there are layers that attend to latents."""
         return any(layer.latents for layer in self.layers)
@@ -275,7 +267,8 @@ class Family:
     spec: raises NoSpec for a model that it does not describe; None: the family has no spec.
     plan: how the model is split among ranks; None: it cannot be split.
     relative: positions are relative, so that nothing bounds the length of a text.
-    attention: the module of `paged_attention` by which a model attends that does not go through `AttentionInterface`.
+    attention: the module of `paged_attention` by which a model without a spec attends, or a layer for multi-token
+    prediction, where `AttentionInterface` is not enough.
     mtp: checkpoints may have a layer that predicts further tokens (DeepSeek-V3, 2024).
     padding_first: positions are counted from the one behind the padding token's id, as in RoBERTa.
     Of a model with a text model in it: images: it reads images. two_way: returns the layers in which an image's tokens

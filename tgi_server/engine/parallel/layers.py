@@ -40,17 +40,6 @@ class RowParallel(ShardedLayer):
         return self.group.all_reduce(self.inner.adapted(x, rows, residual=own).contiguous())
 
 
-class SummedExperts(ShardedLayer):
-    """Experts that each compute all tokens. Each shard has some features: the output is a sum over all shards."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [experts * tokens, hidden_size], expert by expert. Returns the sum as the first expert's output."""
-        outputs = self.inner(x).unflatten(0, (len(self.inner.gate_up_proj), -1))
-        summed = torch.zeros_like(outputs)
-        summed[0] = self.group.all_reduce(outputs.sum(0))
-        return summed.flatten(0, 1)
-
-
 class VocabParallelEmbedding(ShardedLayer):
     """An embedding whose vocabulary is split over the shards."""
 

@@ -85,14 +85,12 @@ class ShardingPlan:
     splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it
     has other names than the model.
     whole: modules with matrices that every shard has, by the end of their path.
-    own_attention: with the attention of `transformers`, the split model still computes the right thing.
     """
 
     heads: Heads
     attention: tuple[str, ...]
     splits: Mapping[str, Split]
     whole: tuple[str, ...] = ()
-    own_attention: bool = True
     layer_heads: Mapping[str, Heads] = field(default_factory=dict)
 
     def share(self, path: str, share: Share) -> Share:

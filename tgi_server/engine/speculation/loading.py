@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.config import EngineConfig
@@ -51,12 +52,11 @@ def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunn
 def load_own_drafter(
     config: EngineConfig, model_config: PretrainedConfig, model: PreTrainedModel, runner: PagedRunner
 ) -> ModelDrafter | None:
-    """Returns the drafter in the model's own checkpoint, for its runner; None if there is none, or on GPUs for a model
-    with a spec.
+    """Returns the drafter in the model's own checkpoint, for its runner; None if there is none.
 
     model_config: the folder's own.
     """
-    if isinstance(runner.model, CpuModel):
+    if isinstance(runner.model, CpuModel | ReferenceModel):
         layer_type = runner.model.decoder.layer_type
     elif isinstance(runner.model, GenericModel) and hasattr(decoder := model.get_decoder(), "layers"):
         layer_type = type(decoder.layers[-1])

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tgi_server.engine.backends import PagedModel, PassInput
 from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
-from tgi_server.engine.backends.generic import substitute_attention
+from tgi_server.engine.backends.generic import attention_implementation, substitute_attention
 from tgi_server.engine.checkpoint.cut import cut, surround
 from tgi_server.engine.checkpoint.quantized import Quantization
 from tgi_server.engine.checkpoint.reader import Checkpoint, open_checkpoint
@@ -103,7 +103,6 @@ class PagedMtp(PagedModel):
 
     def forward(self, inputs: PassInput) -> Tensor:
         self._cache.backend, self._cache.metadata = self.attention, inputs.metadata
-        self._cache.positions = inputs.positions
         logits: Tensor = self.source(inputs, self._cache)
         return logits
 
@@ -159,7 +158,7 @@ def _prefixes(tensors: Checkpoint, layers: int) -> list[str] | None:
 def _config_of(text: PretrainedConfig) -> PretrainedConfig:
     """Returns the configuration by which the family's decoder layer is one with attention and its usual experts."""
     config: Any = copy.deepcopy(text)
-    config._attn_implementation = text._attn_implementation
+    config._attn_implementation = attention_implementation(family_of(text).attention)
     changes = {
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from tests.tiny_models import build, make
-from tests.unit.engine.probed import probed
+from tests.unit.engine.probed import by_spec, probed
 from tests.unit.engine.requests import expected_tokens, generate_together, load_engine, prompts
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.backends.attention.gather import GatherAttention
@@ -138,8 +138,8 @@ def test_a_model_that_takes_positions_from_elsewhere_is_noticed() -> None:
 
 def test_the_shape_of_keys_is_that_of_the_model() -> None:
     with torch.inference_mode():
-        _, probe = probed(build("falcon_40b"))
-    assert (probe.shape.heads, probe.shape.head_dim) == ((2, 2), 16)
+        shapes = [by_spec(build("falcon_40b")).kv_shape, probed(build("qwen2"))[0].kv_shape]
+    assert [(shape.heads, shape.head_dim) for shape in shapes] == [((2, 2), 16), ((2, 2), 16)]
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "falcon_rw", "gemma2", "mixtral", "qwen3_moe"])

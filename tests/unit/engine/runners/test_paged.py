@@ -13,8 +13,8 @@ from tgi_server import demo_model
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
-from tgi_server.engine.backends.reference import ReferenceBackend
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.runners import paged
@@ -53,11 +53,11 @@ def test_a_kernel_that_fails_while_warming_up_is_replaced(
     config = EngineConfig(make("llama", tmp_path, max_position_embeddings=512), cpu_memory=1 << 24)
     model = load_model(config, torch.device("cpu"))
     with torch.inference_mode():
-        paged_model, probe = probed(model)
+        paged_model, _ = probed(model)
         probe = LogitsProbe(paged_model, long=True)
-        paged_model.attention = Failing(probe.shape, model.device, model.dtype)
+        paged_model.attention = Failing(paged_model.kv_shape, model.device, model.dtype)
         assert probe.fault(paged_model, "Failing") is None
-        runner = paged.PagedRunner(paged_model, ReferenceBackend(model, config))
+        runner = paged.PagedRunner(paged_model, PlainBackend(model, config))
         capacity = runner.warm_up(4, 400, 500, 500)
     assert (capacity.block_size, capacity.max_total_tokens) == (32, 500)
     (fallback,) = runner.fallbacks
@@ -79,12 +79,12 @@ class Wrong(GatherAttention):
 def test_the_probe_of_a_backend_continues_prompts(tmp_path: Path) -> None:
     model = load_model(EngineConfig(make("llama", tmp_path)), torch.device("cpu"))
     with torch.inference_mode():
-        paged_model, probe = probed(model)
+        paged_model, _ = probed(model)
         probe = LogitsProbe(paged_model, long=True)
-        paged_model.attention = Wrong(probe.shape, model.device, model.dtype)
+        paged_model.attention = Wrong(paged_model.kv_shape, model.device, model.dtype)
         fault = probe.fault(paged_model, "Wrong")
     assert fault is not None
-    assert fault.startswith("logits change by")
+    assert fault.startswith("the model with Wrong is off by")
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused() -> None:

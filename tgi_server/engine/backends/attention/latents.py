@@ -5,6 +5,7 @@ then has one KV head. Of the many tokens of a prompt it takes less work to make 
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from tgi_server.engine.memory import HOST
 
 # Returns the latents and what is cached beside them in blocks of a layer, [*blocks, block_size, 1, size] each.
 Gather = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+
+
+def latents_of(attention: Any) -> Latents:
+    """Returns the weights that make keys and values of the latents of an attention module of `transformers`."""
+    size, weight = attention.qk_nope_head_dim, attention.kv_b_proj.weight.to(attention.kv_a_layernorm.weight.dtype)
+    heads = weight.unflatten(0, (-1, size + attention.v_head_dim))
+    return Latents(heads[:, :size].contiguous(), heads[:, size:].mT.contiguous())
 
 
 def attend_to_latents(

@@ -6,6 +6,7 @@ the model code between the two never sees history. The attention function finds 
 attention module that calls it: there is no global state.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch.nn import functional
 from transformers import AttentionInterface, Cache
 
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
-from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "oatmill_paged"
@@ -22,16 +22,12 @@ IMPLEMENTATION = "oatmill_paged"
 class PagedCache(Cache):
     """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
-    backend: owns the KV blocks. states: of layers without keys; None: the model has none. metadata: the places of the
-    current forward pass's tokens. positions: their positions, [tokens] int64. Both are set before each pass.
+    backend: owns the KV blocks. metadata: the places of the current forward pass's tokens, set before each pass.
     """
 
-    positions: Tensor
-
-    def __init__(self, backend: AttentionBackend, states: SequenceStates | None = None) -> None:
+    def __init__(self, backend: AttentionBackend) -> None:
         super().__init__(layers=[])
         self.backend = backend
-        self.states = states
         self.metadata: ForwardMetadata | None = None
         self._written_by_attention: set[int] = set()
         self._of_latents: set[int] = set()
@@ -69,22 +65,6 @@ class PagedCache(Cache):
         """Returns 0: positions are passed to the model, so every pass may look like the first one."""
         return 0
 
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        """Returns None, so that mixers compute every pass like the first one: their functions know the states."""
-
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Returns the inputs of a convolution as they came."""
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Does nothing: the state is in its slot already."""
-        return recurrent_states
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
-
 
 def paged_attention(
     module: nn.Module,
@@ -105,17 +85,27 @@ def paged_attention(
     """
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModel("the paged path does not support position biases")
-    sinks: Tensor | None = kwargs.get("s_aux")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    variant = AttentionVariant(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        sinks=None if sinks is None else sinks.float(),
-        keys_of=source if (source := getattr(key, "cached_by", layer)) != layer else None,
-    )
+    source = getattr(key, "cached_by", layer)
+    said = kwargs | {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    variant = attention_variant(query, said, source if source != layer else None)
     cache: PagedCache = module.paged_cache  # type: ignore[assignment]
     return cache.attend(layer, query, variant)[..., : value.shape[-1]], None
+
+
+def attention_variant(query: Tensor, said: Mapping[str, Any], keys_of: int | None) -> AttentionVariant:
+    """Returns how a layer of `transformers` attends. query: [1, heads, tokens, head_dim].
+
+    said: the arguments of the attention function by their names. keys_of: see AttentionVariant.
+    """
+    scaling, sinks = said.get("scaling"), said.get("s_aux")
+    return AttentionVariant(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=said.get("sliding_window") or 0,
+        softcap=said.get("softcap") or 0.0,
+        sinks=None if sinks is None else sinks.float(),
+        keys_of=keys_of,
+    )
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

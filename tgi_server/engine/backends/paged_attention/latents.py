@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, Latents, Selection, rotate, rotate_pairs
+from tgi_server.engine.backends.attention.base import AttentionVariant, Selection, rotate, rotate_pairs
+from tgi_server.engine.backends.attention.latents import latents_of
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
 
 IMPLEMENTATION = "oatmill_paged_latents"
@@ -65,11 +66,9 @@ class _PagedLatentAttention(nn.Module):
 
     def prepare(self) -> None:
         own: Any = self
-        size, weight = own.qk_nope_head_dim, own.kv_b_proj.weight.to(own.kv_a_layernorm.weight.dtype)
+        latents = latents_of(own)
         self._modules = {name: module for name, module in self._modules.items() if name != "kv_b_proj"}
-        heads = weight.unflatten(0, (-1, size + own.v_head_dim))
-        keys, values = heads[:, :size].contiguous(), heads[:, size:].mT.contiguous()
-        self.variant = AttentionVariant(scaling=float(own.scaling), latents=Latents(keys, values))
+        self.variant = AttentionVariant(scaling=float(own.scaling), latents=latents)
         self.writes_cache = hasattr(own, "indexer")
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:

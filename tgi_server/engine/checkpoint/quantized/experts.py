@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, relu, silu
 from tgi_server.engine.checkpoint.quantized.layer import QuantizedLinear
 
 # By their names in the kernels.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "relu": relu,
     "relu2": lambda x: relu(x).square(),
@@ -90,7 +90,7 @@ class Experts(nn.Module):
         given = torch.linspace(-9, 9, 8).unsqueeze(0)
         gate, other = given.chunk(2, -1) if gated else (given, torch.ones(()))
         actual = self._gate(given)
-        for name, activation in _ACTIVATIONS.items():
+        for name, activation in ACTIVATIONS.items():
             if torch.allclose(actual, activation(gate) * other):
                 return name, gated, 0.0, 0.0
         if self._clamps is None:

@@ -15,6 +15,7 @@ BLOOM = LayerSpec(
     up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
     rope=None,
+    alibi="geometric",
 )
 
 
@@ -41,7 +42,7 @@ def bloom_plan(config: Any) -> ShardingPlan:
         **feed_forward("dense_h_to_4h", down="dense_4h_to_h"),
         **HEAD,
     }
-    return ShardingPlan(heads_of(config), ("self_attention",), splits, own_attention=False)
+    return ShardingPlan(heads_of(config), ("self_attention",), splits)
 
 
-FAMILIES = {"bloom": Family(bloom, bloom_plan, relative=True, attention="bloom")}
+FAMILIES = {"bloom": Family(bloom, bloom_plan, relative=True)}

@@ -13,6 +13,7 @@ def falcon(config: Any) -> DecoderSpec:
     """Most have one norm for attention and the feed-forward part, the larger ones one for each."""
     grouped = config.new_decoder_architecture
     layer = replace(BLOOM, grouped=grouped or not config.multi_query, rope=None if config.alibi else 0)
+    layer = replace(layer, alibi="rounded" if config.alibi else None)
     if grouped and config.num_ln_in_parallel_attn != 1:
         layer = replace(layer, attention_norm="ln_attn", feed_forward_norm="ln_mlp")
     elif config.parallel_attn:
@@ -41,7 +42,7 @@ def _plan(config: Any) -> ShardingPlan:
     else:
         heads, layout = Heads(queries, queries), query_heads
     splits = {**plan.splits, "self_attention.query_key_value": column_parallel(layout)}
-    return replace(plan, heads=heads, splits=splits, own_attention=not config.alibi)
+    return replace(plan, heads=heads, splits=splits)
 
 
-FAMILIES = {"falcon": Family(falcon, _plan, attention="falcon")}
+FAMILIES = {"falcon": Family(falcon, _plan)}

@@ -183,7 +183,7 @@ FAMILIES = {
     "gpt_bigcode": Family(gpt_bigcode, _gpt_bigcode),
     "gpt_neo": Family(plan=_gpt_neo),
     "gpt_neox": Family(gpt_neox, _gpt_neox),
-    "gptj": Family(gptj, _gptj, attention="gptj"),
+    "gptj": Family(gptj, _gptj),
     "persimmon": Family(persimmon, _persimmon),
     "phi": Family(phi, _phi),
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import LLAMA, heads_of
-from tgi_server.engine.parallel.layers import SummedExperts
+from tgi_server.engine.parallel.layers import RowParallel
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split
 from tgi_server.engine.parallel.shares import halves
 
@@ -33,6 +33,7 @@ def _layer(config: Any, *, rotary: bool, mixed: bool) -> LayerSpec:
         query_norm=norm,
         key_norm=norm,
         rope=0 if rotary else None,
+        chunk=config.attention_chunk_size if rotary else 0,
         tuning=(config.floor_scale, config.attn_scale) if config.attn_temperature_tuning and not rotary else None,
     )
 
@@ -41,11 +42,11 @@ _MIXTURE = MixtureSpec("feed_forward", "router", sigmoid=True, normalised=False,
 
 
 def _plan(config: Any) -> ShardingPlan:
-    experts = Split({"gate_up_proj": Slice(2, halves), "down_proj": Slice(1)}, SummedExperts)
+    experts = Split({"gate_up_proj": Slice(2, halves), "down_proj": Slice(1)}, RowParallel)
     return ShardingPlan(heads_of(config), ("self_attn",), {**LLAMA, "experts": experts}, ("router",))
 
 
 FAMILIES = {
-    "llama4_text": Family(llama4, _plan, attention="llama4"),
+    "llama4_text": Family(llama4, _plan),
     "llama4": Family(images=True, image_projector="multi_modal_projector"),
 }

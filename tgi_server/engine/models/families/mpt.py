@@ -19,6 +19,8 @@ def mpt(config: Any) -> DecoderSpec:
         attention_norm="norm_1",
         feed_forward_norm="norm_2",
         rope=None,
+        alibi="interleaved",
+        scaling=config.attn_config.softmax_scale,
     )
     return DecoderSpec.uniform(
         config, layer, activation="gelu", gated_mlp=False, layer_list="blocks", final_norm="norm_f", ropes=()
@@ -33,7 +35,7 @@ def _plan(config: Any) -> ShardingPlan:
         **feed_forward("ffn.up_proj", down="ffn.down_proj"),
         **HEAD,
     }
-    return ShardingPlan(heads_of(config), ("attn",), splits, own_attention=False)
+    return ShardingPlan(heads_of(config), ("attn",), splits)
 
 
-FAMILIES = {"mpt": Family(mpt, _plan, relative=True, attention="mpt")}
+FAMILIES = {"mpt": Family(mpt, _plan, relative=True)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
-from tgi_server.engine.backends.states import causal_convolution, delta_rule, selective_scan
+from tgi_server.engine.backends import recurrent
 from tgi_server.engine.kernels import load_kernels
 
 TOKENS, SLOTS = 90, 7
@@ -90,9 +90,12 @@ def convolution(dtype: torch.dtype, *, bias: bool = True, activation: str | None
         "activation": activation,
     }
 
-    def reference(initial_state: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        output, state = causal_convolution(initial_state=initial_state.transpose(1, 2), **arguments)
-        return output, state.transpose(1, 2)
+    def reference(
+        initial_state: Tensor, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> tuple[Tensor, Tensor]:
+        taps, inputs = weight.float().t(), hidden_states.transpose(1, 2)
+        output, state = recurrent.convolution(taps, bias, activation is not None, initial_state, inputs)
+        return output.transpose(1, 2), state
 
     return Case(run_convolution, reference, arguments, ["hidden_states"], 2)
 
@@ -108,7 +111,14 @@ def delta(
     gates = -torch.rand(1, TOKENS, heads, *(size,) * by_channel)
     arguments = {"query": query, "key": key, "value": value.unflatten(-1, (heads, value_size)), "g": gates}
     arguments |= {"beta": torch.rand(1, TOKENS, heads, dtype=dtype)}
-    return Case(run_delta_rule, delta_rule, arguments, ["query", "key", "value", "g", "beta"], 1)
+
+    def reference(
+        initial_state: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        chunked = recurrent.KIMI_CHUNKS if by_channel else recurrent.CHUNKS
+        return recurrent.delta_rule(chunked, initial_state, query, key, value, g, beta)
+
+    return Case(run_delta_rule, reference, arguments, ["query", "key", "value", "g", "beta"], 1)
 
 
 def mamba2(dtype: torch.dtype, *, bias: bool = True, size: int = 20, columns: int = 24) -> Case:
@@ -147,10 +157,16 @@ def mamba(dtype: torch.dtype, *, gated: bool = True, channels: int = 72, size: i
         "delta_softplus": True,
     }
 
-    def reference(initial_state: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    def reference(initial_state: Tensor, **of: Any) -> tuple[Tensor, Tensor]:
         # [texts, parts, size, columns] of the kernel, [texts, channels, size] here.
         parts = initial_state.shape[1]
-        output, state = selective_scan(initial_state=initial_state.transpose(2, 3).flatten(1, 2), **arguments)
+        steps = torch.nn.functional.softplus(of["dt"] + of["delta_bias"].to(dtype)[:, None])
+        inputs = (each.transpose(1, 2) for each in (of["hidden_states"], steps, of["B"], of["C"]))
+        state = initial_state.transpose(2, 3).flatten(1, 2)
+        scanned, state = recurrent.mamba_scan(of["A"], state, *inputs)
+        output = scanned.transpose(1, 2) + of["hidden_states"] * of["D"][:, None]
+        if of["z"] is not None:
+            output = output * torch.nn.functional.silu(of["z"])
         return output, state.unflatten(1, (parts, -1)).transpose(2, 3)
 
     inputs = ["hidden_states", "dt", "B", "C", *["z"] * gated]

@@ -5,7 +5,7 @@ import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from tgi_server.engine.backends.paged_attention.alibi import geometric_slopes, interleaved_slopes
+from tgi_server.engine.backends.alibi import geometric_slopes, interleaved_slopes
 
 HEADS = [1, 2, 4, 6, 12, 16, 25, 40, 64, 71, 112]
 

@@ -1,7 +1,6 @@
 """Slopes of attention with linear biases (Press et al. 2022)."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +8,18 @@ from torch import Tensor, nn
 from tgi_server.engine.parallel.shares import Share
 
 
-def slopes_of(attention: nn.Module, heads: int, slopes: Callable[[int], Tensor]) -> Tensor:
-    """Returns the slopes of the heads that an attention module computes, which may be a shard's: [heads] float32."""
+def slopes_of(attention: nn.Module, heads: int, kind: str) -> Tensor:
+    """Returns the slopes of the heads that an attention module computes, which may be a shard's: [heads] float32.
+
+    kind: `alibi` of LayerSpec.
+    """
+    slopes = interleaved_slopes if kind == "interleaved" else geometric_slopes
     share = getattr(attention, "share", None)
-    if not isinstance(share, Share):
-        return slopes(heads)
-    return slopes(share.heads.queries)[share.queries.start : share.queries.stop]
+    if isinstance(share, Share):
+        own = slopes(share.heads.queries)[share.queries.start : share.queries.stop]
+    else:
+        own = slopes(heads)
+    return own.bfloat16().float() if kind == "rounded" else own
 
 
 def geometric_slopes(heads: int) -> Tensor:
@@ -29,7 +34,7 @@ def geometric_slopes(heads: int) -> Tensor:
     return torch.cat([slopes, _powers(2 * power, torch.arange(1, 2 * (heads - power), 2))])
 
 
-def interleaved_slopes(heads: int, bias_max: float) -> Tensor:
+def interleaved_slopes(heads: int, bias_max: float = 8) -> Tensor:
     """Returns 2^(-bias_max/n), 2^(-2*bias_max/n), ... for n heads: [heads] float32.
 
     When n is no power of two: of the next power of two's slopes, first every second one, then the ones between.

@@ -1,0 +1,234 @@
+"""Parts of layers in plain torch: what all layers use, and what few families have (mixtures, latents, streams)."""
+
+import operator
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, relu
+
+from tgi_server.engine.backends.attention.base import (
+    AttentionBackend,
+    AttentionVariant,
+    ForwardMetadata,
+    rotate,
+    rotate_pairs,
+)
+from tgi_server.engine.backends.base import PagedModel, PassInput
+from tgi_server.engine.backends.decoder import AltUpLayer, Decoder, DecoderLayer, Norm
+from tgi_server.engine.backends.lora import AdapterRows
+from tgi_server.engine.checkpoint.quantized.experts import ACTIVATIONS
+from tgi_server.engine.linear import PackedLinear
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPass:
+    """The tokens of a pass as layers see them. rotations: of each of the model's ropes.
+
+    further: the further inputs of layers, [tokens, layers, size]; None: there are none.
+    """
+
+    positions: Tensor
+    rotations: Sequence[Rotation]
+    metadata: ForwardMetadata
+    rows: AdapterRows | None
+    further: Tensor | None
+
+
+class LayerParts(PagedModel):
+    """A model by its spec, without the order in which a layer computes its parts. variants: how layers attend."""
+
+    def __init__(self, source: nn.Module, decoder: Decoder, attention: AttentionBackend) -> None:
+        super().__init__(source, attention)
+        self.decoder = decoder
+        self._spec = decoder.spec
+        self.variants = {layer.index: found for layer in decoder.layers if (found := _variant(layer)) is not None}
+
+    @abstractmethod
+    def _layer(self, layer: DecoderLayer, residual: Tensor, step: LayerPass) -> Tensor:
+        """Returns the layer's output; it and residual are [tokens, hidden_size]."""
+
+    def _further_inputs(self, inputs: PassInput, hidden: Tensor) -> Tensor | None:
+        made = self.decoder.inputs
+        if made is None:
+            return None
+        spec = made.spec
+        projected = made.projection.adapted(hidden, inputs.adapters) * spec.projection_scale
+        projected = self._normed(made.norm, projected.unflatten(1, (-1, made.norm.size)))
+        known = inputs.tokens.masked_fill(inputs.tokens >= spec.tokens, 0)
+        scale = float(torch.tensor(spec.embedding_scale, dtype=hidden.dtype))
+        return (projected + (made.embedding(known) * scale).view(projected.shape)) * spec.scale
+
+    def _mixed(self, layer: DecoderLayer, x: Tensor, residual: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns what a mixture of experts makes of x, [tokens, hidden_size], with that of the shared expert."""
+        norms, spec = layer.norms, layer.spec.mixture
+        assert spec is not None
+        of_router = self._normed(norms["router_norm"], residual) if "router_norm" in norms else x
+        of_experts = self._normed(norms["mixture_norm"], residual) if "mixture_norm" in norms else x
+        chosen, shares = _choose(layer, of_router, rows)
+        shares = shares.to(x.dtype)
+        if spec.share_inputs:
+            count = chosen.shape[1]
+            of_experts = of_experts.repeat_interleave(count, 0) * shares.view(-1, 1)
+            made = layer.mixture.experts(of_experts, chosen.view(-1, 1), torch.ones_like(shares).view(-1, 1))
+            output = made.unflatten(0, (-1, count)).sum(1)
+        else:
+            output = layer.mixture.experts(of_experts, chosen, shares)
+        output = self._normed(norms.get("mixed_norm"), output)
+        if layer.up is None or layer.down is None:
+            return output
+        shared = self._projected(layer, "down", self._widened(layer, x, rows), rows)
+        shared = self._normed(norms.get("shared_norm"), shared)
+        return output + (shared if layer.shared_gate is None else layer.shared_gate.adapted(x, rows).sigmoid() * shared)
+
+    def _attend_to_latents(self, layer: DecoderLayer, x: Tensor, variant: AttentionVariant, step: LayerPass) -> Tensor:
+        """Returns the same for a layer that caches of a token what all heads share: a latent, and what is turned."""
+        latents, spec = layer.latents, layer.spec
+        assert latents is not None
+        rank = latents.keys[0].out_features
+        joined = self._projected(layer, "qkv", x, step.rows)
+        query, latent, turned = joined.split((joined.shape[1] - rank - latents.rotated, rank, latents.rotated), 1)
+        if latents.query is not None:
+            query = latents.query.adapted(self._normed(layer.norms.get("query_norm"), query), step.rows)
+        plain, of_positions = query.unflatten(1, (len(latents.keys), -1)).split(
+            (latents.keys[0].in_features, latents.rotated), 2
+        )
+        latent = self._normed(layer.norms.get("key_norm"), latent)
+        turned = self._turned(turned.unsqueeze(1), spec.rope, step)
+        query = torch.cat([plain, self._turned(of_positions, spec.rope, step)], 2)
+        self.attention.write(layer.index, latent.unsqueeze(1), turned, step.metadata)
+        return self.attention.attend(layer.index, query, step.metadata, variant).flatten(1)
+
+    def _turned(self, x: Tensor, rope: int | None, step: LayerPass) -> Tensor:
+        """x: [tokens, heads, size]."""
+        if rope is None:
+            return x
+        cosine, sine = (table[0].unsqueeze(1) for table in step.rotations[rope])
+        return (rotate_pairs if self._spec.interleaved else rotate)(x, cosine, sine)
+
+    def _projected(self, layer: DecoderLayer, name: str, x: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns the output of a linear layer, scaled where the spec says so."""
+        y: Tensor = getattr(layer, name).adapted(x, rows)
+        scale = layer.scales.get(name)
+        return y if scale is None else (y.float() * scale).to(y.dtype)
+
+    def _widened(self, layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns the input of the down projection. x: [tokens, hidden_size]."""
+        up = self._projected(layer, "up", x, rows)
+        if layer.spec.deviations is not None:
+            gate, other = up.chunk(2, -1)
+            deviation = gate.std(-1, keepdim=True, correction=0)
+            least = gate.mean(-1, keepdim=True) + deviation * torch.tensor(layer.spec.deviations, dtype=x.dtype)
+            up = torch.cat([relu(gate - least), other], -1)
+        return self._activated(up)
+
+    def _activated(self, up: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self._spec.activation]
+        if not self._spec.gated_mlp:
+            return activation(up)
+        gate, other = up.chunk(2, -1)
+        return activation(gate) * other
+
+    def _of_input(self, layer: DecoderLayer, x: Tensor, step: LayerPass) -> Tensor:
+        """Returns what a layer makes of x and of its further input."""
+        assert layer.input_gate is not None
+        assert layer.input_projection is not None
+        assert step.further is not None
+        gate = ACTIVATIONS[self._spec.activation](layer.input_gate.adapted(x, step.rows))
+        return layer.input_projection.adapted(gate * step.further[:, layer.index], step.rows)
+
+    def _streams(self, hidden: Tensor, rows: AdapterRows | None) -> Tensor | None:
+        """Returns the streams of hidden states, [streams, tokens, hidden_size] (Baykal et al. 2023); None: just one."""
+        if self.decoder.streams is None:
+            return None
+        others = (_of_magnitude(each.adapted(hidden, rows), hidden) for each in self.decoder.streams[0])
+        return torch.stack([hidden, *others])
+
+    def _merged(self, streams: Tensor, rows: AdapterRows | None) -> Tensor:
+        assert self.decoder.streams is not None
+        back = zip(self.decoder.streams[1], streams[1:], strict=True)
+        others = (_of_magnitude(each.adapted(stream, rows), streams[0]) for each, stream in back)
+        return torch.stack([streams[0], *others]).mean(0)
+
+    def _layer_of_streams(self, layer: DecoderLayer, streams: Tensor, step: LayerPass) -> Tensor:
+        """Predicts the layer's output for all streams, computes it for the first, and corrects the others by that."""
+        altup, (count, tokens, _) = layer.altup, streams.shape
+        assert altup is not None
+        router, prediction, correction, *_ = altup.linears.values()
+
+        def numbers(x: Tensor) -> Tensor:
+            return router.adapted(self._normed(altup.norm, x) / x.shape[1], step.rows).float().tanh().to(x.dtype)
+
+        of_streams = prediction.adapted(numbers(streams[0]), step.rows).view(tokens, count, count)
+        predicted = torch.einsum("jth,tij->ith", streams, of_streams) + streams
+        output = self._layer(layer, predicted[0].clone(), step)
+        weights = correction.adapted(numbers(output), step.rows) + 1
+        corrected = (output - predicted[0]) * weights.T.unsqueeze(2) + predicted
+        first = corrected[0] if altup.scale is None else (corrected[0].float() * altup.scale).to(output.dtype)
+        corrected[1:] += self._normed(layer.norms.get("input_norm"), self._of_input(layer, first, step))
+        return corrected
+
+    def _laurel(self, altup: AltUpLayer, x: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns a residual of low rank beside attention (LAuReL: Menghani et al. 2024). x: what attention takes."""
+        *_, left, right = altup.linears.values()
+        return x + self._normed(altup.laurel_norm, right.adapted(left.adapted(x, rows), rows))
+
+    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
+        """Returns the normalised x, of the same shape, [..., size] or [tokens, heads, head_dim]."""
+        if norm is None:
+            return x
+        if x.dim() == 3 and norm.size != x.shape[2]:  # of all heads together
+            return self._normed(norm, x.flatten(1)).view(x.shape)
+        if norm.sharded is not None:
+            y: Tensor = norm.sharded(x)
+            return y
+        return self._norm(norm, x)
+
+    def _norm(self, norm: Norm, x: Tensor) -> Tensor:
+        return norm(x)
+
+
+def _variant(layer: DecoderLayer) -> AttentionVariant | None:
+    """Returns how a layer attends, with the weights that make keys and values of latents, if it has such."""
+    if layer.variant is None or layer.latents is None:
+        return layer.variant
+    return replace(layer.variant, latents=layer.latents.weights())
+
+
+def _choose(layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each token, and their shares in float32: [tokens, experts of a token] each."""
+    spec, mixture = layer.spec.mixture, layer.mixture
+    assert spec is not None
+    router: Any = operator.attrgetter(spec.router)(mixture)
+    x = x.float() if spec.wide else x
+    if isinstance(router, PackedLinear):
+        logits = router.adapted(x, rows)
+    else:
+        bias = getattr(router, "bias", None)
+        logits = linear(x, router.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    scores = logits.float().sigmoid() if spec.sigmoid else logits.float().softmax(-1)
+    ranks = scores if spec.bias is None else scores + operator.attrgetter(spec.bias)(mixture).float()
+    if spec.groups > 1:
+        groups = ranks.unflatten(1, (spec.groups, -1))
+        best = groups.topk(spec.group_scores, -1).values.sum(-1).topk(spec.chosen_groups, -1).indices
+        hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False).unsqueeze(2)
+        ranks = groups.masked_fill(hidden, float("-inf")).flatten(1)
+    chosen = ranks.topk(spec.chosen or router.top_k, -1).indices
+    shares = scores.gather(1, chosen)
+    if spec.normalised:
+        shares = shares / shares.sum(-1, keepdim=True)
+    shares = shares * spec.factor
+    if spec.factors is not None:
+        shares = shares * operator.attrgetter(spec.factors)(mixture).float()[chosen]
+    return chosen, shares
+
+
+def _of_magnitude(x: Tensor, like: Tensor) -> Tensor:
+    """Returns x, multiplied so that each row's mean of squares is that of `like`. Both are [tokens, hidden_size]."""
+    wanted, actual = (each.float().pow(2).mean(-1, keepdim=True) for each in (like, x))
+    return (x.float() * (wanted / actual.clamp(min=1e-5)).sqrt()).to(x.dtype)
