@@ -7,7 +7,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import Message
 
-from tgi_server.router.api.body import read_body, read_json
+from tgi_server.router.api.admission import read_body, read_json
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from tgi_server.router.schemas.base import Items, RequestModel

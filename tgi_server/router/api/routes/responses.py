@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgi_server.router.api.access import tenant_of
-from tgi_server.router.api.admission import Admission, PostRoutes
-from tgi_server.router.api.body import SMALL
+from tgi_server.router.api.admission import SMALL, Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS, DescribedRoute, Responses, answered_by, described
 from tgi_server.router.api.encoding import json_response, named_event, to_json
 from tgi_server.router.api.event_stream import Outbox
