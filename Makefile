@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+CPP := find tgi_server benchmarks \( -name '*.cpp' -o -name '*.h' \) -print0 | xargs -0 $(BIN)/clang-format
 # Modules are compiled once, also where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -57,6 +58,7 @@ agents: $(READY)  ## Runs sessions of agents, which it fetches into runs/agents.
 check: $(READY)  ## Lint, formatting, types, import rules, regular expressions, stubs, generated pages.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(CPP) --dry-run --Werror
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.expressions
@@ -67,6 +69,7 @@ check: $(READY)  ## Lint, formatting, types, import rules, regular expressions, 
 format: $(READY)  ## Formats the code and mends what the linter can mend.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(CPP) -i
 
 proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 	@$(BIN)/python -m tools.stubs

@@ -17,7 +17,7 @@ for package in "$folder"/root/var/cache/apt/archives/*.deb; do
 done
 
 platforms=$(for minor in $(seq 17 39); do echo "--platform=manylinux_2_${minor}_aarch64"; done)
-(cd "$root" && "$python" tools/requirements.py server && printf '%s\n' ${TORCH:-torch==2.13.0} grpcio-tools httpx hypothesis \
+(cd "$root" && "$python" tools/requirements.py engine && printf '%s\n' ${TORCH:-torch==2.13.0} grpcio-tools httpx hypothesis \
     peft pytest pytest-asyncio pytest-timeout pytest-xdist setuptools) > "$folder/requirements.txt"
 # shellcheck disable=SC2086
 "$python" -m pip install --quiet --target "$folder/site" --python-version 3.11 --only-binary=:all: $platforms \

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata
 from tgi_server.engine.backends.attention.cpu import CpuAttention
-from tgi_server.engine.backends.base import Keep, MakeLora, PagedModel, PassInput, TopOnly
+from tgi_server.engine.backends.base import ImageTokens, Keep, MakeLora, PagedModel, PassInput, TopOnly
 from tgi_server.engine.backends.decoder import (
     AltUpLayer,
     AttentionHeads,
@@ -26,6 +26,7 @@ from tgi_server.engine.backends.lora import AdaptedLinear, CpuLora
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedEmbedding
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.kernels import structure
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.parallel import ShardGroup
@@ -116,18 +117,33 @@ class CpuModel(PagedModel):
         top = inputs.top
         turns = inputs.positions if inputs.rotary is None else inputs.rotary
         if turns.dim() == 1:
-            tables = self._tables(metadata.max_kv_length)
+            cosines, sines = self._tables(metadata.max_kv_length)
         else:
-            tables, turns = self._turns(metadata.max_kv_length, turns), torch.arange(len(inputs.tokens))
-        images = [] if inputs.images is None else [inputs.images.rows, inputs.images.embeddings, *inputs.images.added]
-        places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts
-        head = top is None or top.mask is None
-        states = self._states_of(metadata)
+            (cosines, sines), turns = self._turns(metadata.max_kv_length, turns), torch.arange(len(inputs.tokens))
+        runs, saves, drafted = self._states_of(metadata)
+        given = structure(
+            "PassInput",
+            tokens=inputs.tokens,
+            positions=turns,
+            slots=metadata.slots,
+            tables=metadata.block_tables,
+            kv_lengths=metadata.kv_lengths,
+            query_starts=metadata.query_starts,
+            cos=cosines,
+            sin=sines,
+            wanted=inputs.wanted,
+            adapters=adapters,
+            top=top.count if top else 0,
+            head=top is None or top.mask is None,
+            ends=metadata.ends,
+            ends_in_windows=metadata.ends_in_windows,
+            runs=runs,
+            saves=saves,
+            drafted=drafted,
+            **({} if inputs.images is None else _images(inputs.images)),
+        )
         with self._faults():
-            logits, taps = self._kernel.forward(
-                inputs.tokens, turns, *places, *tables, inputs.wanted, adapters, top.count if top else 0, head,
-                images, metadata.ends, metadata.ends_in_windows, *states,
-            )  # fmt: skip
+            logits, taps = self._kernel.forward(given)
         if adapters is not None and inputs.wanted is not None:
             adapters = adapters[inputs.wanted]
         return self._finished(logits, taps, adapters, top)
@@ -176,6 +192,11 @@ class CpuModel(PagedModel):
         """Returns the rows of the tables for positions of time, height and width: [3, tokens]."""
         tables = [kind.gathered(self._like, length, positions) for kind in self.decoder.ropes]
         return [cosines for cosines, _ in tables], [sines for _, sines in tables]
+
+
+def _images(images: ImageTokens) -> dict[str, Any]:
+    """Returns members of the kernel's PassInput."""
+    return {"image_rows": images.rows, "image_embeddings": images.embeddings, "images_added": list(images.added)}
 
 
 def _runs(metadata: ForwardMetadata, states: SequenceStates) -> tuple[Tensor, Tensor]:
@@ -268,12 +289,28 @@ def _attention_kernel(layer: DecoderLayer, heads: AttentionHeads, variant: Atten
         query = None if layer.latents.query is None else _linear_kernel(layer.latents.query)
         rotated = layer.latents.rotated
         latents = torch.classes.oatmill.Latents(heads.size - rotated, rotated, query, *of_heads)
-    return torch.classes.oatmill.Attention(
-        heads.heads, heads.kv_heads, heads.size, heads.value_size, spec.value_scale, latents,
-        variant.scaling, variant.window, variant.softcap, variant.sinks, variant.alibi_slopes, variant.rounded_alibi,
-        -1 if spec.rope is None else spec.rope, spec.gated, spec.grouped, spec.clip, variant.chunk,
-        variant.source(layer.index), list(spec.tuning or ()),
-    )  # fmt: skip
+    return structure(
+        "Attention",
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.size,
+        value_dim=heads.value_size,
+        value_scale=spec.value_scale,
+        latents=latents,
+        scaling=variant.scaling,
+        softcap=variant.softcap,
+        window=variant.window,
+        chunk=variant.chunk,
+        sinks=variant.sinks,
+        alibi_slopes=variant.alibi_slopes,
+        rounded_alibi=variant.rounded_alibi,
+        rotation=spec.rope,
+        gated=spec.gated,
+        grouped=spec.grouped,
+        clip=spec.clip,
+        keys_of=variant.source(layer.index),
+        tuning=spec.tuning,
+    )
 
 
 def _mixture_kernel(layer: DecoderLayer) -> Any:
@@ -289,10 +326,20 @@ def _mixture_kernel(layer: DecoderLayer) -> Any:
     bias, factors = (
         None if name is None else operator.attrgetter(name)(mixture).float() for name in (spec.bias, spec.factors)
     )
-    routing = torch.classes.oatmill.Routing(
-        spec.chosen or router.top_k, spec.sigmoid, bias, spec.groups, spec.chosen_groups, spec.group_scores,
-        spec.normalised, spec.factor, spec.wide, factors, spec.share_inputs,
-    )  # fmt: skip
+    routing = structure(
+        "Routing",
+        chosen=spec.chosen or router.top_k,
+        sigmoid=spec.sigmoid,
+        bias=bias,
+        groups=spec.groups,
+        chosen_groups=spec.chosen_groups,
+        group_scores=spec.group_scores,
+        normalised=spec.normalised,
+        factor=spec.factor,
+        wide=spec.wide,
+        factors=factors,
+        share_inputs=spec.share_inputs,
+    )
     linear = (router if packed else FloatLinear(router.weight, getattr(router, "bias", None))).kernel()
     return torch.classes.oatmill.Mixture(linear, kernel, routing)
 

@@ -59,6 +59,7 @@ FLAGS = [
     # For aarch64 the compiler would load ahead until sums no longer fit the registers; elsewhere it does not by itself.
     "-fno-schedule-insns",
 ]
+# Processor time that a file may take: beside a busy server, or at low priority, a file waits much longer than that.
 COMPILE_SECONDS = 900
 # Numbers of libraries, and of objects, that stay in the cache: those that were used last.
 _LIBRARIES, _OBJECTS = 12, 12 * len(SOURCES)
@@ -299,7 +300,8 @@ def command(compiler: str, target: str, source: Path, compiled: Path) -> list[st
 
 def _run(command: list[str]) -> None:
     """Raises OSError with the compiler's first error."""
-    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    limited = ["sh", "-c", 'ulimit -t "$0" && exec "$@"', str(COMPILE_SECONDS), *command]
+    result = subprocess.run(limited, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         lines = result.stderr.strip().splitlines() or ["no output"]
         raise OSError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")

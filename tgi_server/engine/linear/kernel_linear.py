@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from tgi_server.engine.kernels import structure
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
@@ -31,13 +32,13 @@ class KernelLinear(PackedLinear):
         *,
         scales: Tensor | None = None,
         compensation: Tensor | None = None,
-        quantized: tuple[Any, ...] | None = None,
+        quantized: dict[str, Any] | None = None,
     ) -> None:
         """Sets the layer that computes.
 
         known: the kernels that take these weights; the first of them is taken where `kernels` is None. scales and
-        compensation: of 8-bit weights, a number for each output, padded. quantized: what a
-        `torch.classes.oatmill.QuantizedWeights` is made of; None: the weights are not quantized in groups.
+        compensation: of 8-bit weights, a number for each output, padded. quantized: members of a
+        `torch.classes.oatmill.QuantizedWeights`; None: the weights are not quantized in groups.
         """
         self._table = kernels or KernelTable.of(known[0])
         self._packed = packed
@@ -56,7 +57,7 @@ class KernelLinear(PackedLinear):
             compensation,
             list(self._table.kernels),
             list(self._table.from_rows),
-            None if quantized is None else torch.classes.oatmill.QuantizedWeights(*quantized),
+            None if quantized is None else structure("QuantizedWeights", **quantized),
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,18 +43,18 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
                 self._offsets, self._offset_factors = _blocks_by_tile(weight.stored_offsets)
         self._order, starts = _arrangement(weight, _OF_UNIT[self._bits])
         packed = torch.ops.oatmill.quantized_pack(weight.codes.view(torch.uint8), self._order, self._bits)
-        by_kind = (
-            self.kind,
-            starts,
-            self._scales,
-            self._offsets,
-            self._zeros,
-            self._codebook if self.kind == "codebook" else None,
-            None if _keeps_order(self._order, self.in_features) else self._order,
-            self._scale_factors,
-            self._offset_factors,
-            self._zero,
-        )
+        by_kind = {
+            "kind": self.kind,
+            "starts": starts,
+            "scales": self._scales,
+            "offsets": self._offsets,
+            "zeros": self._zeros,
+            "codebook": self._codebook if self.kind == "codebook" else None,
+            "order": None if _keeps_order(self._order, self.in_features) else self._order,
+            "scale_factors": self._scale_factors,
+            "offset_factors": self._offset_factors,
+            "zero": self._zero,
+        }
         self._set(packed, bias, kernels, torch.ops.oatmill.quantized_kernels(self.kind), quantized=by_kind)
 
     def _pack_scales(self, weight: QuantizedWeight) -> None:

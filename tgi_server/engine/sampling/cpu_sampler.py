@@ -7,11 +7,18 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.kernels import structure
 from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport
 from tgi_server.engine.sampling.metadata import is_plain, most_logits, temperature_of, top_logits
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkSettings
 from tgi_server.engine.sampling.random import as_int64
 from tgi_server.engine.sampling.sampler import Sampler, argmax
+
+# Members of SamplingParameters that the kernel takes as they are.
+_SAME = (
+    *("do_sample", "watermark", "top_k", "top_p", "typical_p", "min_p", "min_tokens"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "count_penalty"),
+)
 
 
 class CpuSampler(Sampler):
@@ -39,15 +46,23 @@ class CpuSampler(Sampler):
         self.clear(row)
         if is_plain(parameters, report):
             return
-        p, text = parameters, [*prompt_ids, *generated_ids]
-        numbers = [temperature_of(p), p.top_p, p.typical_p, p.min_p]
-        numbers += [p.repetition_penalty, p.frequency_penalty, p.presence_penalty, p.count_penalty]
-        integers = [p.do_sample, p.watermark, p.top_k, as_int64(p.seed), p.min_tokens, report.top_n_tokens]
-        integers += [len(prompt_ids), len(generated_ids), text[-1] if text else 0]
-        bias = p.logit_bias
-        self._kernel.add(row, numbers, integers, list(bias), list(bias.values()), list(p.late_tokens), text)
+        text = [*prompt_ids, *generated_ids]
+        request = structure(
+            "SamplingParameters",
+            **{name: getattr(parameters, name) for name in _SAME},
+            temperature=temperature_of(parameters),
+            seed=as_int64(parameters.seed),
+            top_n=report.top_n_tokens,
+            prompt_length=len(prompt_ids),
+            steps=len(generated_ids),
+            previous=text[-1] if text else 0,
+            biased=list(parameters.logit_bias),
+            biases=list(parameters.logit_bias.values()),
+            late_tokens=list(parameters.late_tokens),
+        )
+        self._kernel.add(row, request, text)
         self._reports[row] = report
-        self._top_logits[row] = top_logits(p, report)
+        self._top_logits[row] = top_logits(parameters, report)
 
     def move(self, source: int, target: int) -> None:
         self.clear(target)
@@ -97,4 +112,4 @@ class CpuSampler(Sampler):
 
     def accept(self, token_ids: Tensor, rows: Sequence[int]) -> None:
         if self._reports:
-            self._kernel.accept(token_ids, list(rows), None)
+            self._kernel.accept(token_ids, list(rows))

@@ -126,6 +126,14 @@ def test_only_what_a_change_concerns_is_compiled_again(compiler: Path, sources: 
     assert calls(compiler) == 3
 
 
+def test_the_limit_of_a_compilation_is_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that waits for a busy machine goes on; one that never ends is stopped."""
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 1)
+    build._run(["sleep", "1.5"])
+    with pytest.raises(OSError, match="sh failed"):
+        build._run(["sh", "-c", "while :; do :; done"])
+
+
 def test_the_cache_is_bounded(compiler: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_LIBRARIES", 2)
     monkeypatch.setattr(build, "_OBJECTS", 3)

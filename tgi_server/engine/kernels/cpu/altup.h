@@ -1,6 +1,6 @@
 // Alternating updates (Baykal et al. 2023), as Gemma 3n has them: a token has several streams of hidden states. A layer
-// computes with the first one; by a few numbers of each token it predicts all of them before that, and corrects them then.
-// Streams stand one after the other, [streams, tokens, hidden_size].
+// computes with the first one; by a few numbers of each token it predicts all of them before that, and corrects them
+// then. Streams stand one after the other, [streams, tokens, hidden_size].
 
 #pragma once
 
@@ -25,8 +25,8 @@
 namespace oatmill {
 
 // What a layer has for it. router: makes the numbers of a token of what norm gives. prediction, correction: make
-// coefficients of these. scale: of the first stream, before the layer's further input is made of it, [hidden_size]; or none.
-// left, right, laurel_norm: a residual of low rank beside attention (LAuReL: Menghani et al. 2024).
+// coefficients of these. scale: of the first stream, before the layer's further input is made of it, [hidden_size]; or
+// none. left, right, laurel_norm: a residual of low rank beside attention (LAuReL: Menghani et al. 2024).
 struct AltUp : torch::CustomClassHolder {
   NormPtr norm, laurel_norm;
   LinearPtr router, prediction, correction, left, right;
@@ -113,8 +113,8 @@ struct AltUp : torch::CustomClassHolder {
 
 using AltUpPtr = c10::intrusive_ptr<AltUp>;
 
-// What a model has for it. projections: make the streams after the first one of that. back: take them back, so that the last
-// hidden states are the mean of all streams. Both leave each token's magnitude as it is in the first stream.
+// What a model has for it. projections: make the streams after the first one of that. back: take them back, so that the
+// last hidden states are the mean of all streams. Both leave each token's magnitude as it is in the first stream.
 struct Streams : torch::CustomClassHolder {
   std::vector<LinearPtr> projections, back;
 
@@ -155,7 +155,8 @@ struct Streams : torch::CustomClassHolder {
       for_rows(x.size(0), size, [&](int64_t t, int64_t last) {
         for (; t < last; ++t) {
           const float factor = std::sqrt(mean(other + t * size) / std::max(mean(to + t * size), 1e-5f));
-          for (int64_t i = t * size; i < (t + 1) * size; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * factor);
+          for (int64_t i = t * size; i < (t + 1) * size; ++i)
+            to[i] = static_cast<T>(static_cast<float>(to[i]) * factor);
         }
       });
     });

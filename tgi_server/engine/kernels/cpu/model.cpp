@@ -1,6 +1,6 @@
 // A whole model in one call, whatever a step brings. A step of one token has a few hundred kernels, each of which would
-// otherwise wait for Python; and the weights that went through the caches have left nothing of Python there, so that a call
-// from it takes ten times as long as in a loop of its own.
+// otherwise wait for Python; and the weights that went through the caches have left nothing of Python there, so that a
+// call from it takes ten times as long as in a loop of its own.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/Dict.h>
@@ -34,6 +34,7 @@
 #include "ops/norm.h"
 #include "ops/ops.h"
 #include "recurrent/mixer.h"
+#include "runtime/part_times.h"
 #include "runtime/ranks.h"
 #include "runtime/thread_pool.h"
 
@@ -41,10 +42,10 @@ namespace oatmill {
 
 namespace {
 
-// Multi-head latent attention (DeepSeek-V2, 2024): of a token the cache has what all heads share, once: `rotated` elements that
-// are turned, and a latent, the rank elements behind them. query: makes queries of what the layer's first projection gives;
-// none: that gives them. A head's query has as many turned elements in the end; keys makes of its others the rank elements
-// that it has for latents. values: makes a head's output of the latents that it attends to.
+// Multi-head latent attention (DeepSeek-V2, 2024): of a token the cache has what all heads share, once: `rotated`
+// elements that are turned, and a latent, the rank elements behind them. query: makes queries of what the layer's first
+// projection gives; none: that gives them. A head's query has as many turned elements in the end; keys makes of its
+// others the rank elements that it has for latents. values: makes a head's output of the latents that it attends to.
 struct Latents : torch::CustomClassHolder {
   int64_t rank, rotated;
   LinearPtr query;
@@ -52,41 +53,32 @@ struct Latents : torch::CustomClassHolder {
 
   Latents(int64_t rank, int64_t rotated, std::optional<LinearPtr> query, std::vector<LinearPtr> keys,
           std::vector<LinearPtr> values)
-      : rank(rank), rotated(rotated), query(query.value_or(nullptr)), keys(std::move(keys)), values(std::move(values)) {}
+      : rank(rank), rotated(rotated), query(query.value_or(nullptr)), keys(std::move(keys)), values(std::move(values)) {
+  }
 };
 
 using LatentsPtr = c10::intrusive_ptr<Latents>;
 
-// How a layer attends. heads, kv_heads, head_dim: of this rank. value_dim: elements of a value, of which a head's output has
-// as many; the cache has zeros behind them. value_scale: of values. scaling .. rounded_alibi: as in paged_attention. rotation: the
-// number of its rotary tables; -1: it has none. gated: beside each head's query stands what, by its sigmoid, is a gate of the head's output. grouped: query, key and
-// value do not stand side by side; for each KV head there are its query heads, its key and its value. clip: no element of
-// them is further from 0; 0: nothing is clipped. chunk: as in paged_attention. keys_of: the layer whose keys and values are
-// attended to, where kv_heads is 0. tuning: the query at position p is multiplied by 1 + tuning[1] * log(1 + floor((p + 1) /
-// tuning[0])) (Nakanishi 2025); or empty.
+// How a layer attends.
 struct Attention : torch::CustomClassHolder {
-  int64_t heads, kv_heads, head_dim, value_dim;
-  double value_scale;
-  LatentsPtr latents;  // or none
-  double scaling;
-  int64_t window;
-  double softcap;
+  int64_t heads = 0, kv_heads = 0, head_dim = 0;  // of this rank
+  int64_t value_dim = 0;   // elements of a value, of which a head's output has as many; the cache has zeros behind them
+  double value_scale = 1;  // of values
+  LatentsPtr latents;      // or none
+  // As in paged_attention.
+  double scaling = 1, softcap = 0;
+  int64_t window = 0, chunk = 0;
   MaybeTensor sinks, alibi_slopes;
-  bool rounded_alibi;
-  int64_t rotation;
-  bool gated, grouped;
-  double clip;
-  int64_t chunk, keys_of;
+  bool rounded_alibi = false;
+  int64_t rotation = -1;  // the number of its rotary tables; -1: it has none
+  bool gated = false;     // beside each head's query stands what, by its sigmoid, is a gate of the head's output
+  // Query, key and value do not stand side by side; for each KV head there are its query heads, its key and its value.
+  bool grouped = false;
+  double clip = 0;      // no element of query, key and value is further from 0; 0: nothing is clipped
+  int64_t keys_of = 0;  // the layer whose keys and values are attended to, where kv_heads is 0
+  // The query at position p is multiplied by 1 + tuning[1] * log(1 + floor((p + 1) / tuning[0])) (Nakanishi 2025); or
+  // empty.
   std::vector<double> tuning;
-
-  Attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t value_dim, double value_scale,
-            std::optional<LatentsPtr> latents, double scaling, int64_t window, double softcap, MaybeTensor sinks,
-            MaybeTensor alibi_slopes, bool rounded_alibi, int64_t rotation, bool gated, bool grouped, double clip,
-            int64_t chunk, int64_t keys_of, std::vector<double> tuning)
-      : heads(heads), kv_heads(kv_heads), head_dim(head_dim), value_dim(value_dim), value_scale(value_scale),
-        latents(latents.value_or(nullptr)), scaling(scaling), window(window), softcap(softcap), sinks(std::move(sinks)),
-        alibi_slopes(std::move(alibi_slopes)), rounded_alibi(rounded_alibi), rotation(rotation), gated(gated),
-        grouped(grouped), clip(clip), chunk(chunk), keys_of(keys_of), tuning(std::move(tuning)) {}
 };
 
 using AttentionPtr = c10::intrusive_ptr<Attention>;
@@ -95,24 +87,27 @@ using AttentionPtr = c10::intrusive_ptr<Attention>;
 struct Projection {
   LinearPtr linear;
   MaybeTensor scale;
+  const char* name;  // in Layer
 
   at::Tensor operator()(const at::Tensor& x, const MaybeTensor& adapters) const {
+    const TimedPart part(name);
     at::Tensor y = linear->adapted(x, adapters);
     if (scale) multiply_columns(y, *scale);
     return y;
   }
 };
 
-// Norms are none where a layer has none of the kind. attention, with the projections of query, key and value, and of its
-// output; mixer, between its own; a layer may have either, both or none. query_norm, key_norm, value_norm: of each head, or of
-// all heads together; or of what makes queries, and of latents. up: with the gate before it where the feed-forward part is
-// gated; up and down are none where it is a mixture without a shared expert, or where there is no such part; shared_gate: its
-// sigmoid multiplies the shared expert's output, or none. attended_norm, fed_norm: of what attention and the feed-forward part
-// add to the residual. mixture_norm, router_norm: of the residual, which experts and router then read in place of what up
-// does. mixed_norm, shared_norm: of the outputs of mixture and shared expert. input_gate, input_projection, input_norm: of the
-// layer's further input (Gemma 3n), or none. scale: of the layer's output. altup: or none; then the further input changes all
-// streams but the first. deviations: what the gate gives becomes its excess over its mean and so many standard deviations, or
-// 0 (Gemma 3n); none: it stays. whole: each rank has all of the feed-forward part.
+// Norms are none where a layer has none of the kind. attention, with the projections of query, key and value, and of
+// its output; mixer, between its own; a layer may have either, both or none. query_norm, key_norm, value_norm: of each
+// head, or of all heads together; or of what makes queries, and of latents. up: with the gate before it where the
+// feed-forward part is gated; up and down are none where it is a mixture without a shared expert, or where there is no
+// such part; shared_gate: its sigmoid multiplies the shared expert's output, or none. attended_norm, fed_norm: of what
+// attention and the feed-forward part add to the residual. mixture_norm, router_norm: of the residual, which experts
+// and router then read in place of what up does. mixed_norm, shared_norm: of the outputs of mixture and shared expert.
+// input_gate, input_projection, input_norm: of the layer's further input (Gemma 3n), or none. scale: of the layer's
+// output. altup: or none; then the further input changes all streams but the first. deviations: what the gate gives
+// becomes its excess over its mean and so many standard deviations, or 0 (Gemma 3n); none: it stays. whole: each rank
+// has all of the feed-forward part.
 struct Layer {
   MaybeNorm attention_norm, query_norm, key_norm, value_norm, attended_norm, feed_forward_norm, fed_norm;
   MaybeNorm mixture_norm, router_norm, mixed_norm, shared_norm, input_norm;
@@ -142,7 +137,8 @@ void keep_largest(at::Tensor& x, double deviations) {
         float sum = 0, squares = 0;
         for (int64_t i = 0; i < size; ++i) sum += static_cast<float>(row[i]);
         const float mean = sum / static_cast<float>(size);
-        for (int64_t i = 0; i < size; ++i) squares += (static_cast<float>(row[i]) - mean) * (static_cast<float>(row[i]) - mean);
+        for (int64_t i = 0; i < size; ++i)
+          squares += (static_cast<float>(row[i]) - mean) * (static_cast<float>(row[i]) - mean);
         const float deviation = rounded(std::sqrt(squares / static_cast<float>(size)));
         const float least = rounded(rounded(mean) + rounded(deviation * rounded(static_cast<float>(deviations))));
         for (int64_t i = 0; i < size; ++i) row[i] = static_cast<T>(std::max(static_cast<float>(row[i]) - least, 0.0f));
@@ -151,7 +147,8 @@ void keep_largest(at::Tensor& x, double deviations) {
   });
 }
 
-// output[:, h] = x[:, h] times the weights of head h, for all heads. x: [tokens, heads, inputs]; output: [tokens, heads, outputs].
+// output[:, h] = x[:, h] times the weights of head h, for all heads. x: [tokens, heads, inputs]; output: [tokens,
+// heads, outputs].
 void multiply_heads(const std::vector<LinearPtr>& linears, const at::Tensor& x, at::Tensor output) {
   const int64_t tokens = x.size(0);
   if (tokens == 0) return;
@@ -163,7 +160,8 @@ void multiply_heads(const std::vector<LinearPtr>& linears, const at::Tensor& x, 
       at::Tensor rows = at::empty({tokens, linear.inputs}, x.options());
       at::Tensor products = at::empty({tokens, linear.outputs}, x.options());
       for (int64_t t = 0; t < tokens; ++t)
-        std::copy_n(from + t * x.stride(0) + h * x.stride(1), linear.inputs, rows.mutable_data_ptr<T>() + t * linear.inputs);
+        std::copy_n(from + t * x.stride(0) + h * x.stride(1), linear.inputs,
+                    rows.mutable_data_ptr<T>() + t * linear.inputs);
       std::vector<int64_t> tiles(ceil_div(linear.outputs, COLUMNS));
       std::iota(tiles.begin(), tiles.end(), 0);
       linear.write_tiles(rows, tiles, products);
@@ -178,9 +176,9 @@ MaybeTensor chosen_rows(const MaybeTensor& rows, const at::Tensor& chosen) {
   return rows ? rows->index_select(0, chosen) : rows;
 }
 
-// The tokens of a pass: where they stand and how far they look, as attention wants to know it, which adapter each has, and
-// what layers with states know of them. positions: [tokens] int64. ends_in_windows: `ends` holds for layers with a window
-// alone. inputs: of all layers, [tokens, layers * size], where they have further ones.
+// The tokens of a pass: where they stand and how far they look, as attention wants to know it, which adapter each has,
+// and what layers with states know of them. positions: [tokens] int64. ends_in_windows: `ends` holds for layers with a
+// window alone. inputs: of all layers, [tokens, layers * size], where they have further ones.
 struct Pass {
   at::Tensor slots, tables, kv_lengths, query_starts;
   std::vector<at::Tensor> cos, sin;
@@ -215,9 +213,18 @@ Pass of_last_tokens(const Pass& pass, const at::Tensor& wanted) {
     ends.push_back(next);
   }
   const at::Tensor kept = at::tensor(sequences, wanted.options());
-  return {pass.slots, pass.tables.index_select(0, kept), pass.kv_lengths.index_select(0, kept),
-          at::tensor(ends, pass.query_starts.options()), {}, {}, chosen_rows(pass.adapters, wanted),
-          chosen_rows(pass.ends, wanted), {}, {}, {}, pass.ends_in_windows};
+  return {pass.slots,
+          pass.tables.index_select(0, kept),
+          pass.kv_lengths.index_select(0, kept),
+          at::tensor(ends, pass.query_starts.options()),
+          {},
+          {},
+          chosen_rows(pass.adapters, wanted),
+          chosen_rows(pass.ends, wanted),
+          {},
+          {},
+          {},
+          pass.ends_in_windows};
 }
 
 // In passes that are padded to a fixed size, the tokens that fill up what is wanted are in no order.
@@ -242,9 +249,9 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
 }
 
 // The layers of a model. activation: that of the feed-forward part, or of its gate where it is gated. parallel: the
-// feed-forward part has the input of attention, or the layer's own input, normalised by feed_forward_norm. residual_scale:
-// what is added to the residual is multiplied by it. interleaved: rotary embeddings turn neighbouring elements of a head, and
-// not those half of it apart.
+// feed-forward part has the input of attention, or the layer's own input, normalised by feed_forward_norm.
+// residual_scale: what is added to the residual is multiplied by it. interleaved: rotary embeddings turn neighbouring
+// elements of a head, and not those half of it apart.
 class Decoder : public torch::CustomClassHolder {
  public:
   // streams: of hidden states; or none.
@@ -253,8 +260,8 @@ class Decoder : public torch::CustomClassHolder {
       : activation_(activation_named(activation)), gated_(gated), parallel_(parallel), residual_scale_(residual_scale),
         interleaved_(interleaved), streams_(streams.value_or(nullptr)) {}
 
-  // norms, linears: those of Layer that there are, by their names. scales: of the outputs of linears. The last ones are as
-  // in Layer.
+  // norms, linears: those of Layer that there are, by their names. scales: of the outputs of linears. The last ones are
+  // as in Layer.
   void add_layer(const c10::Dict<std::string, NormPtr>& norms, std::optional<AttentionPtr> attention,
                  std::optional<MixerPtr> mixer, std::optional<MixturePtr> mixture, std::optional<AltUpPtr> altup,
                  const c10::Dict<std::string, LinearPtr>& linears, const c10::Dict<std::string, at::Tensor>& scales,
@@ -262,30 +269,51 @@ class Decoder : public torch::CustomClassHolder {
     const auto norm = [&](const char* name) { return norms.contains(name) ? MaybeNorm(norms.at(name)) : MaybeNorm(); };
     const auto linear = [&](const char* name) { return linears.contains(name) ? linears.at(name) : LinearPtr(); };
     const auto projection = [&](const char* name) {
-      return Projection{linear(name), scales.contains(name) ? MaybeTensor(scales.at(name)) : MaybeTensor()};
+      return Projection{linear(name), scales.contains(name) ? MaybeTensor(scales.at(name)) : MaybeTensor(), name};
     };
-    layers_.push_back({norm("attention_norm"), norm("query_norm"), norm("key_norm"), norm("value_norm"),
-                       norm("attended_norm"), norm("feed_forward_norm"), norm("fed_norm"), norm("mixture_norm"),
-                       norm("router_norm"), norm("mixed_norm"), norm("shared_norm"), norm("input_norm"),
-                       attention.value_or(nullptr), projection("qkv"), projection("output"), mixer.value_or(nullptr),
-                       projection("mixer_in"), projection("mixer_out"), projection("up"), projection("down"),
-                       linear("shared_gate"), linear("input_gate"), linear("input_projection"),
-                       mixture.value_or(nullptr), altup.value_or(nullptr), scale, deviations, whole});
+    layers_.push_back({norm("attention_norm"),
+                       norm("query_norm"),
+                       norm("key_norm"),
+                       norm("value_norm"),
+                       norm("attended_norm"),
+                       norm("feed_forward_norm"),
+                       norm("fed_norm"),
+                       norm("mixture_norm"),
+                       norm("router_norm"),
+                       norm("mixed_norm"),
+                       norm("shared_norm"),
+                       norm("input_norm"),
+                       attention.value_or(nullptr),
+                       projection("qkv"),
+                       projection("output"),
+                       mixer.value_or(nullptr),
+                       projection("mixer_in"),
+                       projection("mixer_out"),
+                       projection("up"),
+                       projection("down"),
+                       linear("shared_gate"),
+                       linear("input_gate"),
+                       linear("input_projection"),
+                       mixture.value_or(nullptr),
+                       altup.value_or(nullptr),
+                       scale,
+                       deviations,
+                       whole});
     const Layer& layer = layers_.back();
     TORCH_CHECK(!layer.attention || (layer.qkv.linear && layer.output.linear));
     TORCH_CHECK(!layer.mixer || (layer.mixer_in.linear && layer.mixer_out.linear));
     TORCH_CHECK(!layer.up.linear || layer.down.linear);
   }
 
-  // From now on the layers are this rank's part of them: each computes some heads, and some features between up and down,
-  // and what they add to the residual is summed over all ranks.
+  // From now on the layers are this rank's part of them: each computes some heads, and some features between up and
+  // down, and what they add to the residual is summed over all ranks.
   void split(RanksPtr ranks) { ranks_ = std::move(ranks); }
 
   // hidden: [tokens, hidden_size]. wanted: [rows] int64, the tokens of which the output is wanted, each sequence's last
-  // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. images: in the pass;
-  // if something is added to the last layer's output, all are wanted. tapped: indices of layers, in order, whose inputs
-  // are appended to taps; the last one may be that behind all layers, then all are wanted, too. projected: gets what the
-  // mixers of all layers take, or null. Returns [rows, hidden_size].
+  // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. images: in the
+  // pass; if something is added to the last layer's output, all are wanted. tapped: indices of layers, in order, whose
+  // inputs are appended to taps; the last one may be that behind all layers, then all are wanted, too. projected: gets
+  // what the mixers of all layers take, or null. Returns [rows, hidden_size].
   at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, States& states, const Pass& pass,
                  const MaybeTensor& wanted, const ImageRows& images, const std::vector<int64_t>& tapped,
                  std::vector<at::Tensor>& taps, std::vector<at::Tensor>* projected) const {
@@ -309,7 +337,7 @@ class Decoder : public torch::CustomClassHolder {
         TORCH_CHECK(i < states.size(), "each layer with a mixer needs its states");
         const at::Tensor input = layer.mixer_in(normed, pass.adapters);
         if (projected) projected->push_back(input);
-        mixed = (*layer.mixer)(input, states[i], pass.runs, pass.adapters);
+        mixed = timed("mixer", [&] { return (*layer.mixer)(input, states[i], pass.runs, pass.adapters); });
         if (chosen) mixed = mixed.index_select(0, *chosen);
       }
       if (chosen) adapters = chosen_rows(pass.adapters, *chosen), residual = residual.index_select(0, *chosen);
@@ -328,14 +356,15 @@ class Decoder : public torch::CustomClassHolder {
       if (layer.altup) {
         streams = layer.altup->corrected(chosen ? streams.index_select(1, *chosen) : streams, residual, adapters);
         residual = streams.select(0, 0);
-        const at::Tensor change =
-            normalised(layer.input_norm, of_input(layer, layer.altup->scaled(residual), pass.inputs, i, chosen, adapters));
+        const at::Tensor change = normalised(
+            layer.input_norm, of_input(layer, layer.altup->scaled(residual), pass.inputs, i, chosen, adapters));
         for (int64_t s = 1; s < streams.size(0); ++s) {
           at::Tensor other = streams.select(0, s);
           add(other, change);
         }
       } else if (layer.input_gate) {
-        residual = with_residual(of_input(layer, residual, pass.inputs, i, chosen, adapters), residual, layer.input_norm);
+        residual =
+            with_residual(of_input(layer, residual, pass.inputs, i, chosen, adapters), residual, layer.input_norm);
       }
       if (layer.scale != 1) multiply(residual, layer.scale);
       if (i < images.added.size()) residual.index_add_(0, images.rows, images.added[i]);
@@ -345,7 +374,8 @@ class Decoder : public torch::CustomClassHolder {
     return residual;
   }
 
-  // Moves the states of a slot on by some tokens of a pass, of which `run` gave what is `projected`. adapters: of the pass.
+  // Moves the states of a slot on by some tokens of a pass, of which `run` gave what is `projected`. adapters: of the
+  // pass.
   void advance(const std::vector<at::Tensor>& projected, States& states, int64_t slot, int64_t first, int64_t tokens,
                const MaybeTensor& adapters) const {
     const MaybeTensor own = adapters ? MaybeTensor(adapters->narrow(0, first, tokens)) : MaybeTensor();
@@ -358,7 +388,9 @@ class Decoder : public torch::CustomClassHolder {
   size_t layers() const { return layers_.size(); }
 
  private:
-  static at::Tensor normalised(const MaybeNorm& norm, const at::Tensor& x) { return norm ? (**norm)(x) : x; }
+  static at::Tensor normalised(const MaybeNorm& norm, const at::Tensor& x) {
+    return norm ? timed("norms", [&] { return (**norm)(x); }) : x;
+  }
 
   at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const MaybeTensor& adapters,
                           const at::Tensor& residual) const {
@@ -366,13 +398,15 @@ class Decoder : public torch::CustomClassHolder {
     if (layer.up.linear) {
       inner = layer.up(x, adapters);
       if (layer.deviations) keep_largest(inner, *layer.deviations);
-      inner = activate(inner, activation_, gated_);
+      inner = timed("activation", [&] { return activate(inner, activation_, gated_); });
     }
     if (layer.whole) return with_residual(layer.down(inner, adapters), residual, layer.fed_norm);
     if (!layer.mixture) return added(layer.down, inner, adapters, residual, layer.fed_norm);
-    at::Tensor sum = (*layer.mixture)(layer.mixture_norm ? normalised(layer.mixture_norm, residual) : x,
-                                      layer.router_norm ? normalised(layer.router_norm, residual) : x,
-                                      as_it_is(layer.fed_norm) ? own_residual(residual) : MaybeTensor(), adapters);
+    at::Tensor sum = timed("experts", [&] {
+      return (*layer.mixture)(layer.mixture_norm ? normalised(layer.mixture_norm, residual) : x,
+                              layer.router_norm ? normalised(layer.router_norm, residual) : x,
+                              as_it_is(layer.fed_norm) ? own_residual(residual) : MaybeTensor(), adapters);
+    });
     if (layer.mixed_norm) {
       sum = normalised(layer.mixed_norm, summed(sum));
       add(sum, normalised(layer.shared_norm, summed(layer.down(inner, adapters))));
@@ -406,7 +440,8 @@ class Decoder : public torch::CustomClassHolder {
   // The residual and a layer's output, normalised first where there is a norm.
   at::Tensor added(const Projection& last, const at::Tensor& x, const MaybeTensor& adapters, const at::Tensor& residual,
                    const MaybeNorm& norm) const {
-    if (as_it_is(norm) && !last.scale) return summed(last.linear->adapted(x, adapters, own_residual(residual)));
+    if (as_it_is(norm) && !last.scale)
+      return summed(timed(last.name, [&] { return last.linear->adapted(x, adapters, own_residual(residual)); }));
     return with_residual(summed(last(x, adapters)), residual, norm);
   }
 
@@ -428,7 +463,8 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // qkv: [tokens, of all heads].
-  at::Tensor attend(const Layer& layer, at::Tensor qkv, const Pass& pass, const Cache& cache, const MaybeTensor& wanted) const {
+  at::Tensor attend(const Layer& layer, at::Tensor qkv, const Pass& pass, const Cache& cache,
+                    const MaybeTensor& wanted) const {
     const Attention& own = *layer.attention;
     if (own.latents) return attend_to_latents(layer, qkv, pass, cache, wanted);
     const int64_t heads = own.heads, kv_heads = own.kv_heads, head_dim = own.head_dim;
@@ -484,22 +520,27 @@ class Decoder : public torch::CustomClassHolder {
     return output.flatten(1);
   }
 
-  // Turns queries and keys, and writes keys and values. Returns what the wanted queries attend to, [rows, heads, head_dim].
+  // Turns queries and keys, and writes keys and values. Returns what the wanted queries attend to, [rows, heads,
+  // head_dim].
   at::Tensor with_cache(const Attention& own, at::Tensor query, const at::Tensor& key, const at::Tensor& value,
                         const Pass& pass, Cache cache, const MaybeTensor& wanted) const {
-    if (key.size(1) == 0 && own.rotation >= 0)
-      rotate(query, pass.cos.at(own.rotation), pass.sin.at(own.rotation), interleaved_);
-    else if (own.rotation >= 0)
-      rotate_and_write(query, key, value, pass.cos.at(own.rotation), pass.sin.at(own.rotation), cache.keys,
-                       cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
-    else if (key.size(1) != 0)
-      write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
+    {
+      const TimedPart part("rotary positions, writing the cache");
+      if (key.size(1) == 0 && own.rotation >= 0)
+        rotate(query, pass.cos.at(own.rotation), pass.sin.at(own.rotation), interleaved_);
+      else if (own.rotation >= 0)
+        rotate_and_write(query, key, value, pass.cos.at(own.rotation), pass.sin.at(own.rotation), cache.keys,
+                         cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
+      else if (key.size(1) != 0)
+        write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
+    }
     if (wanted) query = query.index_select(0, *wanted);
     const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
-    return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths, attending.query_starts,
-                           own.scaling, own.window, own.softcap, own.alibi_slopes, own.rounded_alibi, own.sinks,
-                           cache.key_scale, cache.value_scale * own.value_scale, own.chunk,
-                           pass.ends_in_windows && own.window == 0 ? MaybeTensor() : attending.ends);
+    const TimedPart part("attention");
+    return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
+                           attending.query_starts, own.scaling, own.window, own.softcap, own.alibi_slopes,
+                           own.rounded_alibi, own.sinks, cache.key_scale, cache.value_scale * own.value_scale,
+                           own.chunk, pass.ends_in_windows && own.window == 0 ? MaybeTensor() : attending.ends);
   }
 
   // query: [tokens, heads, head_dim]. positions: [tokens] int64.
@@ -514,7 +555,8 @@ class Decoder : public torch::CustomClassHolder {
       for_rows(query.size(0), size, [&](int64_t t, int64_t last) {
         for (; t < last; ++t) {
           const float factor = std::log1p(std::floor((static_cast<float>(position[t]) + 1) / floor)) * scale + 1;
-          for (int64_t i = t * size; i < (t + 1) * size; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * factor);
+          for (int64_t i = t * size; i < (t + 1) * size; ++i)
+            to[i] = static_cast<T>(static_cast<float>(to[i]) * factor);
         }
       });
     });
@@ -541,8 +583,8 @@ class Decoder : public torch::CustomClassHolder {
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
 
-// Embeddings of tokens, multiplied by scale once they are looked up. weight: [tokens, size], of this rank; or empty, of the
-// dtype, where a layer has them as its weights, quantised.
+// Embeddings of tokens, multiplied by scale once they are looked up. weight: [tokens, size], of this rank; or empty, of
+// the dtype, where a layer has them as its weights, quantised.
 struct Embedding : torch::CustomClassHolder {
   at::Tensor weight;
   LinearPtr layer;  // or none
@@ -580,9 +622,9 @@ struct Embedding : torch::CustomClassHolder {
 
 using EmbeddingPtr = c10::intrusive_ptr<Embedding>;
 
-// Makes the further inputs of all layers (Gemma 3n): of a token, by an embedding of its own, and of the first layer's input.
-// tokens: that the embedding has; it takes others for the first one. norm: of each layer's part of what projection gives.
-// scale: of the sum.
+// Makes the further inputs of all layers (Gemma 3n): of a token, by an embedding of its own, and of the first layer's
+// input. tokens: that the embedding has; it takes others for the first one. norm: of each layer's part of what
+// projection gives. scale: of the sum.
 struct LayerInputs : torch::CustomClassHolder {
   EmbeddingPtr embedding;
   int64_t tokens;
@@ -611,20 +653,50 @@ struct LayerInputs : torch::CustomClassHolder {
 
 using LayerInputsPtr = c10::intrusive_ptr<LayerInputs>;
 
+// Any pass: its tokens, and what comes with them.
+struct PassInput : torch::CustomClassHolder {
+  at::Tensor tokens, positions;                        // [tokens] int64, the latter of rotary tables
+  at::Tensor slots, tables, kv_lengths, query_starts;  // as in paged_attention and write_kv
+  std::vector<at::Tensor> cos, sin;                    // rotary tables, of each kind [positions, rotated]
+  MaybeTensor wanted;                                  // as in Decoder::run
+  MaybeTensor adapters;  // [tokens] int32, as Linear::adapted takes them; none: no token has one
+  int64_t top = 0;       // so many of each row's largest logits are needed; 0: all
+  bool head = true;      // false: the head's input is returned in place of logits, so that `logits` may be called later
+  MaybeTensor image_rows, image_embeddings;  // members of ImageRows; none: the pass has no images
+  std::vector<at::Tensor> images_added;
+  MaybeTensor ends;              // as in paged_attention
+  bool ends_in_windows = false;  // `ends` holds for layers with a window alone
+  MaybeTensor runs, saves;       // as in read_runs; none: no layer has states
+  bool drafted = false;          // `advance` may be called for some of the tokens
+};
+
+using PassInputPtr = c10::intrusive_ptr<PassInput>;
+
+// Returns the calls and the seconds of each part of the passes since the last call, and measures from now on, or stops.
+c10::Dict<std::string, std::vector<double>> measure_parts(bool on) {
+  c10::Dict<std::string, std::vector<double>> found;
+  if (part_times)
+    for (const auto& [name, part] : *part_times)
+      found.insert(name, std::vector<double>{static_cast<double>(part.calls), part.seconds});
+  delete part_times;
+  part_times = on ? new std::unordered_map<std::string, PartTime> : nullptr;
+  return found;
+}
+
 // A whole model: from tokens to logits. Whatever a step brings, it is computed here: adapters, masks of rows, and
 // hidden states that somebody wants to read.
 class CausalLM : public torch::CustomClassHolder {
  public:
   // position_embedding: of models that learn it, [positions, hidden_size]. embedding_norm: of the sum of both; or none.
-  // inputs: makes those of each layer; or none. logits_divisor, logits_softcap: what is done with the head's outputs; 1 and
-  // 0: nothing. prefilter: as Linear::top_logits takes it, for at most prefilter_rows rows; empty: all logits are computed.
-  // Where the head has the embedding's weights, the sixth tensor is these.
+  // inputs: makes those of each layer; or none. logits_divisor, logits_softcap: what is done with the head's outputs; 1
+  // and 0: nothing. prefilter: as Linear::top_logits takes it, for at most prefilter_rows rows; empty: all logits are
+  // computed. Where the head has the embedding's weights, the sixth tensor is these.
   CausalLM(DecoderPtr decoder, EmbeddingPtr embedding, MaybeTensor position_embedding, MaybeNorm embedding_norm,
            std::optional<LayerInputsPtr> inputs, MaybeNorm norm, LinearPtr head, double logits_divisor,
            double logits_softcap, std::vector<at::Tensor> prefilter, int64_t prefilter_rows)
-      : decoder_(std::move(decoder)), embedding_(std::move(embedding)), position_embedding_(std::move(position_embedding)),
-        embedding_norm_(std::move(embedding_norm)), inputs_(inputs.value_or(nullptr)), norm_(std::move(norm)),
-        head_(std::move(head)),
+      : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
+        position_embedding_(std::move(position_embedding)), embedding_norm_(std::move(embedding_norm)),
+        inputs_(inputs.value_or(nullptr)), norm_(std::move(norm)), head_(std::move(head)),
         logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), prefilter_(std::move(prefilter)),
         prefilter_rows_(prefilter_rows) {}
 
@@ -637,16 +709,16 @@ class CausalLM : public torch::CustomClassHolder {
   // Takes the states of all slots, of each layer those that its mixer has.
   void attach_states(States states) { states_ = std::move(states), projected_.clear(); }
 
-  // Moves the states of a slot on by the first of the tokens that the last pass had drafted for it. first: the index of the
-  // first one in the pass.
+  // Moves the states of a slot on by the first of the tokens that the last pass had drafted for it. first: the index of
+  // the first one in the pass.
   void advance(int64_t slot, int64_t first, int64_t tokens) {
     decoder_->advance(projected_, states_, slot, first, tokens, drafting_adapters_);
   }
 
   // Takes what `decode` reads and writes, of all rows. tokens, positions: [most] int64, tables: [most, blocks] int32,
   // adapters: [most] int32. rope_deltas: [most] int64, rotary positions less positions. state_slots: [most] int64.
-  void attach_rows(at::Tensor tokens, at::Tensor positions, at::Tensor tables, at::Tensor adapters, at::Tensor rope_deltas,
-                   at::Tensor state_slots, int64_t block_size) {
+  void attach_rows(at::Tensor tokens, at::Tensor positions, at::Tensor tables, at::Tensor adapters,
+                   at::Tensor rope_deltas, at::Tensor state_slots, int64_t block_size) {
     starts_ = at::arange(tokens.size(0) + 1, tables.options());
     tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
     adapters_ = std::move(adapters), rope_deltas_ = std::move(rope_deltas), block_size_ = block_size;
@@ -664,12 +736,13 @@ class CausalLM : public torch::CustomClassHolder {
   void tap(std::vector<int64_t> layers) { tapped_ = std::move(layers), taps_head_ = true; }
 
   // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
-  // cos, sin: rotary tables, of each kind [positions, rotated]. adapted: a row has an adapter. top, head: as in forward.
-  // Returns what forward does, and in between, if top is 1, the argmax of each row, [rows] int64, which then are the rows'
-  // next inputs, too.
+  // cos, sin: rotary tables, of each kind [positions, rotated]. adapted: a row has an adapter. top, head: as in
+  // forward. Returns what forward does, and in between, if top is 1, the argmax of each row, [rows] int64, which then
+  // are the rows' next inputs, too.
   std::tuple<at::Tensor, MaybeTensor, std::vector<at::Tensor>> decode(int64_t rows, std::vector<at::Tensor> cos,
                                                                       std::vector<at::Tensor> sin, bool adapted,
                                                                       int64_t top, bool head) {
+    const TimedPart part("pass");
     at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const MaybeTensor adapters = adapted ? MaybeTensor(adapters_.narrow(0, 0, rows)) : MaybeTensor();
@@ -685,46 +758,55 @@ class CausalLM : public torch::CustomClassHolder {
         TORCH_CHECK(0 <= runs.back().slot && runs.back().slot < count);
       }
     auto [logits, taps] = run(tokens, rotary,
-                              {slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos), std::move(sin),
-                               adapters, {}, std::move(runs)},
+                              {slots,
+                               tables,
+                               lengths,
+                               starts_.narrow(0, 0, rows + 1),
+                               std::move(cos),
+                               std::move(sin),
+                               adapters,
+                               {},
+                               std::move(runs)},
                               {}, top, head, {}, false);
     for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
     if (top != 1 || !head) return {std::move(logits), {}, std::move(taps)};
-    const at::Tensor argmax_ids = argmax(logits, {}, {});
+    const at::Tensor argmax_ids = timed("argmax", [&] { return argmax(logits, {}, {}); });
     std::copy_n(argmax_ids.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
     return {std::move(logits), argmax_ids, std::move(taps)};
   }
 
-  // Any pass. tokens, positions: [tokens] int64, the latter of rotary tables. slots .. query_starts: as in paged_attention and write_kv. cos, sin: as in
-  // decode. wanted: as in Decoder::run. adapters: [tokens] int32, as Linear::adapted takes them; none: no token has one.
-  // top: so many of each row's largest logits are needed; 0: all. head: false: the head's input is returned in place of logits,
-  // so that `logits` may be called later. images: the members of ImageRows, in order; empty: there are none. ends: as in
-  // paged_attention, of layers with a window alone if ends_in_windows. runs, saves: as in read_runs; none: no layer has
-  // states. drafted: `advance` may be called for some of the tokens. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
-  std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& tokens, const at::Tensor& positions,
-                                                          const at::Tensor& slots, const at::Tensor& tables,
-                                                          const at::Tensor& kv_lengths, const at::Tensor& query_starts,
-                                                          std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
-                                                          const MaybeTensor& wanted, const MaybeTensor& adapters,
-                                                          int64_t top, bool head, std::vector<at::Tensor> images,
-                                                          const MaybeTensor& ends, bool ends_in_windows,
-                                                          const MaybeTensor& runs, const MaybeTensor& saves,
-                                                          bool drafted) {
-    Pass pass{slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters, ends, {}};
-    pass.ends_in_windows = ends_in_windows;
-    if (runs && saves) pass.runs = read_runs(*runs, *saves, state_slots(), tokens.size(0));
-    return run(tokens, positions, std::move(pass), wanted, top, head, std::move(images), drafted);
+  // Computes any pass. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
+  std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const PassInputPtr& input) {
+    const TimedPart part("pass");
+    Pass pass{.slots = input->slots,
+              .tables = input->tables,
+              .kv_lengths = input->kv_lengths,
+              .query_starts = input->query_starts,
+              .cos = input->cos,
+              .sin = input->sin,
+              .adapters = input->adapters,
+              .ends = input->ends,
+              .ends_in_windows = input->ends_in_windows};
+    if (input->runs && input->saves)
+      pass.runs = read_runs(*input->runs, *input->saves, state_slots(), input->tokens.size(0));
+    ImageRows images;
+    if (input->image_rows && input->image_embeddings)
+      images = {*input->image_rows, *input->image_embeddings, input->images_added};
+    return run(input->tokens, input->positions, std::move(pass), input->wanted, input->top, input->head, images,
+               input->drafted);
   }
 
   // hidden: the head's input, [rows, hidden_size]. adapters: of its rows. top: as in forward. masks, masked_rows: as in
   // argmax; the largest logits of such a row are of those that the mask allows.
   at::Tensor logits(const at::Tensor& hidden, const MaybeTensor& adapters, int64_t top, const MaybeTensor& masks,
                     std::vector<int64_t> masked_rows) const {
+    const TimedPart part("head");
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
-    if (top > 0 && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ && logits_softcap_ == 0) {
-      return divided(head_->top_logits(hidden, top, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
-                                       prefilter_.size() > 5 ? MaybeTensor(prefilter_[5]) : MaybeTensor(), masks,
-                                       std::move(masked_rows)));
+    if (top > 0 && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ &&
+        logits_softcap_ == 0) {
+      return divided(head_->top_logits(
+          hidden, top, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
+          prefilter_.size() > 5 ? MaybeTensor(prefilter_[5]) : MaybeTensor(), masks, std::move(masked_rows)));
     }
     at::Tensor all = head_->adapted(hidden, adapters);
     if (ranks_) all = ranks_->all_gather(all).narrow(1, 0, vocab_size_).contiguous();
@@ -739,33 +821,28 @@ class CausalLM : public torch::CustomClassHolder {
  private:
   std::tuple<at::Tensor, std::vector<at::Tensor>> run(const at::Tensor& tokens, const at::Tensor& positions, Pass pass,
                                                       const MaybeTensor& wanted, int64_t top, bool head,
-                                                      std::vector<at::Tensor> images, bool drafted) {
+                                                      const ImageRows& images, bool drafted) {
     own_threads = at::get_num_threads();
-    at::Tensor hidden = (*embedding_)(tokens, ranks_);
-    ImageRows places;
-    if (!images.empty()) {
-      places = {images[0], images[1], {images.begin() + 2, images.end()}};
-      hidden.index_copy_(0, places.rows, places.embeddings);
-    }
+    at::Tensor hidden = timed("embedding", [&] { return (*embedding_)(tokens, ranks_); });
+    if (images.rows.defined()) hidden.index_copy_(0, images.rows, images.embeddings);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     if (embedding_norm_) hidden = (**embedding_norm_)(hidden);
     pass.positions = positions;
     if (inputs_) pass.inputs = (*inputs_)(tokens, hidden, pass.adapters, ranks_);
     for (std::vector<at::Tensor>* kinds : {&pass.cos, &pass.sin})
       for (at::Tensor& table : *kinds) table = rows_of(table, positions);
-    const int64_t layers = static_cast<int64_t>(decoder_->layers()), added = static_cast<int64_t>(places.added.size());
+    const int64_t layers = static_cast<int64_t>(decoder_->layers()), added = static_cast<int64_t>(images.added.size());
     const bool reads_all = !tapped_.empty() && tapped_.back() == layers;
     const bool in_order = !wanted || (ascending(*wanted) && added < layers && !reads_all);
     std::vector<at::Tensor> taps;
     projected_.clear(), drafting_adapters_ = drafted ? pass.adapters : MaybeTensor();
-    hidden = decoder_->run(hidden, caches_, states_, pass, in_order ? wanted : MaybeTensor{}, places, tapped_, taps,
+    hidden = decoder_->run(hidden, caches_, states_, pass, in_order ? wanted : MaybeTensor{}, images, tapped_, taps,
                            drafted ? &projected_ : nullptr);
     if (!in_order) hidden = hidden.index_select(0, *wanted);
-    if (norm_) hidden = (**norm_)(hidden);
+    if (norm_) hidden = timed("norms", [&] { return (**norm_)(hidden); });
     if (taps_head_) taps.insert(taps.begin(), hidden);
     if (!head) return {hidden, std::move(taps)};
-    return {logits(hidden, wanted ? chosen_rows(pass.adapters, *wanted) : pass.adapters, top, {}, {}),
-            std::move(taps)};
+    return {logits(hidden, wanted ? chosen_rows(pass.adapters, *wanted) : pass.adapters, top, {}, {}), std::move(taps)};
   }
 
   // The number of slots of states; 0: no layer has any.
@@ -811,10 +888,20 @@ class CausalLM : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
+  library.def("measure_parts(bool on) -> Dict(str, float[])", &measure_parts);
   // each before those whose methods take it
-  library.class_<QuantizedWeights>("QuantizedWeights").def(
-      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor,
-                  MaybeTensor, int64_t>());
+  library.class_<QuantizedWeights>("QuantizedWeights")
+      .def(torch::init<>())
+      .def_readwrite("kind", &QuantizedWeights::kind)
+      .def_readwrite("starts", &QuantizedWeights::starts)
+      .def_readwrite("scales", &QuantizedWeights::scales)
+      .def_readwrite("offsets", &QuantizedWeights::offsets)
+      .def_readwrite("zeros", &QuantizedWeights::zeros)
+      .def_readwrite("codebook", &QuantizedWeights::codebook)
+      .def_readwrite("order", &QuantizedWeights::order)
+      .def_readwrite("scale_factors", &QuantizedWeights::scale_factors)
+      .def_readwrite("offset_factors", &QuantizedWeights::offset_factors)
+      .def_readwrite("zero", &QuantizedWeights::zero);
   library.class_<Adapters>("Adapters")
       .def(torch::init<int64_t>())
       .def("put", &Adapters::put)
@@ -835,9 +922,10 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
                   [](std::vector<LinearPtr> parts) { return c10::make_intrusive<Linear>(std::move(parts)); });
   library.class_<Ranks>("Ranks")
       .def(torch::init<at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>())
-      .def_static("of_group", [](std::string group, int64_t rank, int64_t world_size) {
-        return c10::make_intrusive<Ranks>(std::move(group), rank, world_size);
-      })
+      .def_static("of_group",
+                  [](std::string group, int64_t rank, int64_t world_size) {
+                    return c10::make_intrusive<Ranks>(std::move(group), rank, world_size);
+                  })
       .def("all_reduce", [](const RanksPtr& self, const at::Tensor& x) { self->all_reduce(x); })
       .def("all_gather", &Ranks::all_gather);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double, bool, int64_t, int64_t>());
@@ -845,8 +933,19 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<std::string, bool, double, double>())
       .def("add", &Experts::add)
       .def("forward", &Experts::forward);
-  library.class_<Routing>("Routing").def(
-      torch::init<int64_t, bool, MaybeTensor, int64_t, int64_t, int64_t, bool, double, bool, MaybeTensor, bool>());
+  library.class_<Routing>("Routing")
+      .def(torch::init<>())
+      .def_readwrite("chosen", &Routing::chosen)
+      .def_readwrite("sigmoid", &Routing::sigmoid)
+      .def_readwrite("bias", &Routing::bias)
+      .def_readwrite("groups", &Routing::groups)
+      .def_readwrite("chosen_groups", &Routing::chosen_groups)
+      .def_readwrite("group_scores", &Routing::group_scores)
+      .def_readwrite("normalised", &Routing::normalised)
+      .def_readwrite("factor", &Routing::factor)
+      .def_readwrite("wide", &Routing::wide)
+      .def_readwrite("factors", &Routing::factors)
+      .def_readwrite("share_inputs", &Routing::share_inputs);
   library.class_<Mixture>("Mixture")
       .def(torch::init<LinearPtr, ExpertsPtr, RoutingPtr>())
       .def("forward", [](const MixturePtr& self, const at::Tensor& x, const MaybeTensor& residual) {
@@ -861,16 +960,57 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.class_<Latents>("Latents").def(
       torch::init<int64_t, int64_t, std::optional<LinearPtr>, std::vector<LinearPtr>, std::vector<LinearPtr>>());
   library.class_<Attention>("Attention")
-      .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, std::optional<LatentsPtr>, double, int64_t, double, MaybeTensor, MaybeTensor, bool, int64_t, bool,
-                       bool, double, int64_t, int64_t, std::vector<double>>());
-  library.class_<AltUp>("AltUp").def(torch::init<NormPtr, LinearPtr, LinearPtr, LinearPtr, MaybeTensor, LinearPtr, LinearPtr,
-                                               NormPtr>());
+      .def(torch::init<>())
+      .def_readwrite("heads", &Attention::heads)
+      .def_readwrite("kv_heads", &Attention::kv_heads)
+      .def_readwrite("head_dim", &Attention::head_dim)
+      .def_readwrite("value_dim", &Attention::value_dim)
+      .def_readwrite("value_scale", &Attention::value_scale)
+      .def_readwrite("latents", &Attention::latents)
+      .def_readwrite("scaling", &Attention::scaling)
+      .def_readwrite("softcap", &Attention::softcap)
+      .def_readwrite("window", &Attention::window)
+      .def_readwrite("chunk", &Attention::chunk)
+      .def_readwrite("sinks", &Attention::sinks)
+      .def_readwrite("alibi_slopes", &Attention::alibi_slopes)
+      .def_readwrite("rounded_alibi", &Attention::rounded_alibi)
+      .def_readwrite("rotation", &Attention::rotation)
+      .def_readwrite("gated", &Attention::gated)
+      .def_readwrite("grouped", &Attention::grouped)
+      .def_readwrite("clip", &Attention::clip)
+      .def_readwrite("keys_of", &Attention::keys_of)
+      .def_readwrite("tuning", &Attention::tuning);
+  library.class_<AltUp>("AltUp").def(
+      torch::init<NormPtr, LinearPtr, LinearPtr, LinearPtr, MaybeTensor, LinearPtr, LinearPtr, NormPtr>());
   library.class_<Streams>("Streams").def(torch::init<std::vector<LinearPtr>, std::vector<LinearPtr>>());
   library.class_<Decoder>("Decoder")
       .def(torch::init<std::string, bool, bool, double, bool, std::optional<StreamsPtr>>())
       .def("add_layer", &Decoder::add_layer);
   library.class_<Embedding>("Embedding").def(torch::init<at::Tensor, std::optional<LinearPtr>, double>());
-  library.class_<LayerInputs>("LayerInputs").def(torch::init<EmbeddingPtr, int64_t, LinearPtr, NormPtr, double, double>());
+  library.class_<LayerInputs>("LayerInputs")
+      .def(torch::init<EmbeddingPtr, int64_t, LinearPtr, NormPtr, double, double>());
+  library.class_<PassInput>("PassInput")
+      .def(torch::init<>())
+      .def_readwrite("tokens", &PassInput::tokens)
+      .def_readwrite("positions", &PassInput::positions)
+      .def_readwrite("slots", &PassInput::slots)
+      .def_readwrite("tables", &PassInput::tables)
+      .def_readwrite("kv_lengths", &PassInput::kv_lengths)
+      .def_readwrite("query_starts", &PassInput::query_starts)
+      .def_readwrite("cos", &PassInput::cos)
+      .def_readwrite("sin", &PassInput::sin)
+      .def_readwrite("wanted", &PassInput::wanted)
+      .def_readwrite("adapters", &PassInput::adapters)
+      .def_readwrite("top", &PassInput::top)
+      .def_readwrite("head", &PassInput::head)
+      .def_readwrite("image_rows", &PassInput::image_rows)
+      .def_readwrite("image_embeddings", &PassInput::image_embeddings)
+      .def_readwrite("images_added", &PassInput::images_added)
+      .def_readwrite("ends", &PassInput::ends)
+      .def_readwrite("ends_in_windows", &PassInput::ends_in_windows)
+      .def_readwrite("runs", &PassInput::runs)
+      .def_readwrite("saves", &PassInput::saves)
+      .def_readwrite("drafted", &PassInput::drafted);
   library.class_<CausalLM>("CausalLM")
       .def(torch::init<DecoderPtr, EmbeddingPtr, MaybeTensor, MaybeNorm, std::optional<LayerInputsPtr>, MaybeNorm,
                        LinearPtr, double, double, std::vector<at::Tensor>, int64_t>())

@@ -51,8 +51,8 @@ int heads_together(int kv_heads, int item_heads, int64_t sequences, int most) {
   return std::clamp(for_threads, 1, std::max(1, std::min({DECODE_ROWS / item_heads, (kv_heads + 1) / 2, most})));
 }
 
-// Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. sequences: of the pass. kv_heads: the
-// most of an item.
+// Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. sequences: of the pass.
+// kv_heads: the most of an item.
 template <typename T>
 void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, const int32_t* ends, int first, int count,
                 int length, int64_t sequences, int kv_heads, std::vector<AttentionItem>& items) {
@@ -77,15 +77,15 @@ Plan plan(const AttentionLayer<T>& layer, const at::Tensor& tables, const at::Te
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.stride(0);
     if (count == 1 || count * layer.group() <= DECODE_ROWS)
       plan_reply(layer, table, ends, starts[s], count, lengths[s], kv_lengths.size(0), kv_heads, plan.replies);
-    else
-      plan_prompt(layer, table, ends, starts[s], count, lengths[s], rows, plan.prompts);
+    else plan_prompt(layer, table, ends, starts[s], count, lengths[s], rows, plan.prompts);
   }
   return plan;
 }
 
 template <typename T>
 void attend(const AttentionLayer<T>& layer, const Plan& plan, const AttentionKernel<T>& kernel) {
-  const int64_t prompts = static_cast<int64_t>(plan.prompts.size()), replies = static_cast<int64_t>(plan.replies.size());
+  const int64_t prompts = static_cast<int64_t>(plan.prompts.size()),
+                replies = static_cast<int64_t>(plan.replies.size());
   parallel_for(prompts + replies, [&](int64_t i, int64_t next) {
     const auto item = [&](int64_t at) -> const AttentionItem& {
       return at < prompts ? plan.prompts[at] : plan.replies[at - prompts];
@@ -105,16 +105,17 @@ const AttentionKernel<T>& kernel_for(int64_t head_dim) {
 
 }  // namespace
 
-// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache. ends: [tokens] int32, the tokens of
-// its sequence that each query may look at, in ascending order in a sequence; none: up to its own.
+// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache. ends: [tokens] int32, the tokens
+// of its sequence that each query may look at, in ascending order in a sequence; none: up to its own.
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
-                           int64_t chunk, const std::optional<at::Tensor>& ends) {
+                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale, int64_t chunk,
+                           const std::optional<at::Tensor>& ends) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
-  TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to ", MAX_HEAD_DIM);
+  TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to ",
+              MAX_HEAD_DIM);
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
   TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1);
   TORCH_CHECK(!ends || (ends->numel() == query.size(0) && ends->is_contiguous()), "each query has one end");
@@ -169,7 +170,8 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
 
 // Where the next token of each row stands. positions: [rows] int64; tables: [rows, blocks] int32, of blocks of so many
 // tokens. Returns slots, block * block_size + offset, [rows] int64, and the tokens of each row, [rows] int32.
-std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size) {
+std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables,
+                                                 int64_t block_size) {
   TORCH_CHECK(positions.is_contiguous() && tables.size(0) == positions.size(0) && tables.stride(1) == 1);
   at::Tensor slots = at::empty_like(positions), lengths = at::empty_like(positions, at::kInt);
   const int64_t* position = positions.const_data_ptr<int64_t>();

@@ -75,8 +75,8 @@ struct AttentionItem {
   int64_t first_token;     // of the item's queries, among the pass's tokens
   int64_t first_position;  // of the item's first query, in its sequence
   int queries;
-  int kv_head, kv_heads;  // the first one, how many
-  int first_head, heads;  // the first query head, how many for each KV head
+  int kv_head, kv_heads;          // the first one, how many
+  int first_head, heads;          // the first query head, how many for each KV head
   const int32_t* ends = nullptr;  // of each query: the tokens of its sequence that it may look at; null: up to its own
 
   int rows() const { return kv_heads * queries * heads; }

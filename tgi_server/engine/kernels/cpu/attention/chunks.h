@@ -1,8 +1,8 @@
 // Attention of an item's rows, chunk by chunk: a chunk is a few neighbouring blocks of a sequence, of one KV head.
 //
-// Chunks begin at multiples of CHUNK, whatever item looks at them, and a row adds up what it looks at in the order of the
-// positions, with nothing that depends on other rows. So its result is the same to the last bit in a prompt, in a part of
-// one, among drafted tokens and alone, as a reply.
+// Chunks begin at multiples of CHUNK, whatever item looks at them, and a row adds up what it looks at in the order of
+// the positions, with nothing that depends on other rows. So its result is the same to the last bit in a prompt, in a
+// part of one, among drafted tokens and alone, as a reply.
 
 #pragma once
 
@@ -103,8 +103,8 @@ struct Tile {
   }
 };
 
-// scores[r][j] = sum over d of query[r][d] * keys[d][j], for the columns of one block that rows look at. prefetched: the
-// keys of a block that is needed soon, or null.
+// scores[r][j] = sum over d of query[r][d] * keys[d][j], for the columns of one block that rows look at. prefetched:
+// the keys of a block that is needed soon, or null.
 template <typename Dot, int R, int V, typename Number>
 void score_rows(const char* query, const Number* keys, const Number* prefetched, int head_dim, int columns,
                 float* scores) {
@@ -114,8 +114,8 @@ void score_rows(const char* query, const Number* keys, const Number* prefetched,
     make_zero(sums);
     const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<Number>),
                               BLOCK * PAIR<Number> * sizeof(Number), head_dim / PAIR<Number>};
-    add_products<Dot, R, V>(
-        product, prefetched ? reinterpret_cast<const char*>(prefetched + j * PAIR<Number>) : nullptr, sums);
+    add_products<Dot, R, V>(product,
+                            prefetched ? reinterpret_cast<const char*>(prefetched + j * PAIR<Number>) : nullptr, sums);
     store_block(reinterpret_cast<char*>(scores + j), CHUNK * sizeof(float), sums);
   }
 }
@@ -133,7 +133,8 @@ void value_rows(const char* weights, const float* decays, const Number* const* v
                               reinterpret_cast<const char*>(values[j / BLOCK] + first * PAIR<Number>),
                               int64_t(head_dim) * PAIR<Number> * static_cast<int64_t>(sizeof(Number)),
                               static_cast<int>(ceil_div(std::min(BLOCK, tokens - j), PAIR<Number>))};
-    add_products<Dot, R, V>(product, later ? reinterpret_cast<const char*>(later + first * PAIR<Number>) : nullptr, sums);
+    add_products<Dot, R, V>(product, later ? reinterpret_cast<const char*>(later + first * PAIR<Number>) : nullptr,
+                            sums);
   }
   store_block(reinterpret_cast<char*>(output + first), head_dim * sizeof(float), sums);
 }
@@ -167,8 +168,8 @@ const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, 
   return weights;
 }
 
-// Computes an item of at most ROWS rows of a cache of keys K and values V. next: the item that this thread will probably do next.
-// Tiles: what multiplies, with
+// Computes an item of at most ROWS rows of a cache of keys K and values V. next: the item that this thread will
+// probably do next. Tiles: what multiplies, with
 //   Operand, what rows are made of; ROWS, the most of them that are multiplied together;
 //   load(chunk, later, head_dim), which takes the chunk that the other two methods read; later is needed soon;
 //   score(blocks, query, head_dim, scores) and add_values(blocks, weights, decays, head_dim, output), as score_rows and

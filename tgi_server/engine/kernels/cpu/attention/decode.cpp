@@ -1,5 +1,5 @@
-// Attention of a few queries, as replies have them: bound by memory. The cache's numbers are multiplied as they are read,
-// and what is needed next is prefetched.
+// Attention of a few queries, as replies have them: bound by memory. The cache's numbers are multiplied as they are
+// read, and what is needed next is prefetched.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace {
 
 constexpr bool AVX512 = WIDTH == 16;
 
-// Products of few rows. Numbers of 8 bits are turned into pairs of bfloat16 where such pairs are multiplied: prompts are
-// multiplied so, and both come to the same.
+// Products of few rows. Numbers of 8 bits are turned into pairs of bfloat16 where such pairs are multiplied: prompts
+// are multiplied so, and both come to the same.
 template <typename T, typename K, typename V>
 class FewRows {
   template <typename C>
@@ -82,9 +82,8 @@ class FewRows {
       value_rows<ValueDot, R, REST>(weights, decays, values, prefetched, d, tokens, head_dim, output);
   }
 
-  static constexpr auto SCORES = by_rows<ROWS>([]<int R>() {
-    return &score_rows<KeyDot, R, std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4), Key>;
-  });
+  static constexpr auto SCORES = by_rows<ROWS>(
+      []<int R>() { return &score_rows<KeyDot, R, std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4), Key>; });
   static constexpr auto VALUES = by_rows<ROWS>([]<int R>() { return &add_all_columns<R>; });
 
   Tile<Key, Value> tile_;

@@ -25,7 +25,7 @@
 
 namespace oatmill {
 
-constexpr int BLOCK = 32;                // tokens of a KV block
+constexpr int BLOCK = 32;  // tokens of a KV block
 constexpr int MAX_HEAD_DIM = 576;
 constexpr int64_t WRITTEN_TOGETHER = 16;  // tokens
 constexpr int64_t WANTED_EARLIER = 4;     // tokens

@@ -60,8 +60,8 @@ const To* converted(const From* tile, int64_t rows, int64_t columns, To* to) {
     for (int64_t row = 0; row < rows; row += 2)
       for (int64_t column = 0; column < columns; column += WIDTH) {
         const F32 low = load_f32(tile + row * columns + column), high = load_f32(tile + (row + 1) * columns + column);
-        store_as(to + row * columns + 2 * column, (reinterpret_cast<const U32&>(low) >> 16) |
-                                                      (reinterpret_cast<const U32&>(high) & 0xffff0000));
+        store_as(to + row * columns + 2 * column,
+                 (reinterpret_cast<const U32&>(low) >> 16) | (reinterpret_cast<const U32&>(high) & 0xffff0000));
       }
   } else {
     for (int64_t row = 0; row < rows; row += PAIR<From>)
@@ -83,8 +83,8 @@ struct TileProduct {
 };
 
 // sums[r][v] += the products of R rows with V registers of columns, one word after the other whatever R and V are.
-// prefetched: a tile that is needed soon, of which as much is prefetched as is read of this one, since the processor itself
-// does not guess which tile comes next; or null.
+// prefetched: a tile that is needed soon, of which as much is prefetched as is read of this one, since the processor
+// itself does not guess which tile comes next; or null.
 template <typename Dot, int R, int V>
 inline void add_products(const TileProduct& product, const char* prefetched, typename Dot::Accumulator (&sums)[R][V]) {
   constexpr int REGISTER_BYTES = WIDTH * Dot::WORD_BYTES;
@@ -99,14 +99,17 @@ inline void add_products(const TileProduct& product, const char* prefetched, typ
 #pragma GCC unroll 2
       for (int step = 0; step < Dot::STEPS; ++step)
         add_outer<Dot>(
-            [&](int r) { return Dot::row(product.rows + r * product.row_bytes + (k * Dot::STEPS + step) * Dot::NUMBER); },
+            [&](int r) {
+              return Dot::row(product.rows + r * product.row_bytes + (k * Dot::STEPS + step) * Dot::NUMBER);
+            },
             [&](int v) { return Dot::column(words, v * WIDTH, step); }, sums);
     }
   };
   prefetched ? add_words(std::true_type()) : add_words(std::false_type());
 }
 
-// Loads what rows have summed of values so far, [R, columns] with so many floats from a row to the next, times their decays.
+// Loads what rows have summed of values so far, [R, columns] with so many floats from a row to the next, times their
+// decays.
 template <int R, int V, typename Accumulator>
 inline void load_decayed(const float* from, int64_t columns, const float* decays, Accumulator (&acc)[R][V]) {
 #pragma GCC unroll 8

@@ -22,8 +22,8 @@ constexpr float SLACK = 8;  // weights are e^SLACK at most: what they are divide
 template <int ROWS>
 struct Softmax {
   alignas(64) float acc[ROWS * WIDTH];  // of weights, added up in the end
-  float references[ROWS];                  // weights are e to the score minus this
-  float decays[ROWS];                      // of what was summed before the last part
+  float references[ROWS];               // weights are e to the score minus this
+  float decays[ROWS];                   // of what was summed before the last part
 
   void begin(const Variant& variant, const AttentionItem& item) {
     std::fill_n(acc, item.rows() * WIDTH, 0.0f);
@@ -43,7 +43,8 @@ inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 inline F32 hyperbolic_tangent(F32 x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
 // Scales a row's scores against tokens from `start` on, with softcap and alibi.
-inline void adjust_scores(const Variant& variant, int head, int64_t position, int64_t start, int columns, float* scores) {
+inline void adjust_scores(const Variant& variant, int head, int64_t position, int64_t start, int columns,
+                          float* scores) {
   for (int c = 0; c < columns; ++c) scores[c] *= variant.score_scaling;
   if (variant.softcap != 0)
     for (int j = 0; j < columns; j += WIDTH)
@@ -59,7 +60,8 @@ inline void adjust_scores(const Variant& variant, int head, int64_t position, in
 }
 
 // Turns the scores of the query at a position, which looks at the tokens before `end`, against tokens from `start` on
-// into softmax weights, in their place, and says how much the sums so far decay. columns: of scores, a multiple of LANES, of which `tokens` are those of tokens.
+// into softmax weights, in their place, and says how much the sums so far decay. columns: of scores, a multiple of
+// LANES, of which `tokens` are those of tokens.
 template <int ROWS>
 inline void weigh_row(const Variant& variant, int head, int64_t position, int64_t end, int64_t start, int columns,
                       int tokens, int row, Softmax<ROWS>& softmax, float* scores) {

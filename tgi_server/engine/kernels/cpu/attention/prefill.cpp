@@ -1,5 +1,5 @@
-// Attention of many queries, as prompts have them: bound by what is computed. The products are made of vector registers,
-// or of AMX tiles (amx.h), which then compute replies as well.
+// Attention of many queries, as prompts have them: bound by what is computed. The products are made of vector
+// registers, or of AMX tiles (amx.h), which then compute replies as well.
 
 #include <algorithm>
 #include <array>
@@ -17,7 +17,8 @@ namespace {
 // Registers of columns that are computed together.
 constexpr int VECTORS = WIDTH == 4 && REGISTERS == 32 ? 4 : 2;
 
-// Products in vector registers. Numbers of 16 bits are turned into floats once for all rows, where floats are multiplied.
+// Products in vector registers. Numbers of 16 bits are turned into floats once for all rows, where floats are
+// multiplied.
 template <typename T>
 class VectorTiles {
   static constexpr bool WIDENED = sizeof(T) == 2 && std::is_same_v<typename Columns<T>::Operand, float>;
@@ -150,8 +151,9 @@ class MatrixTiles {
 
   template <int GROUPS, typename Work>
   static void for_sums(const Work& work) {
-    [&]<int... I>(std::integer_sequence<int, I...>) { (work.template operator()<I>(), ...); }
-    (std::make_integer_sequence<int, 2 * GROUPS>());
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+      (work.template operator()<I>(), ...);
+    }(std::make_integer_sequence<int, 2 * GROUPS>());
   }
 
   Tiles matrices_;
@@ -160,9 +162,8 @@ class MatrixTiles {
 
 template <typename T, typename Tiles>
 void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
-  by_cache<T>(layer.key_dtype, layer.value_dtype, [&]<typename K, typename V>(K*, V*) {
-    attend_chunks<Tiles, PREFILL_ROWS, K, V>(layer, item, next);
-  });
+  by_cache<T>(layer.key_dtype, layer.value_dtype,
+              [&]<typename K, typename V>(K*, V*) { attend_chunks<Tiles, PREFILL_ROWS, K, V>(layer, item, next); });
 }
 
 bool always() { return true; }

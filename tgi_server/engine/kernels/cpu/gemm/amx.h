@@ -1,7 +1,7 @@
 // GEMM by AMX: an instruction multiplies a tile of 16 rows with one of 16 outputs, 16 words deep.
 //
-// A tile of the packed weights (gemm.h) is three of AMX's side by side, each 16 outputs wide; 16 words of it are one load
-// each. Two loads of the input, of 16 rows each, use them, and six accumulators stay in tile registers.
+// A tile of the packed weights (gemm.h) is three of AMX's side by side, each 16 outputs wide; 16 words of it are one
+// load each. Two loads of the input, of 16 rows each, use them, and six accumulators stay in tile registers.
 //
 // Tiles: the processor's, or emulated ones in plain C++, with which tests run this file on every CPU.
 
@@ -24,7 +24,7 @@
 
 namespace oatmill {
 
-constexpr int64_t SIDE = 16;             // rows, outputs and words of a matrix
+constexpr int64_t SIDE = 16;  // rows, outputs and words of a matrix
 constexpr int64_t SIDE_BYTES = SIDE * WORD;
 
 #if defined(OATMILL_EMULATED_TILES)
@@ -40,7 +40,8 @@ class EmulatedTiles {
   }
   template <int I>
   void load(const void* from, int64_t stride) {
-    for (int64_t r = 0; r < SIDE; ++r) std::memcpy(registers_[I][r], static_cast<const char*>(from) + r * stride, SIDE_BYTES);
+    for (int64_t r = 0; r < SIDE; ++r)
+      std::memcpy(registers_[I][r], static_cast<const char*>(from) + r * stride, SIDE_BYTES);
   }
   template <int I>
   void store(void* to, int64_t stride) {
@@ -142,11 +143,11 @@ class AmxTiles {
   }
   template <int I>
   void add() {
-#define OATMILL_DO(n)                                  \
-  if constexpr (std::is_same_v<Kind, Int8Weights>) {   \
-    _tile_dpbusd(n, 6, 7);                             \
-  } else {                                             \
-    _tile_dpbf16ps(n, 6, 7);                           \
+#define OATMILL_DO(n)                                \
+  if constexpr (std::is_same_v<Kind, Int8Weights>) { \
+    _tile_dpbusd(n, 6, 7);                           \
+  } else {                                           \
+    _tile_dpbf16ps(n, 6, 7);                         \
   }
     OATMILL_WITH_REGISTER(I, OATMILL_DO)
 #undef OATMILL_DO
@@ -168,8 +169,7 @@ struct AmxGemm {
     const int64_t padded_rows = ceil_div(rows, SIDE) * SIDE, padded = depth * Weights::DEPTH;
     if constexpr (std::is_same_v<Weights, Int8Weights>)
       return quantized_rows_int8<uint8_t>(from, rows, inputs, padded_rows, padded, uint8_t{OFFSET}, keep_bytes<OFFSET>);
-    else
-      return converted_rows<c10::BFloat16>(from, rows, inputs, padded_rows, padded);
+    else return converted_rows<c10::BFloat16>(from, rows, inputs, padded_rows, padded);
   }
 
   static void multiply(const char* input, int64_t row_bytes, int64_t rows, const char* weights, const char* next,
@@ -191,13 +191,11 @@ struct AmxGemm {
 
   // GROUPS: of SIDE rows. next: what is needed after these weights, or null when they have been read before.
   template <int GROUPS>
-  static void multiply_groups(Tiles& tiles, const char* input, int64_t row_bytes, const char* weights,
-                              const char* next, int64_t depth, bool from_zero, char* acc) {
+  static void multiply_groups(Tiles& tiles, const char* input, int64_t row_bytes, const char* weights, const char* next,
+                              int64_t depth, bool from_zero, char* acc) {
     for_sums<GROUPS>([&]<int I>() {
-      if (from_zero)
-        tiles.template zero<I>();
-      else
-        tiles.template load<I>(place<I>(acc), TILE_WORD);
+      if (from_zero) tiles.template zero<I>();
+      else tiles.template load<I>(place<I>(acc), TILE_WORD);
     });
     for (int64_t k = 0; k < depth; k += SIDE) {
       const char* words = weights + k * TILE_WORD;
@@ -232,8 +230,9 @@ struct AmxGemm {
 
   template <int GROUPS, typename Work>
   static void for_sums(const Work& work) {
-    [&]<int... I>(std::integer_sequence<int, I...>) { (work.template operator()<I>(), ...); }
-    (std::make_integer_sequence<int, 3 * GROUPS>());
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+      (work.template operator()<I>(), ...);
+    }(std::make_integer_sequence<int, 3 * GROUPS>());
   }
 };
 

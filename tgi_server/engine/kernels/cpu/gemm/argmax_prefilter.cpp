@@ -5,10 +5,10 @@
 //
 //     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|
 //
-// where x' and w' are x and w in 8 bits. So it shows which of the outputs can be the k largest, and only these are computed
-// with the weights themselves, by the kernel that would compute all of them. The tiles of outputs have a lower bound each,
-// of their largest one: k outputs reach the k-th largest of these. A row may have a mask; then it is about the outputs that
-// the mask allows.
+// where x' and w' are x and w in 8 bits. So it shows which of the outputs can be the k largest, and only these are
+// computed with the weights themselves, by the kernel that would compute all of them. The tiles of outputs have a lower
+// bound each, of their largest one: k outputs reach the k-th largest of these. A row may have a mask; then it is about
+// the outputs that the mask allows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -43,7 +43,7 @@ constexpr int64_t PARTS = NUMBER<Kernel> == 1 ? 2 : 1;
 
 constexpr int64_t MOST_ROWS = 16;
 constexpr int64_t FILLED_AT_ONCE = 1 << 15;  // outputs
-constexpr int64_t TILES_PER_LOGIT = 16;       // with fewer tiles for each that is needed, too many are candidates
+constexpr int64_t TILES_PER_LOGIT = 16;      // with fewer tiles for each that is needed, too many are candidates
 constexpr int64_t MOST_PARTS = 2 * MOST_ROWS;
 static_assert(MOST_PARTS % SIDE == 0);
 
@@ -81,8 +81,7 @@ template <typename Kernel>
 void keep(char* to, I32x16 numbers) {
   if constexpr (NUMBER<Kernel> == 1)
     keep_bytes<Kernel::OFFSET>(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
-  else
-    Int16Dot::keep(reinterpret_cast<int16_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
+  else Int16Dot::keep(reinterpret_cast<int16_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
 }
 
 // to: PARTS rows of [size] numbers, size being a multiple of LANES.
@@ -123,8 +122,8 @@ F32x16 converted(const int32_t* sums, const int32_t* compensation) {
 // where the filter allows them. What is not a number is unbounded. Writes the upper bounds of the tile's outputs, minus
 // infinity for others. Returns the lower bound of the largest.
 template <typename Kernel, typename Filter>
-float bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, const int32_t* sums, int64_t first, int64_t end,
-                     const Filter& filter, float* uppers) {
+float bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, const int32_t* sums, int64_t first,
+                     int64_t end, const Filter& filter, float* uppers) {
   constexpr I32x16 PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float rounding = static_cast<float>(weights.depth * WORD) * SUM_ERROR * row.length;
   F32x16 lowers = F32x16{} + LOWEST;
@@ -137,7 +136,8 @@ float bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, const
     F32x16 whole = {};
     for (int64_t p = 0; p < PARTS<Kernel>; ++p)
       whole += converted<Kernel>(sums + p * COLUMNS + n - first, weights.compensation + n) * row.scales[p];
-    const F32x16 logits = whole * load(weights.scales + n), error_norm = load(weights.error_norm + n), weight_norm = load(weights.weight_norm + n);
+    const F32x16 logits = whole * load(weights.scales + n), error_norm = load(weights.error_norm + n),
+                 weight_norm = load(weights.weight_norm + n);
     const F32x16 bound = error_norm * row.length + weight_norm * row.error_norm + (error_norm + weight_norm) * rounding;
     const F32x16 none = F32x16{} + LOWEST, upper = logits + bound, limited = select(defined(upper), upper, -none);
     const auto filtered = [&](F32x16 scores) {
@@ -158,15 +158,16 @@ struct Bounds {
   Bounds(int64_t rows, int64_t tiles)
       : rows(rows), tiles(tiles), lowers(rows * tiles), uppers(at::empty({rows, tiles * COLUMNS}, at::kFloat)) {}
 
-  // The outputs that may be among the `most` largest of a row, or equal to the last of these once they are rounded, in order.
-  // There are at least `most` tiles. Changes the order of the lower bounds.
+  // The outputs that may be among the `most` largest of a row, or equal to the last of these once they are rounded, in
+  // order. There are at least `most` tiles. Changes the order of the lower bounds.
   std::vector<int64_t> candidates(int64_t most) {
     const int64_t outputs = tiles * COLUMNS;
     std::vector<char> chosen(outputs);
     for (int64_t r = 0; r < rows; ++r) {
       const auto own = lowers.begin() + r * tiles, last = own + (most - 1);
       std::nth_element(own, last, own + tiles, std::greater<>());
-      const float needed = *last - OUTPUT_ERROR * std::abs(*last), *upper = uppers.const_data_ptr<float>() + r * outputs;
+      const float needed = *last - OUTPUT_ERROR * std::abs(*last),
+                  *upper = uppers.const_data_ptr<float>() + r * outputs;
       for (int64_t n = 0; n < outputs; ++n) chosen[n] |= (upper[n] >= needed) & (upper[n] > LOWEST);
     }
     std::vector<int64_t> found;
@@ -217,8 +218,9 @@ struct PrefilterKernel {
   bool (*available)();  // on this CPU
   int64_t depth;        // words, of which a weight must have a multiple
   int64_t fewest, most;
-  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, int64_t most, const PrefilterWeights& weights,
-                                     const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows);
+  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, int64_t most,
+                                     const PrefilterWeights& weights, const std::optional<at::Tensor>& masks,
+                                     at::IntArrayRef masked_rows);
 };
 
 bool always() { return true; }
@@ -247,7 +249,9 @@ bool serves(const PrefilterKernel& prefilter, const at::Tensor& packed) {
 
 // Returns the most rows for which a pre-filter with these weights pays.
 int64_t prefilter_rows(const at::Tensor& packed) {
-  return std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(), [&](const PrefilterKernel& s) { return serves(s, packed); })->most;
+  return std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(),
+                      [&](const PrefilterKernel& s) { return serves(s, packed); })
+      ->most;
 }
 
 const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed) {
@@ -258,16 +262,16 @@ const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed) {
 
 }  // namespace
 
-// input: [..., inputs], at most MOST_ROWS rows; prefilter: as of linear_pack, of the layer's weights divided by scales, as
-// int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
-// PrefilterWeights; masks, masked_rows: as in argmax. Returns [..., outputs]: the `count` largest of each row and those that
-// are equal to the last of them once they are rounded, of the tokens that its mask allows, and some others, are what the
-// layer gives; the rest are minus infinity. weight: the layer's weights, [outputs, inputs], where the embedding has them, too:
-// without it whole tiles are computed.
-at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::Tensor& prefilter, const at::Tensor& scales,
-                              const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
-                              const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& masks,
-                              std::vector<int64_t> masked_rows) const {
+// input: [..., inputs], at most MOST_ROWS rows; prefilter: as of linear_pack, of the layer's weights divided by scales,
+// as int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
+// PrefilterWeights; masks, masked_rows: as in argmax. Returns [..., outputs]: the `count` largest of each row and those
+// that are equal to the last of them once they are rounded, of the tokens that its mask allows, and some others, are
+// what the layer gives; the rest are minus infinity. weight: the layer's weights, [outputs, inputs], where the
+// embedding has them, too: without it whole tiles are computed.
+at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::Tensor& prefilter,
+                              const at::Tensor& scales, const at::Tensor& compensation, const at::Tensor& error_norm,
+                              const at::Tensor& weight_norm, const std::optional<at::Tensor>& weight,
+                              const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
   TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be pre-filtered");
@@ -278,12 +282,16 @@ at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::
   at::Tensor output = at::empty(shape, x.options());
   by_dtype(output, [&]<typename T>(T*) {
     T* to = output.mutable_data_ptr<T>();
-    for_range(output.numel(), FILLED_AT_ONCE, [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, T(LOWEST)); });
+    for_range(output.numel(), FILLED_AT_ONCE,
+              [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, T(LOWEST)); });
   });
   if (rows == 0) return output;  // the pass is a part of a prompt, and no more
-  const PrefilterWeights weights{static_cast<const char*>(prefilter.const_data_ptr()), prefilter.size(1),
-                      scales.const_data_ptr<float>(), compensation.const_data_ptr<int32_t>(),
-                      error_norm.const_data_ptr<float>(), weight_norm.const_data_ptr<float>()};
+  const PrefilterWeights weights{static_cast<const char*>(prefilter.const_data_ptr()),
+                                 prefilter.size(1),
+                                 scales.const_data_ptr<float>(),
+                                 compensation.const_data_ptr<int32_t>(),
+                                 error_norm.const_data_ptr<float>(),
+                                 weight_norm.const_data_ptr<float>()};
   const PrefilterKernel& kernel = prefilter_for(rows, prefilter);
   std::vector<int64_t> chosen = kernel.candidates(x.view({rows, size}), outputs, count, weights, masks, masked_rows);
   if (weight) {
@@ -298,10 +306,6 @@ at::Tensor Linear::top_logits(const at::Tensor& input, int64_t count, const at::
 
 }  // namespace oatmill
 
-TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("prefilter_rows(Tensor packed) -> int");
-}
+TORCH_LIBRARY_FRAGMENT(oatmill, library) { library.def("prefilter_rows(Tensor packed) -> int"); }
 
-TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("prefilter_rows", &oatmill::prefilter_rows);
-}
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("prefilter_rows", &oatmill::prefilter_rows); }

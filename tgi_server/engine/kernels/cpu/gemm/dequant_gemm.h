@@ -1,5 +1,5 @@
-// Dequantize-then-GEMM for weights of 16 bits and many rows on CPUs that multiply floats only: a chunk of a tile becomes
-// float32 once. The result is that of FmaDot to the last bit.
+// Dequantize-then-GEMM for weights of 16 bits and many rows on CPUs that multiply floats only: a chunk of a tile
+// becomes float32 once. The result is that of FmaDot to the last bit.
 
 #pragma once
 
@@ -17,7 +17,8 @@ struct Dequant16Gemm {
   using Weights = Kind;
   using Narrow = FmaDot<Kind>;
   using Wide = Gemm<FmaDot<FloatWeights>>;
-  static constexpr int64_t INPUT_WORD = Kind::DEPTH * Wide::INPUT_WORD, CHUNK_DEPTH = Wide::CHUNK_DEPTH / Kind::DEPTH, UNIT = 1;
+  static constexpr int64_t INPUT_WORD = Kind::DEPTH * Wide::INPUT_WORD, CHUNK_DEPTH = Wide::CHUNK_DEPTH / Kind::DEPTH,
+                           UNIT = 1;
   static constexpr int OFFSET = 0;
   static constexpr bool DEQUANTIZES = true;
 

@@ -1,5 +1,5 @@
-// Linear layers with weights of 32, 16 or 8 bits; accumulators are float32, or int32 and exact. The layer has a table of
-// kernels, each from a number of rows on.
+// Linear layers with weights of 32, 16 or 8 bits; accumulators are float32, or int32 and exact. The layer has a table
+// of kernels, each from a number of rows on.
 
 #include "gemm/gemm.h"
 
@@ -33,11 +33,11 @@ void run_dense(const Linear& layer, const at::Tensor& x, const Finish& finish, c
   const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1);
   by_dtype(x, [&]<typename T>(T*) {
     const Input input = Kernel::prepare(x.const_data_ptr<T>(), rows, layer.inputs, depth);
-    const GemmArgs product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows,
-                          depth, layer.outputs};
+    const GemmArgs product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()),
+                           rows,       depth,           layer.outputs};
     const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
-                              finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
-                              output.mutable_data_ptr<T>(), finish.adapted};
+                               finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
+                               output.mutable_data_ptr<T>(), finish.adapted};
     if constexpr (std::is_same_v<typename Kernel::Weights, Int8Weights>) {
       const float* scales = layer.scales->const_data_ptr<float>();
       const float* compensation = layer.compensation->const_data_ptr<float>();
@@ -47,8 +47,7 @@ void run_dense(const Linear& layer, const at::Tensor& x, const Finish& finish, c
         return sums * load_f32(scales + n) * input.scales[row];
       });
     } else {
-      run_gemm<Kernel>(product, epilogue, tiles,
-                          [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
+      run_gemm<Kernel>(product, epilogue, tiles, [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
     }
   });
 }
@@ -61,7 +60,7 @@ constexpr LinearKernel kernel(const char* name, bool (*available)() = always, in
 // The default is the first.
 constexpr std::array FLOAT_KERNELS{kernel<Gemm<FmaDot<FloatWeights>>>("fma")};
 constexpr std::array HALF_KERNELS{kernel<Gemm<FmaDot<HalfWeights>>>("fma"),
-                               kernel<Dequant16Gemm<HalfWeights>>("fma_dequant")};
+                                  kernel<Dequant16Gemm<HalfWeights>>("fma_dequant")};
 constexpr std::array BF16_KERNELS{
 #if OATMILL_BF16
     kernel<Gemm<Bf16Dot>>("bf16"),
@@ -111,12 +110,15 @@ auto by_weights(at::ScalarType dtype, const Work& work) {
   }
 }
 
-bool serves(const LinearKernel& kernel, const at::Tensor& packed) { return kernel.available() && packed.size(1) % kernel.depth == 0; }
+bool serves(const LinearKernel& kernel, const at::Tensor& packed) {
+  return kernel.available() && packed.size(1) % kernel.depth == 0;
+}
 
 // Returns zeros into which linear_pack_into packs this number of outputs.
 at::Tensor linear_room(const at::Tensor& weight, int64_t outputs) {
-  return by_weights(weight.scalar_type(),
-                    [&]<typename Weights>(Weights*, std::span<const LinearKernel>) { return room_for<Weights>(weight, outputs); });
+  return by_weights(weight.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel>) {
+    return room_for<Weights>(weight, outputs);
+  });
 }
 
 // Packs some outputs of a weight into the first tiles.
@@ -203,9 +205,11 @@ std::vector<std::string> linear_kernels(const at::Tensor& packed) {
 
 Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
                std::optional<at::Tensor> scales, std::optional<at::Tensor> compensation,
-               std::vector<std::string> kernels, std::vector<int64_t> from_rows, std::optional<QuantizedWeightsPtr> codes)
+               std::vector<std::string> kernels, std::vector<int64_t> from_rows,
+               std::optional<QuantizedWeightsPtr> codes)
     : packed(std::move(packed)), inputs(inputs), outputs(outputs), bias(std::move(bias)), scales(std::move(scales)),
-      compensation(std::move(compensation)), codes(codes ? *codes : QuantizedWeightsPtr()), from_rows_(std::move(from_rows)) {
+      compensation(std::move(compensation)), codes(codes ? *codes : QuantizedWeightsPtr()),
+      from_rows_(std::move(from_rows)) {
   TORCH_CHECK(!kernels.empty() && kernels.size() == from_rows_.size(), "each kernel needs its number of rows");
   const auto choose = [&](std::span<const LinearKernel> variants) {
     for (const std::string& name : kernels) {
@@ -217,11 +221,13 @@ Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional
     }
   };
   if (this->codes) {
+    this->codes->check();
     choose(quantized_kernels_of(this->codes->kind));
     return;
   }
   by_weights(this->packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel> variants) {
-    TORCH_CHECK(ceil_div(inputs, Weights::DEPTH) == this->packed.size(1), "weights of ", inputs, " inputs are expected");
+    TORCH_CHECK(ceil_div(inputs, Weights::DEPTH) == this->packed.size(1), "weights of ", inputs,
+                " inputs are expected");
     choose(variants);
   });
 }

@@ -1,8 +1,9 @@
 // GEMM, y = x W^T: the packed layout of weights, and the driver around all kernels: tasks, chunks of k, epilogue.
 //
-// Weights are packed in tiles of COLUMNS outputs, each a stream of words of four bytes that is read from beginning to end:
-// one float, two numbers of 16 bits or four of 8. For every word of k a tile has one of each output. All kernels read this
-// layout, so one copy of the weights serves whichever kernel is the fastest for a number of rows. README.md has a picture.
+// Weights are packed in tiles of COLUMNS outputs, each a stream of words of four bytes that is read from beginning to
+// end: one float, two numbers of 16 bits or four of 8. For every word of k a tile has one of each output. All kernels
+// read this layout, so one copy of the weights serves whichever kernel is the fastest for a number of rows. README.md
+// has a picture.
 
 #pragma once
 
@@ -21,10 +22,10 @@
 
 namespace oatmill {
 
-constexpr int64_t WORD = 4;                    // bytes
-constexpr int64_t COLUMNS = 48;                // outputs of a tile
-constexpr int64_t TILE_WORD = COLUMNS * WORD;  // bytes, a word of each output
-constexpr int64_t CHUNK_ROWS = 96;             // rows of one task; a multiple of what AMX takes at once
+constexpr int64_t WORD = 4;                        // bytes
+constexpr int64_t COLUMNS = 48;                    // outputs of a tile
+constexpr int64_t TILE_WORD = COLUMNS * WORD;      // bytes, a word of each output
+constexpr int64_t CHUNK_ROWS = 96;                 // rows of one task; a multiple of what AMX takes at once
 constexpr int64_t MAX_TASK_ROWS = 4 * CHUNK_ROWS;  // of a task that dequantizes weights, see rows_per_task
 
 // Kinds of weights: DEPTH numbers make a word; place(n, k) is where number k of output n's word stands in a tile's.
@@ -57,7 +58,8 @@ struct Int8Weights {
 template <typename Weights>
 at::Tensor room_for(const at::Tensor& weight, int64_t outputs) {
   constexpr int64_t DEPTH = Weights::DEPTH;
-  return zeros_in_huge_pages({ceil_div(outputs, COLUMNS), ceil_div(weight.size(1), DEPTH), COLUMNS * DEPTH}, weight.options());
+  return zeros_in_huge_pages({ceil_div(outputs, COLUMNS), ceil_div(weight.size(1), DEPTH), COLUMNS * DEPTH},
+                             weight.options());
 }
 
 // Packs outputs of a weight, [outputs, inputs], into the first tiles.
@@ -113,8 +115,8 @@ struct GemmArgs {
   int64_t rows, depth, outputs;
 };
 
-// Epilogue: bias, residual. adapted: of each row true if a LoRA delta comes before the residual, which is left to what adds
-// it; null: of none.
+// Epilogue: bias, residual. adapted: of each row true if a LoRA delta comes before the residual, which is left to what
+// adds it; null: of none.
 template <typename T>
 struct Epilogue {
   const float* bias;  // [outputs, padded to a tile], or null
@@ -133,8 +135,8 @@ void for_each_block(int64_t rows, int64_t most, const Work& work) {
   }
 }
 
-// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. acc: accumulators,
-// [rows, COLUMNS] words.
+// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. acc:
+// accumulators, [rows, COLUMNS] words.
 //
 // Kernel: a type with
 //   Weights, the kind that it reads;
@@ -170,7 +172,7 @@ void prefetch_row(const GemmArgs& product, const Epilogue<T>& epilogue, int64_t 
 // number: (accumulators of WIDTH outputs, row, first of the outputs) -> F32
 template <typename T, typename Number>
 void apply_epilogue(const GemmArgs& product, const Epilogue<T>& epilogue, const char* acc, int64_t row, int64_t first,
-                const Number& number) {
+                    const Number& number) {
   const bool adds = epilogue.residual && (!epilogue.adapted || !epilogue.adapted[row]);
   for (int64_t n = first; n < std::min(first + COLUMNS, product.outputs); n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, product.outputs - n), place = row * product.outputs + n;
@@ -189,8 +191,8 @@ void apply_epilogue(const GemmArgs& product, const Epilogue<T>& epilogue, const 
   }
 }
 
-// Rows of a task. Kernels that dequantize a panel before they multiply by it have DEQUANTIZES: they do it for several chunks
-// at once, if that leaves every thread so many tasks that none waits long for another.
+// Rows of a task. Kernels that dequantize a panel before they multiply by it have DEQUANTIZES: they do it for several
+// chunks at once, if that leaves every thread so many tasks that none waits long for another.
 template <typename Kernel>
 int64_t rows_per_task(int64_t rows, int64_t tiles) {
   constexpr int64_t ENOUGH = 8;  // tasks of a thread
@@ -208,7 +210,7 @@ inline char* thread_accumulators() {
 // chosen: the tiles to compute, or null for all. Task: GemmArgs, or what has its own multiply_tile.
 template <typename Kernel, typename Task, typename T, typename Number>
 void run_gemm(const Task& product, const Epilogue<T>& epilogue, const std::vector<int64_t>* chosen,
-                 const Number& number) {
+              const Number& number) {
   constexpr int64_t EARLIER = 8;  // rows
   const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : ceil_div(product.outputs, COLUMNS);
   const int64_t chunk_rows = rows_per_task<Kernel>(product.rows, tiles), chunks = ceil_div(product.rows, chunk_rows);
@@ -232,11 +234,11 @@ template <typename Work>
 void for_rows(int64_t rows, int64_t size, const Work& work) {
   const int64_t together = std::max<int64_t>(1, worth_a_thread() / size);
   parallel_for(ceil_div(rows, together),
-                [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
+               [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
 }
 
-// Row stride in bytes, an odd number of cache lines: rows a power of two apart would share a few sets of L1, and reading
-// them side by side would take twice as long.
+// Row stride in bytes, an odd number of cache lines: rows a power of two apart would share a few sets of L1, and
+// reading them side by side would take twice as long.
 inline int64_t row_stride(int64_t bytes, int64_t rows) {
   return (rows == 1 ? ceil_div(bytes, LINE) : ceil_div(bytes, LINE) | 1) * LINE;
 }

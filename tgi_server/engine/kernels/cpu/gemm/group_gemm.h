@@ -1,16 +1,15 @@
-// GEMM with quantized weights that are scaled group by group: accumulators of a group are multiplied by its scales. Weights
-// are unpacked in registers; for many rows once, for all blocks of rows.
+// GEMM with quantized weights that are scaled group by group: accumulators of a group are multiplied by its scales.
+// Weights are unpacked in registers; for many rows once, for all blocks of rows.
 //
 // A Dot for quantized weights is made of a codebook, and has, beside what loop.h needs,
-//   ROWS, the most rows of a block; vectors(rows), the registers of outputs that are computed together, as many as leave
-//   room for words and operands beside the accumulators;
-//   MOST, the words whose products an accumulator holds; ZERO_POINT, which codes have added to them;
-//   number(product, place, acc), the float value of an accumulator, of the row and part at a place;
-//   input_sum(product, place), the sum of a part's inputs; GROUP_SUMS, if that needs those of the product;
-//   TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
+//   ROWS, the most rows of a block; vectors(rows), the registers of outputs that are computed together, as many as
+//   leave room for words and operands beside the accumulators; MOST, the words whose products an accumulator holds;
+//   ZERO_POINT, which codes have added to them; number(product, place, acc), the float value of an accumulator, of the
+//   row and part at a place; input_sum(product, place), the sum of a part's inputs; GROUP_SUMS, if that needs those of
+//   the product; TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
 //   Loads, the static part of the policy that loads its weights; PLANES, as of their kind.
-//   MANY, the most rows of a block that shares unpacked weights with others, and UNPACKED_VECTORS, such a block's registers
-//   of outputs.
+//   MANY, the most rows of a block that shares unpacked weights with others, and UNPACKED_VECTORS, such a block's
+//   registers of outputs.
 // Weights are unpacked by
 //   unpacked(words, step, zeros) and operand(unpacked), zeros being in every byte of words; or by
 //   numbers(words, part, to), several at once, which are operands as they are.
@@ -21,7 +20,7 @@
 #include <array>
 #include <cstdint>
 
-#include "gemm/w4_gemm.h"
+#include "gemm/quantized_gemm.h"
 #include "gemm/gemm.h"
 #include "gemm/loop.h"
 #include "simd/simd.h"
@@ -41,8 +40,8 @@ struct GroupGemm {
     return Dot::prepare(from, rows, inputs, depth, starts, groups);
   }
 
-  static void multiply(const QuantizedGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                       char* acc) {
+  static void multiply(const QuantizedGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile,
+                       int64_t next_tile, char* acc) {
     const Dot dot(product.codebook);
     const Tile at{{product.words(tile), product.words(next_tile), product.depth},
                   tile * product.groups * COLUMNS,
@@ -109,12 +108,13 @@ struct GroupGemm {
     // scaled: as of add_scaled.
     [[gnu::always_inline]] Zeros(const QuantizedGemmArgs& product, int64_t scaled) {
       if constexpr (Dot::TAKES_ZEROS)
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int v = 0; v < V; ++v) bytes[v] = product.scales.zero_bytes(scaled + v * WIDTH);
     }
   };
 
-  // V registers of outputs of a tile, from a column on, whose weights are unpacked in registers. scaled: as of add_scaled.
+  // V registers of outputs of a tile, from a column on, whose weights are unpacked in registers. scaled: as of
+  // add_scaled.
   template <int V>
   struct QuantizedTile : Dot::Loads {
     const Dot& dot;
@@ -131,10 +131,8 @@ struct GroupGemm {
       return dot.unpacked(words.read(k, column + v * WIDTH), step, zeros.bytes[v]);
     }
     [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
-      if constexpr (BY_STEPS)
-        return dot.operand(unpacked(k, step, v));
-      else
-        return dot.number_of(words.read(k, column + v * WIDTH), step);
+      if constexpr (BY_STEPS) return dot.operand(unpacked(k, step, v));
+      else return dot.number_of(words.read(k, column + v * WIDTH), step);
     }
     template <typename Operand, int TOGETHER>
     [[gnu::always_inline]] void load(int64_t k, int part, int v, Operand (&columns)[TOGETHER]) const {
@@ -167,10 +165,8 @@ struct GroupGemm {
     [[gnu::always_inline]] void prefetch(int64_t) const {}
     [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
       const U32 numbers = load_as<U32>(place(kept, k - first, step, column + v * WIDTH));
-      if constexpr (BY_STEPS)
-        return dot.operand(numbers);
-      else
-        return as_floats(numbers);
+      if constexpr (BY_STEPS) return dot.operand(numbers);
+      else return as_floats(numbers);
     }
     template <int TOGETHER>
     [[gnu::always_inline]] void load(int64_t k, int part, int v, F32 (&columns)[TOGETHER]) const {
@@ -180,9 +176,9 @@ struct GroupGemm {
     }
   };
 
-  // Words are unpacked once for all rows: by the first block of rows, beside its products, or before it where that would
-  // take more registers than there are. Several parts at once, whose inputs and accumulators of a block of rows stay in L1
-  // meanwhile.
+  // Words are unpacked once for all rows: by the first block of rows, beside its products, or before it where that
+  // would take more registers than there are. Several parts at once, whose inputs and accumulators of a block of rows
+  // stay in L1 meanwhile.
   static void multiply_unpacked(const Dot& dot, const QuantizedGemmArgs& product, int64_t first_row, int64_t rows,
                                 const Tile& tile, float* acc) {
     static_assert(Dot::MOST <= KEPT);
@@ -219,13 +215,14 @@ struct GroupGemm {
     const Zeros<V> zeros(product, tile.scaled + part.group * COLUMNS);
     for (int64_t k = part.first; k < part.last; ++k) {
       tile.words.template prefetch<V>(k, 0);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
       for (int v = 0; v < V; ++v) {
         const auto words = tile.words.read(k, v * WIDTH);
         char* to = place(kept, k - part.first, 0, v * WIDTH);
         if constexpr (BY_STEPS) {
 #pragma GCC unroll 4
-          for (int step = 0; step < Dot::STEPS; ++step) store_as(to + step * TILE_WORD, dot.unpacked(words, step, zeros.bytes[v]));
+          for (int step = 0; step < Dot::STEPS; ++step)
+            store_as(to + step * TILE_WORD, dot.unpacked(words, step, zeros.bytes[v]));
         } else {
           constexpr int TOGETHER = Dot::Loads::TOGETHER;
 #pragma GCC unroll 8
@@ -241,8 +238,8 @@ struct GroupGemm {
   }
 
   template <int R, bool FIRST>
-  static void multiply_unpacked_block(const Dot& shared, const QuantizedGemmArgs& whole, int64_t row, const Part& of_tile,
-                                      const Tile& at, char* kept, float* acc) {
+  static void multiply_unpacked_block(const Dot& shared, const QuantizedGemmArgs& whole, int64_t row,
+                                      const Part& of_tile, const Tile& at, char* kept, float* acc) {
     constexpr int V = Dot::UNPACKED_VECTORS;
     const Dot dot = shared;  // copies, of which the compiler knows that no store changes them
     const QuantizedGemmArgs product = whole;
@@ -266,8 +263,8 @@ struct GroupGemm {
   // acc += sums of a part * its scales. scaled: the place of the scales of the first output.
   template <int R, int V>
   [[gnu::always_inline]] static void add_scaled(const Dot& dot, const QuantizedGemmArgs& product, int64_t row,
-                                                   const Part& part, int64_t scaled,
-                                                   const typename Dot::Accumulator (&sums)[R][V], float* acc) {
+                                                const Part& part, int64_t scaled,
+                                                const typename Dot::Accumulator (&sums)[R][V], float* acc) {
     F32 scales[V], offsets[V];
     product.scales.read(scaled, scales);
     const bool with_sums = shifted(product.scales);
@@ -276,7 +273,7 @@ struct GroupGemm {
     for (int r = 0; r < R; ++r) {
       const int64_t place = (row + r) * product.parts + part.index;
       const F32 input_sum = F32{} + (with_sums ? Dot::input_sum(product, place) : 0.0f);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
       for (int v = 0; v < V; ++v) {
         float* total = acc + r * COLUMNS + v * WIDTH;
         F32 sum = fma(dot.number(product, place, sums[r][v]), scales[v], load_as<F32>(total));
@@ -289,13 +286,14 @@ struct GroupGemm {
   static constexpr auto BLOCKS = by_rows<Dot::ROWS>([]<int R>() -> Block { return &multiply_block<R>; });
 
   template <bool FIRST>
-  static constexpr auto UNPACKED_BLOCKS = by_rows<Dot::MANY>([]<int R>() { return &multiply_unpacked_block<R, FIRST>; });
+  static constexpr auto UNPACKED_BLOCKS =
+      by_rows<Dot::MANY>([]<int R>() { return &multiply_unpacked_block<R, FIRST>; });
   static constexpr auto FIRST_BLOCKS = UNPACKED_BLOCKS<FIRST_UNPACKS>, OTHER_BLOCKS = UNPACKED_BLOCKS<false>;
 };
 
 // float32 FMA.
 template <typename Kind>
-struct FmaW4Dot {
+struct FmaGroupDot {
   using Accumulator = F32;
   static constexpr int64_t STEPS = Kind::DEPTH, NUMBER = sizeof(float);
   static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ZERO_POINT = 0, PLANES = planes_of<Kind>();
@@ -315,7 +313,7 @@ struct FmaW4Dot {
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
 
-  explicit FmaW4Dot(const float* codebook) : kind_(codebook) {}
+  explicit FmaGroupDot(const float* codebook) : kind_(codebook) {}
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {

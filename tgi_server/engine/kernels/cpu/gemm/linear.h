@@ -34,21 +34,21 @@ struct LinearKernel {
               at::Tensor& output);
 };
 
-// Codes of 4, 6 or 8 bits, beside the words that quantized_pack makes of them; w4_gemm.h says how they are multiplied.
-// kind: "int4", "codebook", "int6", "int8" or "fp8". starts: [groups + 1] int32, in words, or of 6 bits in 16 codes. scales, and one of offsets and zeros or
-// none: [tiles, groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16]
-// float32, of that kind only. order: as given to quantized_pack; none where it changes nothing.
-// scale_factors, offset_factors: int8, [tiles, groups, COLUMNS]; then scales and offsets are float16, [tiles, blocks,
-// COLUMNS], for blocks of 2^n groups, and are multiplied by the factors. zero: the zero point of all groups.
+// What belongs to quantized weights of 4, 6 or 8 bits beside the words that quantized_pack makes of them;
+// quantized_gemm.h says how they are multiplied. kind: "int4", "codebook", "int6", "int8" or "fp8". starts: [groups +
+// 1] int32, in words, or for 6 bits in units of 16 weights. scales, and one of offsets and zeros or none: [tiles,
+// groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16] float32, of
+// that kind only. order: as given to quantized_pack; none where it changes nothing. scale_factors, offset_factors:
+// int8, [tiles, groups, COLUMNS]; then scales and offsets are float16, [tiles, blocks, COLUMNS], for blocks of 2^n
+// groups, and are multiplied by the factors. zero: the zero point of all groups.
 struct QuantizedWeights : torch::CustomClassHolder {
   std::string kind;
   at::Tensor starts, scales;
   std::optional<at::Tensor> offsets, zeros, codebook, order, scale_factors, offset_factors;
-  int64_t zero;
+  int64_t zero = 0;
 
-  QuantizedWeights(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
-        std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order,
-        std::optional<at::Tensor> scale_factors, std::optional<at::Tensor> offset_factors, int64_t zero);
+  // Raises an error if shapes or dtypes are not as they should be.
+  void check() const;
 };
 
 using QuantizedWeightsPtr = c10::intrusive_ptr<QuantizedWeights>;
@@ -57,8 +57,8 @@ std::span<const LinearKernel> quantized_kernels_of(const std::string& kind);
 
 // packed: the weights as linear_pack arranges them, whose dtype says of which kind they are. bias, and of 8-bit weights
 // scales and compensation: [outputs, padded to a tile] float32; compensation is INPUT_ZERO_POINT times the sum of an
-// output's weights. codes: for weights of quantized_pack. kernels: their names, each with the fewest rows from which on it
-// is taken, from_rows, ascending.
+// output's weights. codes: for weights of quantized_pack. kernels: their names, each with the fewest rows from which on
+// it is taken, from_rows, ascending.
 struct Linear : torch::CustomClassHolder {
   at::Tensor packed;
   int64_t inputs, outputs;

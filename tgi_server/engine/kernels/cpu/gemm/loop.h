@@ -7,17 +7,17 @@
 //
 // Dot: how inputs and weights are multiplied (fma, bf16, int16, int8, MMLA).
 //   Accumulator; add(row, column, acc), one instruction or two;
-//   row(input), the inputs of a row that one instruction takes; STEPS, the instructions for a word of weights, and NUMBER,
-//   the bytes of input for each. MMLA's rows are pairs of rows.
-//   flush(acc) and FLUSH_WORDS, if an accumulator holds the products of so many words only until it is flushed.
+//   row(input), the inputs of a row that one instruction takes; STEPS, the instructions for a word of weights, and
+//   NUMBER, the bytes of input for each. MMLA's rows are pairs of rows. flush(acc) and FLUSH_WORDS, if an accumulator
+//   holds the products of so many words only until it is flushed.
 //
 // Weights: what is loaded (floats, 16 bits, 8 bits, 4 bits, codebook), and made operands of the Dot in registers.
 //   load(k, part, v, columns) makes what stands in register v of word k, TOGETHER operands at once: those of the steps
 //   step(part, 0), step(part, 1), ...; WORDS, the words of k that one iteration takes; prefetch(k).
 //   RELOADS: the operands of all steps do not fit the registers, so each step loads its words again.
 //
-// Every accumulator is added to in the same order, whatever the number of rows is: a row's result does not depend on the
-// rows beside it.
+// Every accumulator is added to in the same order, whatever the number of rows is: a row's result does not depend on
+// the rows beside it.
 
 #pragma once
 
@@ -102,8 +102,8 @@ template <typename Dot, int R, int V, typename Row, typename Column>
   }
 }
 
-// Where the inputs of up to eight rows stand. Left alone, compilers hold an offset for each row, for which registers are
-// missing; x86 addresses all of them by two pointers, the row stride and three times that.
+// Where the inputs of up to eight rows stand. Left alone, compilers hold an offset for each row, for which registers
+// are missing; x86 addresses all of them by two pointers, the row stride and three times that.
 template <int R>
 class RowPointers {
  public:
@@ -154,8 +154,8 @@ template <typename Dot, typename Weights, int R, int V>
         for (int v = 0; v < V; ++v) weights.load(k, part, v, columns[v]);
 #pragma GCC unroll 4
         for (int i = 0; i < TOGETHER; ++i)
-          add_outer<Dot>([&](int r) { return row_at(r, Policy::step(part, i)); },
-                         [&](int v) { return columns[v][i]; }, acc);
+          add_outer<Dot>([&](int r) { return row_at(r, Policy::step(part, i)); }, [&](int v) { return columns[v][i]; },
+                         acc);
       }
     }
     rows.advance(Policy::WORDS * Dot::STEPS * Dot::NUMBER);
@@ -165,7 +165,7 @@ template <typename Dot, typename Weights, int R, int V>
       for (const int64_t end = std::min<int64_t>(last, k + Dot::FLUSH_WORDS); k < end; ++k) add_word(k);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int v = 0; v < V; ++v) Dot::flush(acc[r][v]);
     }
   } else {

@@ -21,18 +21,19 @@ namespace oatmill {
 namespace {
 
 constexpr int SIDE_BY_SIDE = REGISTERS == 32 ? 4 : 2;  // rows that are computed together
-constexpr int64_t RANKS = 4;        // ranks of a block of a, which are computed together: the sums stay in registers
-constexpr int64_t CHUNK = 32;       // inputs of a block of a
-constexpr int64_t PAIR = 2;         // ranks of b that lie together
-constexpr int64_t AHEAD = 2048;     // numbers of a that are prefetched
-constexpr int64_t ROWS_OF_ITEM = 64;      // rows of a work item
-constexpr int64_t RANKS_OF_ITEM = 16;     // its ranks, of a, or a multiple
-constexpr int64_t BLOCKS_OF_ITEM = 16;    // its blocks of LANES outputs, of b, or a multiple
-constexpr int64_t WORK_OF_ITEM = 1 << 14; // products; other threads would take longer to begin with fewer
+constexpr int64_t RANKS = 4;           // ranks of a block of a, which are computed together: the sums stay in registers
+constexpr int64_t CHUNK = 32;          // inputs of a block of a
+constexpr int64_t PAIR = 2;            // ranks of b that lie together
+constexpr int64_t AHEAD = 2048;        // numbers of a that are prefetched
+constexpr int64_t ROWS_OF_ITEM = 64;   // rows of a work item
+constexpr int64_t RANKS_OF_ITEM = 16;  // its ranks, of a, or a multiple
+constexpr int64_t BLOCKS_OF_ITEM = 16;     // its blocks of LANES outputs, of b, or a multiple
+constexpr int64_t WORK_OF_ITEM = 1 << 14;  // products; other threads would take longer to begin with fewer
 constexpr int LANE_REGISTERS = LANES / WIDTH;
 
-// The dot products. An operand has NUMBERS of x, of a or of b, and a pair of ranks is multiplied in STEPS; place says where
-// number n of rank q lies in a block of b with LANES outputs. Sum: the products with a, as b is multiplied by them.
+// The dot products. An operand has NUMBERS of x, of a or of b, and a pair of ranks is multiplied in STEPS; place says
+// where number n of rank q lies in a block of b with LANES outputs. Sum: the products with a, as b is multiplied by
+// them.
 template <typename T>
 struct LoraDot {
   using Sum = float;
@@ -56,7 +57,8 @@ struct LoraDot<c10::BFloat16> {
   static U32 operand(const c10::BFloat16* from) { return load_as<U32>(from); }
   static U32 of_all_lanes(const c10::BFloat16* sums, int) { return U32{} + load_as<uint32_t>(sums); }
   static void add(U32 a, U32 b, F32& acc) {
-    acc = reinterpret_cast<F32>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+    acc = reinterpret_cast<F32>(
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
   }
 };
 #endif
@@ -102,10 +104,14 @@ struct LoraEpilogue {
 template <typename Work>
 void with_count(int64_t rows, const Work& work) {
   switch (rows) {
-    case 1: return work(std::integral_constant<int, 1>());
-    case 2: return work(std::integral_constant<int, 2>());
-    case 3: return work(std::integral_constant<int, 3>());
-    default: return work(std::integral_constant<int, SIDE_BY_SIDE>());
+    case 1:
+      return work(std::integral_constant<int, 1>());
+    case 2:
+      return work(std::integral_constant<int, 2>());
+    case 3:
+      return work(std::integral_constant<int, 3>());
+    default:
+      return work(std::integral_constant<int, SIDE_BY_SIDE>());
   }
 }
 
@@ -156,8 +162,8 @@ void shrink(const T* x, const int64_t* rows, int64_t count, const LoraDelta& del
     }
 }
 
-// Adds b^T sums to the outputs in blocks first .. last - 1 of a part, for ROWS rows. sums: of the first row and the part's
-// first rank, `stride` before those of the next row.
+// Adds b^T sums to the outputs in blocks first .. last - 1 of a part, for ROWS rows. sums: of the first row and the
+// part's first rank, `stride` before those of the next row.
 template <int ROWS, typename T>
 void expand_rows(const typename LoraDot<T>::Sum* sums, int64_t stride, const LoraDelta& delta, const LoraPart& part,
                  int64_t first, int64_t last, const int64_t* rows, const LoraEpilogue<T>& epilogue) {
@@ -207,7 +213,9 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
       if (part.ranks || delta.dora_scale || delta.bias_delta || epilogue.residual)
         append_items(expanding, group, &part, ceil_div(part.outputs, LANES), BLOCKS_OF_ITEM, LANES * (1 + part.ranks));
   }
-  const auto sums_of = [&](const Item& item) { return sums.data() + item.group->first_sum + item.row * item.group->delta.ranks; };
+  const auto sums_of = [&](const Item& item) {
+    return sums.data() + item.group->first_sum + item.row * item.group->delta.ranks;
+  };
   parallel_for(static_cast<int64_t>(shrinking.size()), [&](int64_t i) {
     const Item& item = shrinking[i];
     shrink(x, item.group->rows.data() + item.row, item.rows, item.group->delta, item.begin, item.end, sums_of(item));
@@ -217,9 +225,9 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
     const LoraDelta& delta = item.group->delta;
     for (int64_t r = 0; r < item.rows; r += SIDE_BY_SIDE)
       with_count(std::min<int64_t>(SIDE_BY_SIDE, item.rows - r), [&](auto number) {
-        expand_rows<decltype(number)::value>(sums_of(item) + r * delta.ranks + item.part->first_rank, delta.ranks, delta,
-                                             *item.part, item.begin, item.end, item.group->rows.data() + item.row + r,
-                                             epilogue);
+        expand_rows<decltype(number)::value>(sums_of(item) + r * delta.ranks + item.part->first_rank, delta.ranks,
+                                             delta, *item.part, item.begin, item.end,
+                                             item.group->rows.data() + item.row + r, epilogue);
       });
   });
 }
@@ -227,7 +235,8 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
 // Packs a, [ranks, inputs], in blocks of RANKS ranks: [blocks, chunks, RANKS, CHUNK]. parts: their ranks in a, one part
 // after the other, are those of the packed one but for zeros that fill up each part's.
 template <typename T>
-at::Tensor packed_a(const at::Tensor& a, const std::vector<LoraPart>& parts, const std::vector<int64_t>& ranks, int64_t room) {
+at::Tensor packed_a(const at::Tensor& a, const std::vector<LoraPart>& parts, const std::vector<int64_t>& ranks,
+                    int64_t room) {
   const int64_t inputs = a.size(1), chunks = ceil_div(inputs, CHUNK);
   at::Tensor packed = zeros_in_huge_pages({room / RANKS, chunks, RANKS, CHUNK}, a.options());
   const T* from = a.const_data_ptr<T>();

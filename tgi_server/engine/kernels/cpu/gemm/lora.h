@@ -13,14 +13,15 @@
 
 namespace oatmill {
 
-// Some neighbouring outputs of a layer, and what an adapter adds to them: b^T times some of its ranks, with zeros up to an
-// even number of them.
+// Some neighbouring outputs of a layer, and what an adapter adds to them: b^T times some of its ranks, with zeros up to
+// an even number of them.
 struct LoraPart {
   int64_t first, outputs, first_rank, ranks;
   at::Tensor b;  // packed, see lora.cpp
 };
 
-// One adapter's delta of a layer: y = dora_scale * base(x) + b (a x) + bias_delta. The parts follow each other and are all outputs.
+// One adapter's delta of a layer: y = dora_scale * base(x) + b (a x) + bias_delta. The parts follow each other and are
+// all outputs.
 struct LoraDelta {
   at::Tensor a;  // of all parts, packed
   int64_t inputs, ranks;
@@ -70,9 +71,10 @@ class Adapters : public torch::CustomClassHolder {
     return found == deltas_.end() ? nullptr : &found->second;
   }
 
-  // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are returned with the deltas of some rows.
-  // After its delta comes a row's residual; that of the other rows is in y.
-  at::Tensor apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows, const std::optional<at::Tensor>& residual) const;
+  // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are returned with the deltas of some
+  // rows. After its delta comes a row's residual; that of the other rows is in y.
+  at::Tensor apply(const at::Tensor& x, at::Tensor y, const LoraRows& rows,
+                   const std::optional<at::Tensor>& residual) const;
 
  private:
   int64_t outputs_;

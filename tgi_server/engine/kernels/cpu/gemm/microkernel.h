@@ -61,8 +61,8 @@ template <typename T, typename Work>
   }
 }
 
-// Makes integers of a row: round(values) a register of them, keep(k, numbers) writes LANES. Returns their sum. These two
-// are inline lest their captures go through memory.
+// Makes integers of a row: round(values) a register of them, keep(k, numbers) writes LANES. Returns their sum. These
+// two are inline lest their captures go through memory.
 template <typename T, typename Round, typename Keep>
 [[gnu::always_inline]] inline int64_t for_integers(const T* from, int64_t size, const Round& round, const Keep& keep) {
   I32 sums = {};
@@ -112,7 +112,7 @@ auto lowest_bytes(const int32_t* numbers) {
 // writes LANES of them.
 template <typename To, typename T, typename Keep>
 Input quantized_rows_int8(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded, To empty,
-                   const Keep& keep) {
+                          const Keep& keep) {
   const int64_t room = row_stride(padded * sizeof(To), padded_rows) / sizeof(To);
   Input input{nullptr, room * static_cast<int64_t>(sizeof(To)),
               c10::GetCPUAllocator()->allocate(padded_rows * room * sizeof(To)), std::vector<float>(rows)};
@@ -122,8 +122,9 @@ Input quantized_rows_int8(const T* from, int64_t rows, int64_t inputs, int64_t p
     for (int64_t r = first; r < last; ++r) {
       To* row = to + r * room;
       if (r < rows)
-        input.scales[r] =
-            quantize_row(from + r * inputs, inputs, [&](int64_t k, const int32_t* numbers) { keep(row + k, numbers); }).first;
+        input.scales[r] = quantize_row(from + r * inputs, inputs, [&](int64_t k, const int32_t* numbers) {
+                            keep(row + k, numbers);
+                          }).first;
       const int64_t done = r < rows ? ceil_div(inputs, LANES) * LANES : 0;
       std::fill(row + done, row + room, empty);
     }
@@ -131,8 +132,8 @@ Input quantized_rows_int8(const T* from, int64_t rows, int64_t inputs, int64_t p
   return input;
 }
 
-// int16 products, two at a time; accumulators are exact. Weights of 8 bits are widened as they are loaded: of a word's bytes
-// the first and third make one register, the others a second one; rows stand in the same order.
+// int16 products, two at a time; accumulators are exact. Weights of 8 bits are widened as they are loaded: of a word's
+// bytes the first and third make one register, the others a second one; rows stand in the same order.
 struct Int16Dot {
   using Weights = Int8Weights;
   using Accumulator = I32;
@@ -208,8 +209,8 @@ struct Bf16Dot : WordDot {
 #define OATMILL_BF16 0
 #endif
 
-// The zero point of inputs for instructions that multiply unsigned by signed bytes. It times the sum of an output's weights
-// is the compensation that the epilogue subtracts.
+// The zero point of inputs for instructions that multiply unsigned by signed bytes. It times the sum of an output's
+// weights is the compensation that the epilogue subtracts.
 constexpr int INPUT_ZERO_POINT = 128;
 
 // Bytes of integers, plus a zero point.
@@ -246,7 +247,8 @@ struct Int8Dot : WordDot {
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
-    return quantized_rows_int8<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET}, keep_bytes<OFFSET>);
+    return quantized_rows_int8<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET},
+                                        keep_bytes<OFFSET>);
   }
 };
 
@@ -286,8 +288,8 @@ struct Gemm {
   }
 
  private:
-  // The next weights. Of more than three blocks of rows each prefetches its part of them, `stride` bytes with every word: if
-  // the first prefetched all, memory would be idle while the others compute. Fewer blocks never leave it idle.
+  // The next weights. Of more than three blocks of rows each prefetches its part of them, `stride` bytes with every
+  // word: if the first prefetched all, memory would be idle while the others compute. Fewer blocks never leave it idle.
   struct Later {
     const char *next, *part;
     int64_t stride;
@@ -297,15 +299,15 @@ struct Gemm {
   using Block = void (*)(const char*, int64_t, const char*, const Later&, int64_t, bool, char*);
 
   template <int R>
-  static void multiply_block(const char* input, int64_t row_bytes, const char* weights, const Later& later, int64_t depth,
-                             bool from_zero, char* acc) {
+  static void multiply_block(const char* input, int64_t row_bytes, const char* weights, const Later& later,
+                             int64_t depth, bool from_zero, char* acc) {
     constexpr int V = vectors(R);
     for (int column = 0; column < COLUMNS; column += V * WIDTH)
       multiply_columns<R, V>(input, row_bytes, weights, later, depth, from_zero, column, acc + column * WORD);
   }
 
-  // V registers of outputs of a tile, from a column on. ahead, next_part: what is prefetched with the next word, and the
-  // bytes by which it moves on with every word.
+  // V registers of outputs of a tile, from a column on. ahead, next_part: what is prefetched with the next word, and
+  // the bytes by which it moves on with every word.
   template <int R, int V>
   struct TileWeights : OneAtATime {
     static constexpr bool RELOADS = REGISTERS == 16;
@@ -337,17 +339,19 @@ struct Gemm {
     return Dot::AHEAD;
   }
 
-  // The words of these weights are prefetched as well, AHEAD of them: nobody has done so where they are a thread's first.
-  // later.next: prefetched as soon as no more than AHEAD words of these are left.
+  // The words of these weights are prefetched as well, AHEAD of them: nobody has done so where they are a thread's
+  // first. later.next: prefetched as soon as no more than AHEAD words of these are left.
   template <int R, int V>
   static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const Later& later,
                                int64_t depth, bool from_zero, int64_t column, char* acc) {
     Accumulator sums[R][V];
-    if (from_zero)
-      make_zero(sums);
-    else
-      load_block(acc, TILE_WORD, sums);
-    TileWeights<R, V> tile{{}, weights + Weights::place(column, 0) * sizeof(typename Weights::Number), nullptr, 0, later.part + depth * later.stride * column / COLUMNS,
+    if (from_zero) make_zero(sums);
+    else load_block(acc, TILE_WORD, sums);
+    TileWeights<R, V> tile{{},
+                           weights + Weights::place(column, 0) * sizeof(typename Weights::Number),
+                           nullptr,
+                           0,
+                           later.part + depth * later.stride * column / COLUMNS,
                            later.stride * V * WIDTH / COLUMNS};
     constexpr int64_t AHEAD = ahead<R>();
     const int64_t own = std::max<int64_t>(depth - AHEAD, 0);

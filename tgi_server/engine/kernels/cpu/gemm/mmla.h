@@ -1,8 +1,8 @@
-// GEMM by aarch64's instructions that multiply two rows with two outputs, two words deep (BFMMLA, SMMLA). They do twice what
-// those for a single row do.
+// GEMM by aarch64's instructions that multiply two rows with two outputs, two words deep (BFMMLA, SMMLA). They do twice
+// what those for a single row do.
 //
-// Of two words that follow each other in a tile (gemm.h), the registers of each are interleaved: that gives two outputs to
-// a register. Rows are packed in pairs, two words of one and two of the other in turns.
+// Of two words that follow each other in a tile (gemm.h), the registers of each are interleaved: that gives two outputs
+// to a register. Rows are packed in pairs, two words of one and two of the other in turns.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace oatmill {
 
-// The instructions for two rows in place of those for one: add(rows, outputs, acc) adds to the accumulators of the first row
-// and both outputs, then to those of the second. Results are the same to the last bit.
+// The instructions for two rows in place of those for one: add(rows, outputs, acc) adds to the accumulators of the
+// first row and both outputs, then to those of the second. Results are the same to the last bit.
 struct Bf16Mmla : Bf16Dot {
   static constexpr int64_t NUMBER = 2 * WORD;
   static U32 row(const char* input) { return load_as<U32>(input); }
@@ -55,7 +55,8 @@ struct MmlaGemm {
     const int64_t pairs = ceil_div(rows, 2);
     Input single = Dot::prepare(from, rows, inputs, depth);
     const int64_t pair_bytes = row_stride(depth * PAIR_WORD, pairs);
-    Input input{nullptr, pair_bytes / 2, c10::GetCPUAllocator()->allocate(pairs * pair_bytes), std::move(single.scales)};
+    Input input{nullptr, pair_bytes / 2, c10::GetCPUAllocator()->allocate(pairs * pair_bytes),
+                std::move(single.scales)};
     char* to = static_cast<char*>(input.buffer.get());
     input.data = to;
     if (rows % 2 == 1) std::memset(to + (pairs - 1) * pair_bytes, 0, pair_bytes);
@@ -87,8 +88,8 @@ struct MmlaGemm {
   static U32 lower(U32 a, U32 b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
   static U32 upper(U32 a, U32 b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
 
-  // Two words of V registers of outputs, from a column on, as 2 * V registers of two outputs. next: prefetched meanwhile, or
-  // null.
+  // Two words of V registers of outputs, from a column on, as 2 * V registers of two outputs. next: prefetched
+  // meanwhile, or null.
   template <int V>
   struct TileWeights : OneAtATime {
     static constexpr int WORDS = 2;
@@ -110,8 +111,8 @@ struct MmlaGemm {
 
   // next: prefetched meanwhile, or null.
   template <int P>
-  static void multiply_block(const char* input, int64_t pair_bytes, const char* weights, const char* next, int64_t depth,
-                             bool from_zero, char* acc) {
+  static void multiply_block(const char* input, int64_t pair_bytes, const char* weights, const char* next,
+                             int64_t depth, bool from_zero, char* acc) {
     constexpr int V = vectors(P);
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
       char* own = acc + column * WORD;
@@ -126,7 +127,9 @@ struct MmlaGemm {
           sums[p][2 * v] = lower(first, second);
           sums[p][2 * v + 1] = upper(first, second);
         }
-      accumulate_words<Dot>(input, pair_bytes, 0, depth, TileWeights<V>{{}, weights + column * WORD, next ? next + column * WORD * depth : nullptr}, sums);
+      accumulate_words<Dot>(input, pair_bytes, 0, depth,
+                            TileWeights<V>{{}, weights + column * WORD, next ? next + column * WORD * depth : nullptr},
+                            sums);
 #pragma GCC unroll 6
       for (int p = 0; p < P; ++p)
 #pragma GCC unroll 6

@@ -121,7 +121,8 @@ void choose(const T* logits, const Routing& routing, std::vector<float>& scores,
 
 }  // namespace
 
-void Experts::add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bias, std::optional<at::Tensor> down_bias) {
+void Experts::add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bias,
+                  std::optional<at::Tensor> down_bias) {
   const auto fits = [](const std::optional<at::Tensor>& bias, const LinearPtr& linear) {
     return !bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == linear->outputs);
   };
@@ -246,8 +247,9 @@ Mixture::Mixture(LinearPtr router, ExpertsPtr experts, RoutingPtr routing)
   TORCH_CHECK(!routing_->bias || (routing_->sigmoid && routing_->bias->scalar_type() == at::kFloat &&
                                   routing_->bias->is_contiguous() && routing_->bias->numel() == count),
               "a bias is a float32 number for each expert, whose score is a sigmoid");
-  TORCH_CHECK(!routing_->factors || (routing_->factors->scalar_type() == at::kFloat && routing_->factors->numel() == count),
-              "factors are a float32 number for each expert");
+  TORCH_CHECK(
+      !routing_->factors || (routing_->factors->scalar_type() == at::kFloat && routing_->factors->numel() == count),
+      "factors are a float32 number for each expert");
 }
 
 at::Tensor Mixture::operator()(const at::Tensor& x, const at::Tensor& of_router,

@@ -28,10 +28,10 @@ struct Expert {
   std::optional<at::Tensor> up_bias, down_bias;
 };
 
-// An expert is an activation between two projections. Where it is gated, half of the outputs of the first one are a gate, and
-// the others are multiplied by that. The gate's half comes first; or, if alpha is not 0, the gate is that of gpt-oss:
-// x * sigmoid(alpha * x) of numbers up to `limit`, and its outputs stand before each of the others, which are kept between
-// -limit and limit, and 1 is added to them.
+// An expert is an activation between two projections. Where it is gated, half of the outputs of the first one are a
+// gate, and the others are multiplied by that. The gate's half comes first; or, if alpha is not 0, the gate is that of
+// gpt-oss: x * sigmoid(alpha * x) of numbers up to `limit`, and its outputs stand before each of the others, which are
+// kept between -limit and limit, and 1 is added to them.
 struct Experts : torch::CustomClassHolder {
   Experts(const std::string& activation, bool gated, double alpha, double limit)
       : activation_(activation_named(activation)), gated_(gated), alpha_(static_cast<float>(alpha)),
@@ -44,9 +44,9 @@ struct Experts : torch::CustomClassHolder {
   // twice. The others as below.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& shares) const;
 
-  // x: [tokens, hidden_size], contiguous. choices: [tokens, of each]. residual: as x, or none. Returns it and the outputs
-  // of each token's experts, times their shares, [tokens, hidden_size]; sums are in float32. share_inputs: shares multiply
-  // what goes into experts instead.
+  // x: [tokens, hidden_size], contiguous. choices: [tokens, of each]. residual: as x, or none. Returns it and the
+  // outputs of each token's experts, times their shares, [tokens, hidden_size]; sums are in float32. share_inputs:
+  // shares multiply what goes into experts instead.
   at::Tensor sum(const at::Tensor& x, const std::vector<Choice>& choices, const std::optional<at::Tensor>& residual,
                  bool share_inputs = false) const;
 
@@ -61,8 +61,8 @@ struct Experts : torch::CustomClassHolder {
     at::Tensor rows, up, output;
   };
 
-  // Computes the outputs of all works. A thread takes an expert at a time, or where there are few of them a share of the
-  // outputs of one of its layers: threads meet a few times, and not for every layer of every expert.
+  // Computes the outputs of all works. A thread takes an expert at a time, or where there are few of them a share of
+  // the outputs of one of its layers: threads meet a few times, and not for every layer of every expert.
   void compute(const at::Tensor& x, std::vector<Work>& works, bool share_inputs) const;
 
   at::Tensor activated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
@@ -77,23 +77,16 @@ using ExpertsPtr = c10::intrusive_ptr<Experts>;
 
 // How a token chooses experts by the outputs of a router. Their scores are a softmax over all, or the sigmoid of each.
 struct Routing : torch::CustomClassHolder {
-  int64_t chosen;                  // experts of a token: those with the highest scores
-  bool sigmoid;
-  std::optional<at::Tensor> bias;  // [experts] float32, added to scores in the choice alone; or none
-  int64_t groups, chosen_groups;   // a token has experts of so many groups of neighbours alone
-  int64_t group_scores;            // a group is as good as so many of its highest scores together
-  bool normalised;                 // shares add up to 1, and are otherwise the scores
-  double factor;                   // of shares
-  bool wide;                       // the router computes in float32, whatever the model does
-  std::optional<at::Tensor> factors;  // of the shares of each expert, [experts] float32; or none
-  bool share_inputs;               // shares multiply what goes into experts
-
-  Routing(int64_t chosen, bool sigmoid, std::optional<at::Tensor> bias, int64_t groups, int64_t chosen_groups,
-          int64_t group_scores, bool normalised, double factor, bool wide, std::optional<at::Tensor> factors,
-          bool share_inputs)
-      : chosen(chosen), sigmoid(sigmoid), bias(std::move(bias)), groups(groups), chosen_groups(chosen_groups),
-        group_scores(group_scores), normalised(normalised), factor(factor), wide(wide), factors(std::move(factors)),
-        share_inputs(share_inputs) {}
+  int64_t chosen = 1;  // experts of a token: those with the highest scores
+  bool sigmoid = false;
+  std::optional<at::Tensor> bias;         // [experts] float32, added to scores in the choice alone; or none
+  int64_t groups = 1, chosen_groups = 1;  // a token has experts of so many groups of neighbours alone
+  int64_t group_scores = 1;               // a group is as good as so many of its highest scores together
+  bool normalised = false;                // shares add up to 1, and are otherwise the scores
+  double factor = 1;                      // of shares
+  bool wide = false;                      // the router computes in float32, whatever the model does
+  std::optional<at::Tensor> factors;      // of the shares of each expert, [experts] float32; or none
+  bool share_inputs = false;              // shares multiply what goes into experts
 };
 
 using RoutingPtr = c10::intrusive_ptr<Routing>;

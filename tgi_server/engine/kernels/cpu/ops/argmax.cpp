@@ -80,6 +80,4 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("argmax(Tensor scores, Tensor? masks=None, int[] masked_rows=[]) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("argmax", &oatmill::argmax);
-}
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("argmax", &oatmill::argmax); }

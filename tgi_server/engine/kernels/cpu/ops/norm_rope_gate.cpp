@@ -110,8 +110,7 @@ void rotate_halves(const T* from, T* to, const T* cos, const T* sin, int64_t rot
   for (; i < half; ++i) {
     const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
     to[i] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
-    to[i + half] =
-        static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
+    to[i + half] = static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
   }
   if (from != to) std::copy(from + rotated, from + head_dim, to + rotated);
 }
@@ -142,8 +141,7 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
       const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
       if (scale)
         write(to, size, [&](int64_t i, auto at) { return at.rounded(to, at(from + i) * factor) * at(scale + i); });
-      else
-        write(to, size, [&](int64_t i, auto at) { return at(from + i) * factor * at(wide + i); });
+      else write(to, size, [&](int64_t i, auto at) { return at(from + i) * factor * at(wide + i); });
     });
   });
   return output;
@@ -154,7 +152,8 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const s
                       double eps) {
   const at::Tensor x = are_heads(input) ? input : input.contiguous();
   at::Tensor output = at::empty(x.sizes(), x.options());
-  TORCH_CHECK(weight.is_contiguous() && weight.size(-1) == x.size(-1) && (weight.dim() == 1 || weight.size(0) == x.size(1)));
+  TORCH_CHECK(weight.is_contiguous() && weight.size(-1) == x.size(-1) &&
+              (weight.dim() == 1 || weight.size(0) == x.size(1)));
   by_dtype(x, [&]<typename T>(T*) {
     const T* scales = weight.const_data_ptr<T>();
     const T* shift = bias ? bias->const_data_ptr<T>() : nullptr;
@@ -169,8 +168,7 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const s
       if (shift)
         write(to, size,
               [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i) + at(shift + i); });
-      else
-        write(to, size, [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i); });
+      else write(to, size, [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i); });
     });
   });
   return output;
@@ -192,12 +190,16 @@ template <typename Work>
 void by_activation(Activation activation, const Work& work) {
   constexpr float ROOT = 0.7978845608028654f, CUBE = 0.044715f, HALF_ROOT = 0.70710678118654752f;  // the root of 2 / pi
   switch (activation) {
-    case Activation::relu: return work([](F32 x) { return vmax(x, F32{}); });
-    case Activation::relu2: return work([](F32 x) { return vmax(x, F32{}) * vmax(x, F32{}); });
-    case Activation::gelu: return work([](F32 x) { return x * 0.5f * (error_function(x * HALF_ROOT) + 1.0f); });
+    case Activation::relu:
+      return work([](F32 x) { return vmax(x, F32{}); });
+    case Activation::relu2:
+      return work([](F32 x) { return vmax(x, F32{}) * vmax(x, F32{}); });
+    case Activation::gelu:
+      return work([](F32 x) { return x * 0.5f * (error_function(x * HALF_ROOT) + 1.0f); });
     case Activation::gelu_tanh:
       return work([](F32 x) { return x / (exponential(-2.0f * ROOT * (x + CUBE * x * x * x)) + 1.0f); });
-    case Activation::silu: return work([](F32 x) { return x / (exponential(-x) + 1.0f); });
+    case Activation::silu:
+      return work([](F32 x) { return x / (exponential(-x) + 1.0f); });
   }
 }
 
@@ -208,7 +210,8 @@ Activation activation_named(const std::string& name) {
   return static_cast<Activation>(found - std::begin(names));
 }
 
-// x: [..., size]; or, where it is gated, [..., 2 * size], the gate first. Returns activation(x), or activation(gate) * up,
+// x: [..., size]; or, where it is gated, [..., 2 * size], the gate first. Returns activation(x), or activation(gate) *
+// up,
 // [..., size].
 at::Tensor activate(const at::Tensor& input, Activation activation, bool gated) {
   const at::Tensor x = input.contiguous();
@@ -271,7 +274,8 @@ at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
 // Rotates query, [tokens, heads, head_dim] with a dense last dimension, in place. The others as below.
 void rotate(at::Tensor& query, const at::Tensor& cos, const at::Tensor& sin, bool interleaved) {
   const int64_t heads = query.size(1), head_dim = query.size(2), rotated = cos.size(-1);
-  TORCH_CHECK(query.stride(2) == 1 && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
+  TORCH_CHECK(query.stride(2) == 1 && cos.is_contiguous() && sin.is_contiguous() &&
+              cos.scalar_type() == query.scalar_type());
   by_dtype(query, [&]<typename T>(T*) {
     T* q = query.mutable_data_ptr<T>();
     const T* c = cos.const_data_ptr<T>();
@@ -280,7 +284,8 @@ void rotate(at::Tensor& query, const at::Tensor& cos, const at::Tensor& sin, boo
       for (; t < last; ++t)
         for (int64_t h = 0; h < heads; ++h) {
           T* head = q + t * query.stride(0) + h * query.stride(1);
-          (interleaved ? rotate_pairs<T> : rotate_halves<T>)(head, head, c + t * rotated, s + t * rotated, rotated, head_dim);
+          (interleaved ? rotate_pairs<T> : rotate_halves<T>)(head, head, c + t * rotated, s + t * rotated, rotated,
+                                                             head_dim);
         }
     });
   });
@@ -310,7 +315,8 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
       rotate(from, to, c + t * rotated, s + t * rotated, rotated, head_dim);
     };
     by_cache<T>(keys.scalar_type(), values.scalar_type(), [&]<typename K, typename V>(K*, V*) {
-      write_blocks<T, K, V>(slots, key, value, keys, values, {static_cast<float>(key_scale), static_cast<float>(value_scale)}, turn);
+      write_blocks<T, K, V>(slots, key, value, keys, values,
+                            {static_cast<float>(key_scale), static_cast<float>(value_scale)}, turn);
     });
   });
 }

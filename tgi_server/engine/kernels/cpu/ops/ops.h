@@ -13,7 +13,8 @@ namespace oatmill {
 
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps);
 
-at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, double eps);
+at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      double eps);
 
 enum class Activation { relu, relu2, gelu, gelu_tanh, silu };
 
@@ -41,7 +42,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
                            int64_t chunk = 0, const std::optional<at::Tensor>& ends = {});
 
-std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size);
+std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables,
+                                                 int64_t block_size);
 
 at::Tensor argmax(const at::Tensor& scores, const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows);
 

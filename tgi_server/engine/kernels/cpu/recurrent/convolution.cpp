@@ -8,11 +8,11 @@
 
 namespace oatmill {
 
-// x: [tokens, channels]. taps: [width, channels] float32, the last one for the own token. bias: [channels] float32, or none.
-// states: [slots, width - 1, channels], the last inputs, of the dtype of x. silu: applied to the rounded sums. Returns
-// [tokens, channels].
-at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias, at::Tensor& states,
-                    const Runs& runs, bool activate) {
+// x: [tokens, channels]. taps: [width, channels] float32, the last one for the own token. bias: [channels] float32, or
+// none. states: [slots, width - 1, channels], the last inputs, of the dtype of x. silu: applied to the rounded sums.
+// Returns [tokens, channels].
+at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias,
+                    at::Tensor& states, const Runs& runs, bool activate) {
   const int64_t tokens = x.size(0), channels = x.size(1), before = taps.size(0) - 1;
   TORCH_CHECK(states.is_contiguous() && taps.is_contiguous() && taps.size(1) == channels && before >= 1 && before < 16);
   TORCH_CHECK(states.dim() == 3 && states.size(1) == before && states.size(2) == channels);
@@ -59,8 +59,8 @@ at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::opti
 
 namespace {
 
-at::Tensor convolve_op(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias, at::Tensor& states,
-                       const at::Tensor& runs, const at::Tensor& saves, bool activate) {
+at::Tensor convolve_op(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias,
+                       at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves, bool activate) {
   return convolve(x, taps, bias, states, read_runs(runs, saves, states.size(0), x.size(0)), activate);
 }
 
@@ -70,7 +70,8 @@ at::Tensor convolve_op(const at::Tensor& x, const at::Tensor& taps, const std::o
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
-      "convolve(Tensor x, Tensor taps, Tensor? bias, Tensor(a!) states, Tensor runs, Tensor saves, bool silu) -> Tensor");
+      "convolve(Tensor x, Tensor taps, Tensor? bias, Tensor(a!) states, Tensor runs, Tensor saves, bool silu) -> "
+      "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("convolve", &oatmill::convolve_op); }

@@ -15,8 +15,8 @@ namespace oatmill {
 
 namespace {
 
-// The tokens of a tile and a head, in float32: queries, keys, and keys times the decay of the state, [TILE_TOKENS, size] each;
-// decays, [TILE_TOKENS, size] of Kimi's rule, else [TILE_TOKENS]; rates: [TILE_TOKENS].
+// The tokens of a tile and a head, in float32: queries, keys, and keys times the decay of the state, [TILE_TOKENS,
+// size] each; decays, [TILE_TOKENS, size] of Kimi's rule, else [TILE_TOKENS]; rates: [TILE_TOKENS].
 struct Tile {
   std::vector<float> query, key, decayed_key, decay, outputs, scratch;
   float rates[TILE_TOKENS];
@@ -75,8 +75,8 @@ struct Inputs {
   bool normalised;
 };
 
-// gate(token, head, decay): writes the decay of the state, or of each channel, and returns the rate. finish(token, head,
-// row): takes an output, [columns] float32.
+// gate(token, head, decay): writes the decay of the state, or of each channel, and returns the rate. finish(token,
+// head, row): takes an output, [columns] float32.
 template <bool BY_CHANNEL, typename T, typename Gate, typename Finish>
 void compute(const Inputs<T>& in, const Runs& runs, at::Tensor& states, const Gate& gate, const Finish& finish) {
   const int64_t size = in.size, columns = in.columns;
@@ -92,18 +92,19 @@ void compute(const Inputs<T>& in, const Runs& runs, at::Tensor& states, const Ga
       tile.rates[t] = gate(first + t, head, decay);
       for (int64_t i = 0; i < size; ++i) decayed[i] = k[i] * decay[BY_CHANNEL ? i : 0];
     }
-    by_columns(state, size, columns, count, tile.scratch, [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
-      for (int64_t t = 0; t < count; ++t) {
-        const T* from = in.values.at(first + t, head) + column;
-        float* row = &tile.outputs[t * columns + column];
-        F32 values[V], outputs[V];
-        for (int v = 0; v < V; ++v)
-          values[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
-        advance<V, BY_CHANNEL>(part, stride, size, &tile.query[t * size], &tile.key[t * size], &tile.decayed_key[t * size],
-                               &tile.decay[t * size], tile.rates[t], values, outputs);
-        for (int v = 0; v < V && v * WIDTH < of; ++v) store_some(row + v * WIDTH, outputs[v], of - v * WIDTH);
-      }
-    });
+    by_columns(
+        state, size, columns, count, tile.scratch, [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
+          for (int64_t t = 0; t < count; ++t) {
+            const T* from = in.values.at(first + t, head) + column;
+            float* row = &tile.outputs[t * columns + column];
+            F32 values[V], outputs[V];
+            for (int v = 0; v < V; ++v)
+              values[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
+            advance<V, BY_CHANNEL>(part, stride, size, &tile.query[t * size], &tile.key[t * size],
+                                   &tile.decayed_key[t * size], &tile.decay[t * size], tile.rates[t], values, outputs);
+            for (int v = 0; v < V && v * WIDTH < of; ++v) store_some(row + v * WIDTH, outputs[v], of - v * WIDTH);
+          }
+        });
     for (int64_t t = 0; t < count; ++t) finish(first + t, head, &tile.outputs[t * columns]);
   });
 }
@@ -115,9 +116,9 @@ void write_row(T* to, const float* row, int64_t size) {
 
 }  // namespace
 
-// query, key: [tokens, key_heads, size]; value: [tokens, heads, value_size]; gates: [tokens, heads] float32, logarithms of
-// decays, or [tokens, heads, size]; rates: [tokens, heads] float32. states: [slots, heads, size, value_size] float32.
-// normalised: queries and keys are divided by their norms. Returns [tokens, heads, value_size].
+// query, key: [tokens, key_heads, size]; value: [tokens, heads, value_size]; gates: [tokens, heads] float32, logarithms
+// of decays, or [tokens, heads, size]; rates: [tokens, heads] float32. states: [slots, heads, size, value_size]
+// float32. normalised: queries and keys are divided by their norms. Returns [tokens, heads, value_size].
 at::Tensor delta_rule(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& gates,
                       const at::Tensor& rates, at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves,
                       bool normalised) {
@@ -131,36 +132,43 @@ at::Tensor delta_rule(const at::Tensor& query, const at::Tensor& key, const at::
   TORCH_CHECK(gates.numel() == tokens * heads * (by_channel ? size : 1));
   at::Tensor output = at::empty({tokens, heads, columns}, value.options());
   by_dtype(value, [&]<typename T>(T*) {
-    const Inputs<T> in{TokenRows<T>(query), TokenRows<T>(key), TokenRows<T>(value), heads, shared, size, columns, normalised};
+    const Inputs<T> in{TokenRows<T>(query), TokenRows<T>(key), TokenRows<T>(value), heads, shared, size, columns,
+                       normalised};
     const float *logarithms = gates.const_data_ptr<float>(), *rate = rates.const_data_ptr<float>();
     T* to = output.mutable_data_ptr<T>();
     const auto finish = [&](int64_t token, int64_t head, const float* row) {
       write_row(to + (token * heads + head) * columns, row, columns);
     };
     if (by_channel)
-      compute<true>(in, all, states, [&](int64_t token, int64_t head, float* decay) {
-        const int64_t place = token * heads + head;
-        for (int64_t i = 0; i < size; i += WIDTH)
-          store_some(decay + i, exponential(load_some(logarithms + place * size + i, size - i)), size - i);
-        return rate[place];
-      }, finish);
+      compute<true>(
+          in, all, states,
+          [&](int64_t token, int64_t head, float* decay) {
+            const int64_t place = token * heads + head;
+            for (int64_t i = 0; i < size; i += WIDTH)
+              store_some(decay + i, exponential(load_some(logarithms + place * size + i, size - i)), size - i);
+            return rate[place];
+          },
+          finish);
     else
-      compute<false>(in, all, states, [&](int64_t token, int64_t head, float* decay) {
-        *decay = std::exp(logarithms[token * heads + head]);
-        return rate[token * heads + head];
-      }, finish);
+      compute<false>(
+          in, all, states,
+          [&](int64_t token, int64_t head, float* decay) {
+            *decay = std::exp(logarithms[token * heads + head]);
+            return rate[token * heads + head];
+          },
+          finish);
   });
   return output;
 }
 
 namespace {
 
-// A layer between its projections: convolution, gates, delta rule, norm with a gate. These give query, key and value, the
-// gate, [tokens, heads, value_size], rates and decays, [tokens, heads] before sigmoid and softplus; `grouped`: query, key,
-// value and gate of each key head side by side, and behind all of these its rates and decays. taps: [width, 2 * key_heads *
-// size + heads * value_size] float32. bases: [heads] float32, negative, and bias: [heads] float32, of decays; rate_scale: of
-// rates. weight: [value_size] float32, of the norm.
-// States: those of the convolution, [slots, width - 1, ...], and [slots, heads, size, value_size] float32.
+// A layer between its projections: convolution, gates, delta rule, norm with a gate. These give query, key and value,
+// the gate, [tokens, heads, value_size], rates and decays, [tokens, heads] before sigmoid and softplus; `grouped`:
+// query, key, value and gate of each key head side by side, and behind all of these its rates and decays. taps: [width,
+// 2 * key_heads * size + heads * value_size] float32. bases: [heads] float32, negative, and bias: [heads] float32, of
+// decays; rate_scale: of rates. weight: [value_size] float32, of the norm. States: those of the convolution, [slots,
+// width - 1, ...], and [slots, heads, size, value_size] float32.
 struct GatedDeltaNet : Mixer {
   int64_t key_heads;
   bool grouped;
@@ -184,28 +192,39 @@ struct GatedDeltaNet : Mixer {
     TORCH_CHECK(bases.is_contiguous() && bias.is_contiguous() && bases.numel() == heads && bias.numel() == heads);
     TORCH_CHECK(weight.is_contiguous() && weight.numel() == columns);
     const std::vector<at::Tensor> parts = split(projected, {keys, keys, values, values, heads, heads});
-    const at::Tensor mixed = grouped ? at::cat({parts[0], parts[1], parts[2]}, 1) : projected.narrow(1, 0, 2 * keys + values);
+    const at::Tensor mixed =
+        grouped ? at::cat({parts[0], parts[1], parts[2]}, 1) : projected.narrow(1, 0, 2 * keys + values);
     const at::Tensor convolved = convolve(mixed, taps, {}, states[0], runs, true);
     const auto heads_at = [&](int64_t first, int64_t count, int64_t size) {
       return convolved.narrow(1, first, count * size).view({tokens, count, size});
     };
     at::Tensor output = at::empty({tokens, values}, projected.options());
     by_dtype(projected, [&]<typename T>(T*) {
-      const Inputs<T> in{TokenRows<T>(heads_at(0, key_heads, size)), TokenRows<T>(heads_at(keys, key_heads, size)),
-                         TokenRows<T>(heads_at(2 * keys, heads, columns)), heads, shared, size, columns, true};
+      const Inputs<T> in{TokenRows<T>(heads_at(0, key_heads, size)),
+                         TokenRows<T>(heads_at(keys, key_heads, size)),
+                         TokenRows<T>(heads_at(2 * keys, heads, columns)),
+                         heads,
+                         shared,
+                         size,
+                         columns,
+                         true};
       const TokenRows<T> gates(parts[3]), rate_rows(parts[4]), decay_rows(parts[5]);
       const float *base = bases.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
       const float* scale = weight.const_data_ptr<float>();
       T* to = output.mutable_data_ptr<T>();
-      compute<false>(in, runs, states[1], [&](int64_t token, int64_t head, float* decay) {
-        *decay = std::exp(base[head] * softplus(static_cast<float>(decay_rows.at(token)[head]) + shift[head]));
-        const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
-        return static_cast<float>(static_cast<T>(rate)) * static_cast<float>(rate_scale);
-      }, [&](int64_t token, int64_t head, const float* row) {
-        T* place = to + (token * heads + head) * columns;
-        write_row(place, row, columns);
-        normalise_gated(place, gates.at(token) + head * columns, scale, place, columns, static_cast<float>(eps), false, false);
-      });
+      compute<false>(
+          in, runs, states[1],
+          [&](int64_t token, int64_t head, float* decay) {
+            *decay = std::exp(base[head] * softplus(static_cast<float>(decay_rows.at(token)[head]) + shift[head]));
+            const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
+            return static_cast<float>(static_cast<T>(rate)) * static_cast<float>(rate_scale);
+          },
+          [&](int64_t token, int64_t head, const float* row) {
+            T* place = to + (token * heads + head) * columns;
+            write_row(place, row, columns);
+            normalise_gated(place, gates.at(token) + head * columns, scale, place, columns, static_cast<float>(eps),
+                            false, false);
+          });
     });
     return output;
   }
@@ -231,10 +250,10 @@ struct GatedDeltaNet : Mixer {
   }
 };
 
-// Kimi's delta attention (Kimi Linear, 2025): a gated delta net with a decay for each element of a key. The projections give
-// query, key and value, [tokens, heads, size] each, what `decays` and `gate` take, and rates before their sigmoid, [tokens,
-// heads]. bases: [heads] float32, negative, and bias: [heads * size] float32, of decays. weight: [size] float32, of the norm.
-// States: as those of a gated delta net.
+// Kimi's delta attention (Kimi Linear, 2025): a gated delta net with a decay for each element of a key. The projections
+// give query, key and value, [tokens, heads, size] each, what `decays` and `gate` take, and rates before their sigmoid,
+// [tokens, heads]. bases: [heads] float32, negative, and bias: [heads * size] float32, of decays. weight: [size]
+// float32, of the norm. States: as those of a gated delta net.
 struct KimiDeltaAttention : Mixer {
   at::Tensor taps;
   LinearPtr decays, gate;
@@ -262,24 +281,28 @@ struct KimiDeltaAttention : Mixer {
     const auto part = [&](int64_t i) { return convolved.narrow(1, i * all, all).view({tokens, heads, size}); };
     at::Tensor output = at::empty({tokens, all}, projected.options());
     by_dtype(projected, [&]<typename T>(T*) {
-      const Inputs<T> in{TokenRows<T>(part(0)), TokenRows<T>(part(1)), TokenRows<T>(part(2)), heads, 1, size, size, true};
+      const Inputs<T> in{
+          TokenRows<T>(part(0)), TokenRows<T>(part(1)), TokenRows<T>(part(2)), heads, 1, size, size, true};
       const TokenRows<T> rate_rows(projected.narrow(1, of_rates, heads));
       const float *base = bases.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
       const T *before = decay_rows.const_data_ptr<T>(), *gate_rows = gates.const_data_ptr<T>();
       T* to = output.mutable_data_ptr<T>();
-      compute<true>(in, runs, states[1], [&](int64_t token, int64_t head, float* decay) {
-        for (int64_t i = 0; i < size; ++i) {
-          const float x = static_cast<float>(before[token * all + head * size + i]) + shift[head * size + i];
-          decay[i] = std::exp(base[head] * softplus(x));
-        }
-        const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
-        return static_cast<float>(static_cast<T>(rate));
-      }, [&](int64_t token, int64_t head, const float* row) {
-        const int64_t place = token * all + head * size;
-        write_row(to + place, row, size);
-        normalise_gated(to + place, gate_rows + place, weight.const_data_ptr<float>(), to + place, size,
-                        static_cast<float>(eps), false, true);
-      });
+      compute<true>(
+          in, runs, states[1],
+          [&](int64_t token, int64_t head, float* decay) {
+            for (int64_t i = 0; i < size; ++i) {
+              const float x = static_cast<float>(before[token * all + head * size + i]) + shift[head * size + i];
+              decay[i] = std::exp(base[head] * softplus(x));
+            }
+            const float rate = 1.0f / (1.0f + std::exp(-static_cast<float>(rate_rows.at(token)[head])));
+            return static_cast<float>(static_cast<T>(rate));
+          },
+          [&](int64_t token, int64_t head, const float* row) {
+            const int64_t place = token * all + head * size;
+            write_row(to + place, row, size);
+            normalise_gated(to + place, gate_rows + place, weight.const_data_ptr<float>(), to + place, size,
+                            static_cast<float>(eps), false, true);
+          });
     });
     return output;
   }

@@ -9,9 +9,9 @@
 
 namespace oatmill {
 
-// x: [rows, size], float32 or of the dtype of gate. gate: [rows, size]. weight: [size] float32. group: the elements that
-// are normalised together. first: the gate is applied before the norm, and not behind it. sigmoid: it is that of the gate,
-// and not SiLU. Returns a tensor like x.
+// x: [rows, size], float32 or of the dtype of gate. gate: [rows, size]. weight: [size] float32. group: the elements
+// that are normalised together. first: the gate is applied before the norm, and not behind it. sigmoid: it is that of
+// the gate, and not SiLU. Returns a tensor like x.
 at::Tensor gated_norm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight, double eps, int64_t group,
                       bool first, bool sigmoid) {
   const int64_t rows = x.size(0), size = x.size(1);

@@ -14,9 +14,9 @@
 namespace oatmill {
 
 struct Mixer : torch::CustomClassHolder {
-  // projected: [tokens, size], what the first projections give side by side. states: of all slots, each [slots, ...]; they
-  // are updated in place. adapters: as Linear::adapted takes them, for linear layers in between. Returns what the last
-  // projection takes, [tokens, its inputs].
+  // projected: [tokens, size], what the first projections give side by side. states: of all slots, each [slots, ...];
+  // they are updated in place. adapters: as Linear::adapted takes them, for linear layers in between. Returns what the
+  // last projection takes, [tokens, its inputs].
   virtual at::Tensor operator()(const at::Tensor& projected, std::vector<at::Tensor>& states, const Runs& runs,
                                 const std::optional<at::Tensor>& adapters) const = 0;
 };

@@ -15,10 +15,9 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// Mamba-2 with a gate and a norm, or with a gate alone. The projection gives the gate, the input of the convolution (x, B and
-// C), and the steps of the heads. weight: of the norm, or none. group: elements that are normalised together. gate_first: the
-// norm is behind the gate. States: those of the convolution, and [slots, heads,
-// size, columns] float32.
+// Mamba-2 with a gate and a norm, or with a gate alone. The projection gives the gate, the input of the convolution (x,
+// B and C), and the steps of the heads. weight: of the norm, or none. group: elements that are normalised together.
+// gate_first: the norm is behind the gate. States: those of the convolution, and [slots, heads, size, columns] float32.
 struct Mamba2 : Mixer {
   at::Tensor taps;
   MaybeTensor taps_bias;
@@ -39,18 +38,19 @@ struct Mamba2 : Mixer {
   at::Tensor operator()(const at::Tensor& projected, std::vector<at::Tensor>& states, const Runs& runs,
                         const std::optional<at::Tensor>&) const override {
     TORCH_CHECK(states.size() == 2 && states[1].dim() == 4);
-    const int64_t tokens = projected.size(0), heads = states[1].size(1), size = states[1].size(2), columns = states[1].size(3);
+    const int64_t tokens = projected.size(0), heads = states[1].size(1), size = states[1].size(2),
+                  columns = states[1].size(3);
     const int64_t inner = heads * columns, mixed = taps.size(1);
     const at::Tensor convolved = convolve(projected.narrow(1, inner, mixed), taps, taps_bias, states[0], runs, true);
     const auto part = [&](int64_t first, int64_t count, int64_t of) {
       return convolved.narrow(1, first, count * of).view({tokens, count, of});
     };
-    const at::Tensor y = mamba2(part(0, heads, columns), projected.narrow(1, inner + mixed, heads), rates,
-                                part(inner, groups, size), part(inner + groups * size, groups, size), skip, steps_bias,
-                                states[1], runs, true, least, most);
+    const at::Tensor y =
+        mamba2(part(0, heads, columns), projected.narrow(1, inner + mixed, heads), rates, part(inner, groups, size),
+               part(inner + groups * size, groups, size), skip, steps_bias, states[1], runs, true, least, most);
     const at::Tensor gate = projected.narrow(1, 0, inner), rows = y.view({tokens, inner});
-    const at::Tensor gated = weight ? gated_norm(rows, gate, *weight, eps, group, gate_first, false)
-                                    : at::mul(rows, at::silu(gate));
+    const at::Tensor gated =
+        weight ? gated_norm(rows, gate, *weight, eps, group, gate_first, false) : at::mul(rows, at::silu(gate));
     return gated.to(projected.scalar_type());
   }
 };
@@ -72,10 +72,10 @@ void soft_steps(at::Tensor& steps, const at::Tensor& bias) {
   });
 }
 
-// Mamba, as Jamba has it. The projection gives the input of the convolution and the gate. `inner` gives of what is convolved
-// the input of `steps`, B and C, each with a norm by its root mean square, or none. steps_bias: [channels], of the dtype of
-// the model. rates: [size, channels] float32, negative; skip: [channels] float32. States: those of the convolution, and
-// [slots, parts, size, channels / parts] float32.
+// Mamba, as Jamba has it. The projection gives the input of the convolution and the gate. `inner` gives of what is
+// convolved the input of `steps`, B and C, each with a norm by its root mean square, or none. steps_bias: [channels],
+// of the dtype of the model. rates: [size, channels] float32, negative; skip: [channels] float32. States: those of the
+// convolution, and [slots, parts, size, channels / parts] float32.
 struct Mamba : Mixer {
   at::Tensor taps;
   MaybeTensor taps_bias;
@@ -85,10 +85,11 @@ struct Mamba : Mixer {
   LinearPtr steps;
   at::Tensor steps_bias, rates, skip;
 
-  Mamba(at::Tensor taps, MaybeTensor taps_bias, LinearPtr inner, std::vector<MaybeTensor> norms, double eps, LinearPtr steps,
-        at::Tensor steps_bias, at::Tensor rates, at::Tensor skip)
-      : taps(std::move(taps)), taps_bias(std::move(taps_bias)), inner(std::move(inner)), norms(std::move(norms)), eps(eps),
-        steps(std::move(steps)), steps_bias(std::move(steps_bias)), rates(std::move(rates)), skip(std::move(skip)) {
+  Mamba(at::Tensor taps, MaybeTensor taps_bias, LinearPtr inner, std::vector<MaybeTensor> norms, double eps,
+        LinearPtr steps, at::Tensor steps_bias, at::Tensor rates, at::Tensor skip)
+      : taps(std::move(taps)), taps_bias(std::move(taps_bias)), inner(std::move(inner)), norms(std::move(norms)),
+        eps(eps), steps(std::move(steps)), steps_bias(std::move(steps_bias)), rates(std::move(rates)),
+        skip(std::move(skip)) {
     TORCH_CHECK(this->norms.size() == 3);
   }
 
@@ -104,13 +105,13 @@ struct Mamba : Mixer {
     };
     at::Tensor step = (*steps)(part(0, 0, rank).contiguous());
     soft_steps(step, steps_bias);
-    return mamba(x, step, rates, part(1, rank, size), part(2, rank + size, size), skip, projected.narrow(1, channels, channels),
-                 states[1], runs);
+    return mamba(x, step, rates, part(1, rank, size), part(2, rank + size, size), skip,
+                 projected.narrow(1, channels, channels), states[1], runs);
   }
 };
 
-// A convolution between gates (LFM2). The projection gives the gate before it, the one behind it, and its input. States:
-// those of the convolution.
+// A convolution between gates (LFM2). The projection gives the gate before it, the one behind it, and its input.
+// States: those of the convolution.
 struct ShortConvolution : Mixer {
   at::Tensor taps;
   MaybeTensor bias;
@@ -132,11 +133,12 @@ MixerPtr mamba2_mixer(at::Tensor taps, MaybeTensor taps_bias, at::Tensor rates, 
                       double least, double most, MaybeTensor weight, double eps, int64_t group, bool gate_first,
                       int64_t groups) {
   return c10::make_intrusive<Mamba2>(std::move(taps), std::move(taps_bias), std::move(rates), std::move(skip),
-                                     std::move(steps_bias), least, most, std::move(weight), eps, group, gate_first, groups);
+                                     std::move(steps_bias), least, most, std::move(weight), eps, group, gate_first,
+                                     groups);
 }
 
-MixerPtr mamba_mixer(at::Tensor taps, MaybeTensor taps_bias, LinearPtr inner, std::vector<MaybeTensor> norms, double eps,
-                     LinearPtr steps, at::Tensor steps_bias, at::Tensor rates, at::Tensor skip) {
+MixerPtr mamba_mixer(at::Tensor taps, MaybeTensor taps_bias, LinearPtr inner, std::vector<MaybeTensor> norms,
+                     double eps, LinearPtr steps, at::Tensor steps_bias, at::Tensor rates, at::Tensor skip) {
   return c10::make_intrusive<Mamba>(std::move(taps), std::move(taps_bias), std::move(inner), std::move(norms), eps,
                                     std::move(steps), std::move(steps_bias), std::move(rates), std::move(skip));
 }

@@ -10,12 +10,13 @@
 
 namespace oatmill {
 
-at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias, at::Tensor& states,
-                    const Runs& runs, bool activate);
+at::Tensor convolve(const at::Tensor& x, const at::Tensor& taps, const std::optional<at::Tensor>& bias,
+                    at::Tensor& states, const Runs& runs, bool activate);
 
 at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
-                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& bias,
-                  at::Tensor& states, const Runs& runs, bool softplus_steps, double least, double most);
+                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip,
+                  const std::optional<at::Tensor>& bias, at::Tensor& states, const Runs& runs, bool softplus_steps,
+                  double least, double most);
 
 at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& gate,

@@ -1,7 +1,7 @@
 // The tokens of a pass as layers with states see them, and the loop over them.
 //
-// A token is computed after the one before it, by the same operations in the same order, whatever else is in the pass and
-// however a text is cut into chunks; so its result and the state never differ by a bit.
+// A token is computed after the one before it, by the same operations in the same order, whatever else is in the pass
+// and however a text is cut into chunks; so its result and the state never differ by a bit.
 
 #pragma once
 
@@ -33,8 +33,8 @@ struct Run {
 
 using Runs = std::vector<Run>;
 
-// runs: [runs, 4] int64: first token, number of tokens, slot, 1 if the state is written. saves: [saves, 3] int64: the run,
-// how many of its tokens come before, the slot; in ascending order. slots: that there are. tokens: of the pass.
+// runs: [runs, 4] int64: first token, number of tokens, slot, 1 if the state is written. saves: [saves, 3] int64: the
+// run, how many of its tokens come before, the slot; in ascending order. slots: that there are. tokens: of the pass.
 inline Runs read_runs(const at::Tensor& runs, const at::Tensor& saves, int64_t slots, int64_t tokens) {
   TORCH_CHECK(runs.is_contiguous() && saves.is_contiguous() && runs.size(1) == 4 && saves.size(1) == 3);
   const int64_t *run = runs.const_data_ptr<int64_t>(), *save = saves.const_data_ptr<int64_t>();
@@ -46,7 +46,8 @@ inline Runs read_runs(const at::Tensor& runs, const at::Tensor& saves, int64_t s
   for (int64_t i = 0; i < saves.size(0); ++i, save += 3) {
     TORCH_CHECK(0 <= save[0] && save[0] < runs.size(0) && 0 <= save[2] && save[2] < slots);
     Run& saved = made[save[0]];
-    TORCH_CHECK(0 < save[1] && save[1] <= saved.tokens && (saved.saves.empty() || saved.saves.back().tokens <= save[1]));
+    TORCH_CHECK(0 < save[1] && save[1] <= saved.tokens &&
+                (saved.saves.empty() || saved.saves.back().tokens <= save[1]));
     saved.saves.push_back({save[1], save[2]});
   }
   return made;
@@ -129,8 +130,8 @@ void by_columns(float* state, int64_t rows, int64_t columns, int64_t tokens, std
   }
 }
 
-// Computes the runs of a pass. states: [slots, parts, size]; each part of a state is computed by itself. work(part, state,
-// first, tokens) computes a tile of tokens and moves the state on.
+// Computes the runs of a pass. states: [slots, parts, size]; each part of a state is computed by itself. work(part,
+// state, first, tokens) computes a tile of tokens and moves the state on.
 template <typename Work>
 void for_each_tile(const Runs& runs, at::Tensor& states, int64_t parts, const Work& work) {
   TORCH_CHECK(states.is_contiguous());

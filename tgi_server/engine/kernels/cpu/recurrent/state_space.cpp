@@ -18,8 +18,8 @@ struct Tile {
   float steps[TILE_TOKENS], decays[TILE_TOKENS];
 };
 
-// One token of Mamba-2: state = decay * state + into * x; output = out_of . state. V registers of columns. state: [size],
-// `stride` numbers apart.
+// One token of Mamba-2: state = decay * state + into * x; output = out_of . state. V registers of columns. state:
+// [size], `stride` numbers apart.
 template <int V>
 void advance(float* state, int64_t stride, int64_t size, const float* into, const float* out_of, float decay,
              const F32 (&x)[V], F32 (&outputs)[V]) {
@@ -44,12 +44,13 @@ void advance(float* state, int64_t stride, int64_t size, const float* into, cons
 
 }  // namespace
 
-// x: [tokens, heads, columns]; steps: [tokens, heads], before bias and softplus, both rounded to the dtype of steps, and
-// the limits; rates: [heads] float32, negative; into, out_of: [tokens, groups, size]; skip, bias: [heads] float32, or none.
-// states: [slots, heads, size, columns] float32. Returns [tokens, heads, columns] float32.
+// x: [tokens, heads, columns]; steps: [tokens, heads], before bias and softplus, both rounded to the dtype of steps,
+// and the limits; rates: [heads] float32, negative; into, out_of: [tokens, groups, size]; skip, bias: [heads] float32,
+// or none. states: [slots, heads, size, columns] float32. Returns [tokens, heads, columns] float32.
 at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
-                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& bias,
-                  at::Tensor& states, const Runs& runs, bool softplus_steps, double least, double most) {
+                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip,
+                  const std::optional<at::Tensor>& bias, at::Tensor& states, const Runs& runs, bool softplus_steps,
+                  double least, double most) {
   const int64_t tokens = x.size(0), heads = x.size(1), columns = x.size(2), size = into.size(2);
   const int64_t shared = heads / into.size(1);
   TORCH_CHECK(states.dim() == 4 && states.size(1) == heads && states.size(2) == size && states.size(3) == columns);
@@ -80,20 +81,23 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
         tile.steps[t] = step;
         tile.decays[t] = std::exp(rate[head] * step);
       }
-      by_columns(state, size, columns, count, tile.scratch, [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
-        for (int64_t t = 0; t < count; ++t) {
-          const T* from = inputs.at(first + t, head) + column;
-          float* row = to + ((first + t) * heads + head) * columns + column;
-          F32 own[V], scaled[V], outputs[V];
-          for (int v = 0; v < V; ++v) {
-            own[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
-            scaled[v] = own[v] * tile.steps[t];
-          }
-          advance<V>(part, stride, size, &tile.into[t * size], &tile.out_of[t * size], tile.decays[t], scaled, outputs);
-          for (int v = 0; v < V && v * WIDTH < of; ++v)
-            store_some(row + v * WIDTH, skips ? outputs[v] + own[v] * skips[head] : outputs[v], of - v * WIDTH);
-        }
-      });
+      by_columns(state, size, columns, count, tile.scratch,
+                 [&]<int V>(float* part, int64_t stride, int64_t column, int64_t of) {
+                   for (int64_t t = 0; t < count; ++t) {
+                     const T* from = inputs.at(first + t, head) + column;
+                     float* row = to + ((first + t) * heads + head) * columns + column;
+                     F32 own[V], scaled[V], outputs[V];
+                     for (int v = 0; v < V; ++v) {
+                       own[v] = v * WIDTH < of ? load_some(from + v * WIDTH, of - v * WIDTH) : F32{};
+                       scaled[v] = own[v] * tile.steps[t];
+                     }
+                     advance<V>(part, stride, size, &tile.into[t * size], &tile.out_of[t * size], tile.decays[t],
+                                scaled, outputs);
+                     for (int v = 0; v < V && v * WIDTH < of; ++v)
+                       store_some(row + v * WIDTH, skips ? outputs[v] + own[v] * skips[head] : outputs[v],
+                                  of - v * WIDTH);
+                   }
+                 });
     });
   });
   return output;
@@ -105,7 +109,8 @@ at::Tensor mamba2(const at::Tensor& x, const at::Tensor& steps, const at::Tensor
 at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
                  const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& gate,
                  at::Tensor& states, const Runs& runs) {
-  const int64_t tokens = x.size(0), channels = x.size(1), size = into.size(1), parts = states.size(1), columns = states.size(3);
+  const int64_t tokens = x.size(0), channels = x.size(1), size = into.size(1), parts = states.size(1),
+                columns = states.size(3);
   TORCH_CHECK(states.dim() == 4 && states.size(2) == size && parts * columns == channels);
   TORCH_CHECK(into.sizes() == out_of.sizes() && into.size(0) == tokens && steps.sizes() == x.sizes());
   TORCH_CHECK(rates.is_contiguous() && rates.size(0) == size && rates.size(1) == channels);
@@ -141,16 +146,17 @@ at::Tensor mamba(const at::Tensor& x, const at::Tensor& steps, const at::Tensor&
 namespace {
 
 at::Tensor mamba2_op(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
-                     const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& bias,
-                     at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves, bool softplus_steps,
-                     double least, double most) {
+                     const at::Tensor& out_of, const std::optional<at::Tensor>& skip,
+                     const std::optional<at::Tensor>& bias, at::Tensor& states, const at::Tensor& runs,
+                     const at::Tensor& saves, bool softplus_steps, double least, double most) {
   return mamba2(x, steps, rates, into, out_of, skip, bias, states, read_runs(runs, saves, states.size(0), x.size(0)),
                 softplus_steps, least, most);
 }
 
 at::Tensor mamba_op(const at::Tensor& x, const at::Tensor& steps, const at::Tensor& rates, const at::Tensor& into,
-                    const at::Tensor& out_of, const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& gate,
-                    at::Tensor& states, const at::Tensor& runs, const at::Tensor& saves) {
+                    const at::Tensor& out_of, const std::optional<at::Tensor>& skip,
+                    const std::optional<at::Tensor>& gate, at::Tensor& states, const at::Tensor& runs,
+                    const at::Tensor& saves) {
   return mamba(x, steps, rates, into, out_of, skip, gate, states, read_runs(runs, saves, states.size(0), x.size(0)));
 }
 

@@ -19,8 +19,8 @@ namespace oatmill {
 
 constexpr int64_t HUGE_PAGE = 2 << 20, LINE = 64;  // bytes, of a page and of a cache's line
 
-// An arena of huge pages for tensors side by side: alone, most would fill no huge page, or leave much of their last one. A
-// page is returned to the system with the last tensor that has a part of it.
+// An arena of huge pages for tensors side by side: alone, most would fill no huge page, or leave much of their last
+// one. A page is returned to the system with the last tensor that has a part of it.
 class HugePageArena {
  public:
   explicit HugePageArena(int64_t pages) : tensors_(pages), mapped_((pages + 1) * HUGE_PAGE) {

@@ -61,7 +61,8 @@ Ranks::Ranks(at::Tensor memory, int64_t rank, std::vector<int64_t> processes, in
     : memory_(std::move(memory)), rank_(rank), world_size_(static_cast<int64_t>(processes.size())),
       processes_(std::move(processes)), place_bytes_(place_bytes), timeout_(timeout) {
   TORCH_CHECK(memory_.scalar_type() == at::kByte && memory_.is_contiguous());
-  TORCH_CHECK(memory_.numel() >= world_size_ * (LINE_BYTES + PLACES * place_bytes_), "the ranks need more shared memory");
+  TORCH_CHECK(memory_.numel() >= world_size_ * (LINE_BYTES + PLACES * place_bytes_),
+              "the ranks need more shared memory");
 }
 
 Ranks::Ranks(std::string group, int64_t rank, int64_t world_size)
@@ -121,8 +122,8 @@ at::Tensor Ranks::all_gather(const at::Tensor& x) {
 }
 
 const char* Ranks::exchange(const char* from, int64_t bytes) {
-  char* places = static_cast<char*>(memory_.data_ptr()) + world_size_ * LINE_BYTES +
-                 calls_ % PLACES * world_size_ * place_bytes_;
+  char* places =
+      static_cast<char*>(memory_.data_ptr()) + world_size_ * LINE_BYTES + calls_ % PLACES * world_size_ * place_bytes_;
   std::memcpy(places + rank_ * place_bytes_, from, bytes);
   counter(memory_, rank_).store(++calls_, std::memory_order_release);
   wait();

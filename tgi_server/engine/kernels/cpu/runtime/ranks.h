@@ -12,13 +12,13 @@
 
 namespace oatmill {
 
-// In shared memory every rank has two places in the memory, which it uses in turn, and a counter of the tensors that it has put down. It
-// puts its tensor down, counts, waits until the others have counted as far, and reads theirs. A place is written again two
-// calls later; by then every other rank has begun the call between, so has read what was there.
+// In shared memory every rank has two places in the memory, which it uses in turn, and a counter of the tensors that it
+// has put down. It puts its tensor down, counts, waits until the others have counted as far, and reads theirs. A place
+// is written again two calls later; by then every other rank has begun the call between, so has read what was there.
 class Ranks : public torch::CustomClassHolder {
  public:
-  // memory: bytes, 0 at first, the same for all: a counter of each rank, LINE_BYTES apart, and PLACES places of each, of
-  // place_bytes. processes: the ids of all ranks' processes. timeout: seconds to wait for the others in a call.
+  // memory: bytes, 0 at first, the same for all: a counter of each rank, LINE_BYTES apart, and PLACES places of each,
+  // of place_bytes. processes: the ids of all ranks' processes. timeout: seconds to wait for the others in a call.
   Ranks(at::Tensor memory, int64_t rank, std::vector<int64_t> processes, int64_t place_bytes, double timeout);
 
   // group: the name of a process group of torch.

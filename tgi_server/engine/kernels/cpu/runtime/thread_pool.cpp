@@ -19,14 +19,16 @@
 #include <immintrin.h>
 #endif
 
+#include "runtime/part_times.h"
+
 namespace oatmill {
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A thread looks for the next loop for so long, which is more than lies between those of a step, and then sleeps: the router
-// wants the core, or a loop of torch's own. A spin takes from 3 to 50 nanoseconds, by the kind of CPU.
+// A thread looks for the next loop for so long, which is more than lies between those of a step, and then sleeps: the
+// router wants the core, or a loop of torch's own. A spin takes from 3 to 50 nanoseconds, by the kind of CPU.
 constexpr std::chrono::microseconds LOOKING{50};
 constexpr int SPINS_BEFORE_CLOCK = 1 << 6, SPINS_BEFORE_YIELD = 1 << 10;
 
@@ -40,8 +42,8 @@ void relax() {
 
 // Threads that wait for loops, and the loop that runs. left: its number in the upper half, and how many of its items
 // nobody has taken yet. An item is taken by lowering it; since that fails when the loop is another one by then, what is
-// known of a loop is only written while no item is left, and read before one is taken, or while one that was taken is not
-// counted as done.
+// known of a loop is only written while no item is left, and read before one is taken, or while one that was taken is
+// not counted as done.
 class Threads {
  public:
   void run(int64_t items, int threads, ItemWork work, const void* context) {
@@ -55,11 +57,10 @@ class Threads {
     left_.store(loop << 32 | static_cast<uint64_t>(items), std::memory_order_seq_cst);
     left_.notify_all();
     work_off();
+    const TimedPart waiting("waiting for threads");
     for (int spins = 0; done_.load(std::memory_order_acquire) < items; ++spins)
-      if (spins % SPINS_BEFORE_YIELD == SPINS_BEFORE_YIELD - 1)
-        sched_yield();
-      else
-        relax();
+      if (spins % SPINS_BEFORE_YIELD == SPINS_BEFORE_YIELD - 1) sched_yield();
+      else relax();
   }
 
  private:
@@ -76,7 +77,8 @@ class Threads {
   void work_off() {
     int64_t done = 0;
     for (int64_t item = take(1); item >= 0; ++done) {
-      const int64_t threads = helpers_.load(std::memory_order_relaxed) + 1, last = items_.load(std::memory_order_relaxed) - 1;
+      const int64_t threads = helpers_.load(std::memory_order_relaxed) + 1,
+                    last = items_.load(std::memory_order_relaxed) - 1;
       const int64_t next = take(threads + 1);
       work_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), item,
                                             next >= 0 ? next : std::min(item + threads, last));
@@ -92,7 +94,8 @@ class Threads {
       const int64_t open = static_cast<int64_t>(left & 0xffffffff);
       if (open < least) return -1;
       const int64_t item = items_.load(std::memory_order_relaxed) - open;
-      if (left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) return item;
+      if (left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        return item;
     }
   }
 
@@ -148,7 +151,6 @@ void run_items(int64_t items, int threads, ItemWork work, const void* context) {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   // From now on loops run in so many threads of our own; 0: in OpenMP's. Returns the number before.
-  library.def("set_own_threads(int threads) -> int", [](int64_t threads) -> int64_t {
-    return oatmill::own_threads.exchange(static_cast<int>(threads));
-  });
+  library.def("set_own_threads(int threads) -> int",
+              [](int64_t threads) -> int64_t { return oatmill::own_threads.exchange(static_cast<int>(threads)); });
 }

@@ -1,4 +1,5 @@
-// Chooses the next token of every row of a batch: logits processors, warpers, draws and log-probabilities, a row at a time.
+// Chooses the next token of every row of a batch: logits processors, warpers, draws and log-probabilities, a row at a
+// time.
 //
 // The rules are those of engine/sampling/{processors,warpers,random}.py, and choose the same tokens to the last bit:
 // probabilities are whole numbers, and nothing else is added up.
@@ -77,7 +78,8 @@ uint64_t mix(uint64_t bits) {  // SplitMix64's finaliser
 
 double uniform(int64_t seed, int64_t step) {
   constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
-  return static_cast<double>(mix(mix(static_cast<uint64_t>(seed) + GOLDEN) + static_cast<uint64_t>(step) * GOLDEN) >> 11) *
+  return static_cast<double>(mix(mix(static_cast<uint64_t>(seed) + GOLDEN) + static_cast<uint64_t>(step) * GOLDEN) >>
+                             11) *
          0x1p-53;
 }
 
@@ -87,10 +89,27 @@ struct Seen {
   int32_t count, generated;
 };
 
-// A request, and how far it is. The names are those of SamplingParameters; top_n: likeliest tokens to report.
+// What a request asks for, and how far it is. Most names are those of SamplingParameters in contract.py, whose defaults
+// change nothing.
+struct SamplingParameters : torch::CustomClassHolder {
+  bool do_sample = false, watermark = false;
+  double temperature = 1, top_p = 1, typical_p = 1, min_p = 0;
+  double repetition_penalty = 1, frequency_penalty = 0, presence_penalty = 0, count_penalty = 0;
+  int64_t top_k = 0, seed = 0, min_tokens = 0;
+  int64_t top_n = 0;                         // likeliest tokens to report
+  int64_t prompt_length = 0;                 // in tokens
+  int64_t steps = 0, previous = 0;           // tokens generated, and the last one of the text
+  std::vector<int64_t> biased, late_tokens;  // tokens with a bias; tokens that are banned before min_tokens
+  std::vector<double> biases;                // of each of these
+};
+
+using SamplingParametersPtr = c10::intrusive_ptr<SamplingParameters>;
+
+// The state of a row. The names are those of SamplingParameters.
 struct Row {
   bool do_sample = false, watermark = false;
-  float temperature = 1, min_p = 0, repetition_penalty = 1, frequency_penalty = 0, presence_penalty = 0, count_penalty = 0;
+  float temperature = 1, min_p = 0, repetition_penalty = 1, frequency_penalty = 0, presence_penalty = 0,
+        count_penalty = 0;
   double top_p = 1, typical_p = 1;
   int64_t top_k = 0, seed = 0, min_tokens = 0, top_n = 0, prompt_length = 0;
   std::vector<std::pair<int64_t, float>> bias;
@@ -98,6 +117,17 @@ struct Row {
   int64_t steps = 0, previous = 0;  // tokens generated, and the last one
   std::vector<Seen> seen;           // of rows with a penalty
   std::unordered_map<int64_t, int64_t> place;
+
+  Row() = default;
+  explicit Row(const SamplingParameters& p)
+      : do_sample(p.do_sample), watermark(p.watermark), temperature(static_cast<float>(p.temperature)),
+        min_p(static_cast<float>(p.min_p)), repetition_penalty(static_cast<float>(p.repetition_penalty)),
+        frequency_penalty(static_cast<float>(p.frequency_penalty)),
+        presence_penalty(static_cast<float>(p.presence_penalty)), count_penalty(static_cast<float>(p.count_penalty)),
+        top_p(p.top_p), typical_p(p.typical_p), top_k(p.top_k), seed(p.seed), min_tokens(p.min_tokens), top_n(p.top_n),
+        prompt_length(p.prompt_length), late_tokens(p.late_tokens), steps(p.steps), previous(p.previous) {
+    for (size_t i = 0; i < p.biased.size(); ++i) bias.emplace_back(p.biased[i], static_cast<float>(p.biases.at(i)));
+  }
 
   bool counts() const {
     return repetition_penalty != 1 || frequency_penalty != 0 || presence_penalty != 0 || count_penalty != 0;
@@ -120,8 +150,8 @@ struct WatermarkRule {
   float delta;
 };
 
-// What a thread needs for a row: scores and weights of `size` tokens, with minus infinity behind them up to a multiple of
-// BLOCK, and the weight of each block. compact: tokens have been dropped, and `ids` are of those that are left.
+// What a thread needs for a row: scores and weights of `size` tokens, with minus infinity behind them up to a multiple
+// of BLOCK, and the weight of each block. compact: tokens have been dropped, and `ids` are of those that are left.
 struct Scratch {
   int64_t size = 0, padded = 0;
   std::vector<float> scores, weights, distances;
@@ -258,8 +288,8 @@ struct Scratch {
     resize(kept);
   }
 
-  // Drops all but the k best tokens and those that are equal to the last of them once they are divided by the temperature.
-  // peak: the highest score, above minus infinity; returns the one after.
+  // Drops all but the k best tokens and those that are equal to the last of them once they are divided by the
+  // temperature. peak: the highest score, above minus infinity; returns the one after.
   float top_k(int64_t k, float peak, float temperature) {
     // There are k tokens that are not below the k-th highest peak of some parts.
     std::vector<float> peaks;
@@ -282,7 +312,8 @@ struct Scratch {
   // Of equally likely tokens at the end it keeps as many as needed, the last ones.
   void top_p(double mass, float peak) {
     const int64_t target = share(mass);
-    // all tokens of less weight together do not reach what is left out; half of it, for exponentials are not quite monotonic
+    // all tokens of less weight together do not reach what is left out; half of it, for exponentials are not quite
+    // monotonic
     const float least = static_cast<float>(total() - target) / static_cast<float>(2 * size);
     const Threshold worst =
         selector(scores.data(), weights.data(), padded, target, total(), least, std::pair{peak + WEIGHTLESS, peak});
@@ -309,7 +340,8 @@ struct Scratch {
     }
     int64_t expected = 0;
     for (const float each : distances) expected += static_cast<int64_t>(each);
-    const float mean = static_cast<float>(static_cast<double>(expected) / static_cast<double>(std::max<int64_t>(total(), 1)));
+    const float mean =
+        static_cast<float>(static_cast<double>(expected) / static_cast<double>(std::max<int64_t>(total(), 1)));
     for (int64_t i = 0; i < padded; ++i) distances[i] = -std::abs((base - scores[i]) - mean);
     const float farthest = selector(distances.data(), weights.data(), padded, share(mass), total()).value;
     exclude([&](int64_t i, F32, F32) { return load_f32(&distances[i]) < farthest; });
@@ -339,8 +371,8 @@ struct Scratch {
     return place < size ? place : 0;
   }
 
-  // Returns the places of the n likeliest tokens and of those that are equal to the last of them, in all n + TIES at most,
-  // best first.
+  // Returns the places of the n likeliest tokens and of those that are equal to the last of them, in all n + TIES at
+  // most, best first.
   std::vector<int64_t> top(int64_t n) {
     const int64_t possible = size - std::count(scores.begin(), scores.begin() + size, LOWEST);
     std::vector<int64_t> places;
@@ -352,9 +384,8 @@ struct Scratch {
       for (int lane = 0; lane < WIDTH; ++lane)
         if (hit[lane]) places.push_back(i + lane);
     }
-    std::sort(places.begin(), places.end(), [&](int64_t a, int64_t b) {
-      return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-    });
+    std::sort(places.begin(), places.end(),
+              [&](int64_t a, int64_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
     if (static_cast<int64_t>(places.size()) > n + TIES) places.resize(n + TIES);
     return places;
   }
@@ -387,7 +418,9 @@ Chosen choose(Scratch& scratch, float peak, const Row& row, const WatermarkRule&
   Chosen chosen{scratch.token(place), 0, {}};
   if (!reported && row.top_n == 0) return chosen;
   const double all = std::log(static_cast<double>(scratch.total()) / ONE);
-  const auto logprob = [&](int64_t at) { return static_cast<float>(static_cast<double>(scratch.scores[at]) - peak - all); };
+  const auto logprob = [&](int64_t at) {
+    return static_cast<float>(static_cast<double>(scratch.scores[at]) - peak - all);
+  };
   chosen.logprob = logprob(place);
   if (row.top_n > 0)
     for (const int64_t at : scratch.top(row.top_n)) chosen.top.emplace_back(scratch.token(at), logprob(at));
@@ -402,21 +435,9 @@ class Sampler : public torch::CustomClassHolder {
       : rows_(rows), vocab_size_(vocab_size),
         watermark_{static_cast<uint64_t>(key), static_cast<uint32_t>(gamma * 0x1p32), static_cast<float>(delta)} {}
 
-  // Gives a row to a request. numbers, integers: as `Sampler.add` in engine/sampling/cpu.py lists them. text: prompt and
-  // generated tokens, of which penalties are taken.
-  void add(int64_t row, const std::vector<double>& numbers, const std::vector<int64_t>& integers,
-           const std::vector<int64_t>& biased, const std::vector<double>& biases, std::vector<int64_t> late_tokens,
-           const std::vector<int64_t>& text) {
-    Row added;
-    added.temperature = static_cast<float>(numbers.at(0)), added.top_p = numbers.at(1), added.typical_p = numbers.at(2);
-    added.min_p = static_cast<float>(numbers.at(3)), added.repetition_penalty = static_cast<float>(numbers.at(4));
-    added.frequency_penalty = static_cast<float>(numbers.at(5));
-    added.presence_penalty = static_cast<float>(numbers.at(6)), added.count_penalty = static_cast<float>(numbers.at(7));
-    added.do_sample = integers.at(0), added.watermark = integers.at(1), added.top_k = integers.at(2);
-    added.seed = integers.at(3), added.min_tokens = integers.at(4), added.top_n = integers.at(5);
-    added.prompt_length = integers.at(6), added.steps = integers.at(7), added.previous = integers.at(8);
-    for (size_t i = 0; i < biased.size(); ++i) added.bias.emplace_back(biased[i], static_cast<float>(biases.at(i)));
-    added.late_tokens = std::move(late_tokens);
+  // Gives a row to a request. text: prompt and generated tokens, from which penalties are computed.
+  void add(int64_t row, const SamplingParametersPtr& parameters, const std::vector<int64_t>& text) {
+    Row added(*parameters);
     if (added.counts())
       for (size_t i = 0; i < text.size(); ++i)
         if (text[i] < vocab_size_) added.count(text[i], static_cast<int64_t>(i) >= added.prompt_length);
@@ -427,10 +448,10 @@ class Sampler : public torch::CustomClassHolder {
 
   void clear(int64_t row) { rows_.at(row).reset(); }
 
-  // logits: [n, vocab_size]; rows: of each; one that is free, or -1, is greedy. masks, masked_rows: as in argmax. reported:
-  // the places, among the n, whose log-probability is wanted. Returns the tokens [n] int64, their log-probabilities
-  // [reported] float32, and the likeliest tokens of all rows that want them, in order, best first, and
-  // their log-probabilities, [k, most]; minus infinity where there are no more.
+  // logits: [n, vocab_size]; rows: of each; one that is free, or -1, is greedy. masks, masked_rows: as in argmax.
+  // reported: the places, among the n, whose log-probability is wanted. Returns the tokens [n] int64, their
+  // log-probabilities [reported] float32, and the likeliest tokens of all rows that want them, in order, best first,
+  // and their log-probabilities, [k, most]; minus infinity where there are no more.
   std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample(const at::Tensor& logits,
                                                                     const std::vector<int64_t>& rows,
                                                                     const std::optional<at::Tensor>& masks,
@@ -448,20 +469,21 @@ class Sampler : public torch::CustomClassHolder {
       parallel_for(n, [&](int64_t i) {
         thread_local Scratch scratch;
         const T* own = from + i * vocab_size_;
-        const float peak = mask_of[i] ? scratch.load(own, vocab_size_, std::min(vocab_size_, words * BITS), Mask{mask_of[i]})
-                                      : scratch.load(own, vocab_size_, vocab_size_, Everything{});
+        const float peak = mask_of[i]
+                               ? scratch.load(own, vocab_size_, std::min(vocab_size_, words * BITS), Mask{mask_of[i]})
+                               : scratch.load(own, vocab_size_, vocab_size_, Everything{});
         chosen[i] = choose(scratch, peak, row(rows[i]), watermark_, is_reported[i]);
       });
     });
     return packed(chosen, rows, reported);
   }
 
-  // Appends a token to each row. tokens: [n] int64. active: [n] bool; rows where it is false stay as they are.
-  void accept(const at::Tensor& tokens, const std::vector<int64_t>& rows, const std::optional<at::Tensor>& active) {
+  // Appends a token to each row. tokens: [n] int64.
+  void accept(const at::Tensor& tokens, const std::vector<int64_t>& rows) {
     const auto token = tokens.accessor<int64_t, 1>();
     for (size_t i = 0; i < rows.size(); ++i) {
       Row* const row = rows[i] < 0 ? nullptr : rows_.at(rows[i]).get();
-      if (!row || (active && !active->accessor<bool, 1>()[i])) continue;
+      if (!row) continue;
       ++row->steps, row->previous = token[i];
       if (row->counts()) row->count(token[i], true);
     }
@@ -508,6 +530,28 @@ class Sampler : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
+  library.class_<SamplingParameters>("SamplingParameters")
+      .def(torch::init<>())
+      .def_readwrite("do_sample", &SamplingParameters::do_sample)
+      .def_readwrite("watermark", &SamplingParameters::watermark)
+      .def_readwrite("temperature", &SamplingParameters::temperature)
+      .def_readwrite("top_p", &SamplingParameters::top_p)
+      .def_readwrite("typical_p", &SamplingParameters::typical_p)
+      .def_readwrite("min_p", &SamplingParameters::min_p)
+      .def_readwrite("repetition_penalty", &SamplingParameters::repetition_penalty)
+      .def_readwrite("frequency_penalty", &SamplingParameters::frequency_penalty)
+      .def_readwrite("presence_penalty", &SamplingParameters::presence_penalty)
+      .def_readwrite("count_penalty", &SamplingParameters::count_penalty)
+      .def_readwrite("top_k", &SamplingParameters::top_k)
+      .def_readwrite("seed", &SamplingParameters::seed)
+      .def_readwrite("min_tokens", &SamplingParameters::min_tokens)
+      .def_readwrite("top_n", &SamplingParameters::top_n)
+      .def_readwrite("prompt_length", &SamplingParameters::prompt_length)
+      .def_readwrite("steps", &SamplingParameters::steps)
+      .def_readwrite("previous", &SamplingParameters::previous)
+      .def_readwrite("biased", &SamplingParameters::biased)
+      .def_readwrite("late_tokens", &SamplingParameters::late_tokens)
+      .def_readwrite("biases", &SamplingParameters::biases);
   library.class_<Sampler>("Sampler")
       .def(torch::init<int64_t, int64_t, double, double, int64_t>())
       .def("add", &Sampler::add)

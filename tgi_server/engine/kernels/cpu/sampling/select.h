@@ -30,8 +30,8 @@ int64_t whole_sum(const float* weights) {
   return static_cast<int64_t>(sum);
 }
 
-// Stores the lanes where the mask is set side by side, and anything behind them: WIDTH numbers at most. Returns how many
-// lanes these are.
+// Stores the lanes where the mask is set side by side, and anything behind them: WIDTH numbers at most. Returns how
+// many lanes these are.
 inline int compress(float* to, F32 x, I32 mask) {
 #if defined(__AVX512BW__)
   const __mmask16 lanes = _mm512_movepi32_mask(reinterpret_cast<const __m512i&>(mask));
@@ -53,16 +53,16 @@ struct Threshold {
 };
 
 // Finds where weights reach a target. Of many values, a sample says between which two that probably is; if it is, only
-// these are searched. A histogram of equally wide bins says in which bin it is; what lies in that bin is searched in the
-// same way, until few values are left.
+// these are searched. A histogram of equally wide bins says in which bin it is; what lies in that bin is searched in
+// the same way, until few values are left.
 class Selector {
  public:
   // Returns the largest value such that the weights of all values from it on reach the target. values, weights: [size],
-  // a multiple of WIDTH; no NaN; weights are whole numbers; null: all weigh 1. all: the weight of all values above minus
-  // infinity; target: between 1 and that. least: values that weigh less may be left out of account, since the others reach
-  // the target. bounds: of the values that weigh anything, where they are known.
-  Threshold operator()(const float* values, const float* weights, int64_t size, int64_t target, int64_t all, float least = 0,
-                       std::optional<std::pair<float, float>> bounds = {}) {
+  // a multiple of WIDTH; no NaN; weights are whole numbers; null: all weigh 1. all: the weight of all values above
+  // minus infinity; target: between 1 and that. least: values that weigh less may be left out of account, since the
+  // others reach the target. bounds: of the values that weigh anything, where they are known.
+  Threshold operator()(const float* values, const float* weights, int64_t size, int64_t target, int64_t all,
+                       float least = 0, std::optional<std::pair<float, float>> bounds = {}) {
     int64_t above = 0;
     for (int round = 0;; ++round) {
       const auto [low, high] = bounds ? *bounds : range(values, weights, size);
@@ -84,7 +84,8 @@ class Selector {
 
  private:
   static constexpr int BINS = 1024, FEW = 64, AT_ONCE = 256, SAMPLE = 2048, MANY = 4 * SAMPLE;
-  static constexpr double LIKENESS = 0.25, MARGIN = 0.02;  // by which a sample's weight, and a share of it, may be wrong
+  static constexpr double LIKENESS = 0.25,
+                          MARGIN = 0.02;  // by which a sample's weight, and a share of it, may be wrong
   static constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
   static I32 bin_of(F32 values, float high, float scale) {
@@ -103,7 +104,8 @@ class Selector {
 
     template <typename Wanted>
     void take(const float* from, const float* weight, int64_t count, const Wanted& wanted) {
-      if (static_cast<int64_t>(values.size()) < count + WIDTH) values.resize(count + WIDTH), weights.resize(count + WIDTH);
+      if (static_cast<int64_t>(values.size()) < count + WIDTH)
+        values.resize(count + WIDTH), weights.resize(count + WIDTH);
       size = 0;
       for (int64_t i = 0; i < count; i += WIDTH) {
         const F32 v = load_f32(from + i), w = weight ? load_f32(weight + i) : F32{} + 1.0f;
@@ -136,9 +138,10 @@ class Selector {
 
   // Takes the values among which the target probably is reached. Returns false if it is not, or if a sample cannot say.
   // above: becomes the weight of all larger values.
-  bool narrow(const float* values, const float* weights, int64_t size, float high, float scale, int64_t target, int64_t all,
-              float least, int64_t& above, Candidates& next) {
-    const auto found = probable(values, weights, size, high, scale, static_cast<double>(target), static_cast<double>(all), least);
+  bool narrow(const float* values, const float* weights, int64_t size, float high, float scale, int64_t target,
+              int64_t all, float least, int64_t& above, Candidates& next) {
+    const auto found =
+        probable(values, weights, size, high, scale, static_cast<double>(target), static_cast<double>(all), least);
     if (!found) return false;
     const auto [from, to] = *found;
     int64_t larger = 0;
@@ -156,8 +159,8 @@ class Selector {
     return true;
   }
 
-  // Returns two values between which a sample reaches the target: from the first on, below the second. None if the sample
-  // is not like the whole, for example because a few tokens have nearly all the weight.
+  // Returns two values between which a sample reaches the target: from the first on, below the second. None if the
+  // sample is not like the whole, for example because a few tokens have nearly all the weight.
   std::optional<std::pair<float, float>> probable(const float* values, const float* weights, int64_t size, float high,
                                                   float scale, double target, double all, float least) {
     constexpr float MOST = std::numeric_limits<float>::infinity();
@@ -177,7 +180,8 @@ class Selector {
     const double factor = sampled / all, likeness = factor * static_cast<double>(size) / SAMPLE;
     if (likeness < 1 - LIKENESS || likeness > 1 + LIKENESS) return {};
     int first = 0, last = 0;
-    for (; first < BINS && running + bins_[first] < target * factor - MARGIN * sampled; ++first) running += bins_[first];
+    for (; first < BINS && running + bins_[first] < target * factor - MARGIN * sampled; ++first)
+      running += bins_[first];
     for (last = first; last < BINS && running < target * factor + MARGIN * sampled; ++last) running += bins_[last];
     return std::pair{last == BINS ? LEAST : high - last / scale, first == 0 ? MOST : high - first / scale};
   }

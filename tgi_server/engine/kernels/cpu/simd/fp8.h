@@ -1,8 +1,8 @@
 // Numbers of 8 bits with an exponent (Micikevicius et al. 2022), in which a KV cache may be kept.
 //
-// They are read by way of halves, which both kinds are the upper bits of, or would be with another bias: a number is read
-// as the UNITth part of what it stands for, and whoever sums them multiplies the sum. What is too large is written as the
-// largest number, so no code that is written stands for infinity or for no number.
+// They are read by way of halves, which both kinds are the upper bits of, or would be with another bias: a number is
+// read as the UNITth part of what it stands for, and whoever sums them multiplies the sum. What is too large is written
+// as the largest number, so no code that is written stands for infinity or for no number.
 
 #pragma once
 
@@ -42,7 +42,8 @@ F32 load_f32(const Kind* from) {
   const __m512 floats = _mm512_cvtph_ps(SHIFT == 7 ? _mm256_and_si256(words, _mm256_set1_epi16(-0x4001)) : words);
   return reinterpret_cast<const F32&>(floats);
 #elif defined(__AVX2__) && defined(__F16C__)
-  const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), SHIFT);
+  const __m128i words =
+      _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), SHIFT);
   const __m256 floats = _mm256_cvtph_ps(SHIFT == 7 ? _mm_and_si128(words, _mm_set1_epi16(-0x4001)) : words);
   return reinterpret_cast<const F32&>(floats);
 #else
@@ -63,8 +64,8 @@ U32 encoded(F32 x) {
   const U32 bits = reinterpret_cast<const U32&>(x);
   const F32 size = vmin(as_floats(bits & 0x7fffffff), F32{} + Kind::LARGEST);
   const U32 whole = reinterpret_cast<const U32&>(size);
-  const U32 normal = ((whole + ((1 << (SHIFT - 1)) - 1) + ((whole >> SHIFT) & 1)) >> SHIFT) -
-                       ((127 - Kind::BIAS) << Kind::MANTISSA);
+  const U32 normal =
+      ((whole + ((1 << (SHIFT - 1)) - 1) + ((whole >> SHIFT) & 1)) >> SHIFT) - ((127 - Kind::BIAS) << Kind::MANTISSA);
   // Behind a number this large, floats are as far apart as the codes of subnormal numbers.
   const F32 base = F32{} + power(23 + SMALLEST - Kind::MANTISSA), lifted = size + base;
   const U32 subnormal = reinterpret_cast<const U32&>(lifted) - reinterpret_cast<const U32&>(base);

@@ -63,19 +63,22 @@ inline U32 upper_halves(U32 words) {
 // sum + a * b, with one rounding where the CPU has an instruction for it.
 inline F32 fma(F32 a, F32 b, F32 sum) {
 #if defined(__AVX512BW__)
-  return reinterpret_cast<F32>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(sum)));
+  return reinterpret_cast<F32>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(sum)));
 #elif defined(__AVX2__) && defined(__FMA__)
-  return reinterpret_cast<F32>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(sum)));
+  return reinterpret_cast<F32>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(sum)));
 #elif defined(__aarch64__)
-  return reinterpret_cast<F32>(vfmaq_f32(reinterpret_cast<float32x4_t>(sum), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
+  return reinterpret_cast<F32>(vfmaq_f32(reinterpret_cast<float32x4_t>(sum), reinterpret_cast<float32x4_t>(a),
+                                         reinterpret_cast<float32x4_t>(b)));
 #else
   return sum + a * b;
 #endif
 }
 
-// sum += a * b, in loops whose accumulators take nearly all registers. Compilers copy them around intrinsics until they no
-// longer fit, so but for AVX-512 it is the instruction itself. Wherever an instruction is written so, what it changes is a
-// copy of the accumulator: by a reference it would keep an array of them in memory. a: as of broadcast.
+// sum += a * b, in loops whose accumulators take nearly all registers. Compilers copy them around intrinsics until they
+// no longer fit, so but for AVX-512 it is the instruction itself. Wherever an instruction is written so, what it
+// changes is a copy of the accumulator: by a reference it would keep an array of them in memory. a: as of broadcast.
 inline void accumulate(F32 a, F32 b, F32& sum) {
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
   F32 added = sum;
@@ -153,7 +156,8 @@ inline void dot_i16(I32 a, I32 b, DotI16Accumulator& sums) {
   sums = {low, high};
 }
 inline I32 total(const DotI16Accumulator& sums) {
-  return reinterpret_cast<I32>(vpaddq_s32(reinterpret_cast<int32x4_t>(sums.low), reinterpret_cast<int32x4_t>(sums.high)));
+  return reinterpret_cast<I32>(
+      vpaddq_s32(reinterpret_cast<int32x4_t>(sums.low), reinterpret_cast<int32x4_t>(sums.high)));
 }
 #else
 using DotI16Accumulator = I32;
@@ -166,9 +170,11 @@ inline I32 total(I32 sums) { return sums; }
 // Of each byte of places, which is below 16, that byte of a table that stands in every 16 bytes.
 inline U32 lut16(U32 table, U32 places) {
 #if defined(__AVX512BW__)
-  return reinterpret_cast<U32>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(places)));
+  return reinterpret_cast<U32>(
+      _mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(places)));
 #elif defined(__AVX2__)
-  return reinterpret_cast<U32>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(places)));
+  return reinterpret_cast<U32>(
+      _mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(places)));
 #elif defined(__SSSE3__)
   return reinterpret_cast<U32>(_mm_shuffle_epi8(reinterpret_cast<__m128i>(table), reinterpret_cast<__m128i>(places)));
 #else
@@ -180,16 +186,18 @@ inline U32 lut16(U32 table, U32 places) {
 // places of both, and of those at odd ones.
 #if defined(__aarch64__)
 inline U32 even_pairs(U32 lower, U32 upper) {
-  return reinterpret_cast<U32>(vsliq_n_u16(reinterpret_cast<uint16x8_t>(lower), reinterpret_cast<uint16x8_t>(upper), 8));
+  return reinterpret_cast<U32>(
+      vsliq_n_u16(reinterpret_cast<uint16x8_t>(lower), reinterpret_cast<uint16x8_t>(upper), 8));
 }
 inline U32 odd_pairs(U32 lower, U32 upper) {
-  return reinterpret_cast<U32>(vsriq_n_u16(reinterpret_cast<uint16x8_t>(upper), reinterpret_cast<uint16x8_t>(lower), 8));
+  return reinterpret_cast<U32>(
+      vsriq_n_u16(reinterpret_cast<uint16x8_t>(upper), reinterpret_cast<uint16x8_t>(lower), 8));
 }
 #else
 inline U32 even_and_odd(U32 even, U32 odd) {
 #if defined(__AVX2__) && !defined(__AVX512BW__)
   return reinterpret_cast<U32>(_mm256_blendv_epi8(reinterpret_cast<__m256i>(even), reinterpret_cast<__m256i>(odd),
-                                                    _mm256_set1_epi16(static_cast<int16_t>(0xff00))));
+                                                  _mm256_set1_epi16(static_cast<int16_t>(0xff00))));
 #else
   return (even & 0x00ff00ff) | (odd & 0xff00ff00);
 #endif

@@ -1,4 +1,5 @@
-// Sixteen floats at a time on every CPU, by the compiler's own vector types: layouts in memory are made for this number.
+// Sixteen floats at a time on every CPU, by the compiler's own vector types: layouts in memory are made for this
+// number.
 //
 // They are one register with AVX-512 and several with other instruction sets. Vectors that no register holds go through
 // memory after every operation, and selections and conversions are done element by element: so these are written
@@ -67,7 +68,8 @@ V vmin(V a, V b) {
 
 template <MultiRegister V>
 V select(I32x16 mask, V a, V b) {
-  return by_registers<V>([&](int i) { return select(register_at<I32>(mask, i), register_at<F32>(a, i), register_at<F32>(b, i)); });
+  return by_registers<V>(
+      [&](int i) { return select(register_at<I32>(mask, i), register_at<F32>(a, i), register_at<F32>(b, i)); });
 }
 
 template <MultiRegister V>

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.kernels import load_kernels, structure
 from tgi_server.engine.linear.float import FloatLinear
 
 HIDDEN, WIDENED, EXPERTS, CHOSEN = 40, 56, 6, 3
@@ -80,11 +80,18 @@ def routing_of(router: Any, chosen: int = CHOSEN) -> Any:
     bias, groups = getattr(router, "e_score_correction_bias", None), getattr(router, "num_group", 1)
     grouped, with_bias = groups > 1, bias is not None
     normalised = getattr(router, "norm_topk_prob", not grouped)
-    return torch.classes.oatmill.Routing(
-        chosen, with_bias, bias.float() if with_bias else None, groups, getattr(router, "topk_group", 1),
-        2 if with_bias else 1, normalised, getattr(router, "routed_scaling_factor", 1.0), grouped,
-        None, False,
-    )  # fmt: skip
+    return structure(
+        "Routing",
+        chosen=chosen,
+        sigmoid=with_bias,
+        bias=bias.float() if with_bias else None,
+        groups=groups,
+        chosen_groups=getattr(router, "topk_group", 1),
+        group_scores=2 if with_bias else 1,
+        normalised=normalised,
+        factor=getattr(router, "routed_scaling_factor", 1.0),
+        wide=grouped,
+    )
 
 
 def router_of(block: Any) -> Any:
@@ -181,6 +188,6 @@ def test_experts_that_there_are_not_are_refused(block) -> None:
     none = torch.classes.oatmill.Experts("silu", True, 0.0, 0.0)
     with pytest.raises(RuntimeError, match="a router of 6 for 0 experts"):
         torch.classes.oatmill.Mixture(linear, none, routing_of(router))
-    one = torch.classes.oatmill.Routing(1, True, None, 4, 1, 1, True, 1.0, False, None, False)
+    one = structure("Routing", sigmoid=True, groups=4)
     with pytest.raises(RuntimeError, match="6 experts are not in 4 groups"):
         torch.classes.oatmill.Mixture(linear, experts, one)

@@ -8,13 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.kernels import load_kernels, structure
 from tgi_server.engine.linear.float import FloatLinear
 
+# Members of a pass that always are there.
+TENSORS = ("tokens", "positions", "slots", "tables", "kv_lengths", "query_starts")
 # A process that has used its threads forks; its child, which has none of them, computes as well.
-_FORKS = """
+_FORKS = f"""
+TENSORS = {TENSORS}
 import os, torch
-from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.kernels import load_kernels, structure
 load_kernels()
 from tgi_server.engine.linear.float import FloatLinear
 none = torch.zeros(1, dtype=torch.int64)
@@ -22,7 +25,7 @@ decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False, None)
 head = FloatLinear(torch.ones(16, 16)).kernel()
 embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
 model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
-model.forward(*[none] * 6, [], [], None, None, False, True, [], None, False, None, None, False)
+model.forward(structure("PassInput", **dict.fromkeys(TENSORS, none)))
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -43,7 +46,7 @@ def _kernels() -> None:
     embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
     model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
     # The process has threads of its own once it has run.
-    model.forward(*[none] * 6, [], [], None, None, False, True, [], None, False, None, None, False)
+    model.forward(structure("PassInput", **dict.fromkeys(TENSORS, none)))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-// Quantized weights of 4, 6 or 8 bits: codes, the LUTs and shifts that decode them, and a scale for each group of inputs.
+// Quantized weights of 4, 6 or 8 bits: codes, the LUTs and shifts that decode them, and a scale for each group of
+// inputs.
 //
-// Codes are packed in the tiles of gemm.h, 8 or 4 to a word: even k in the low 16 bits, odd k in the high ones, so that
-// vpmaddwd and vdpbf16ps take neighbours. Those of 6 bits, 16 to three words, are in SixBits. The inputs of a group follow
-// each other; its words are those from starts[g] to
-// starts[g + 1]. A weight is number(code) * scale + offset. group_gemm.h has the loops around the products, w4a16.h and
-// w4a8.h what is multiplied.
+// Codes of 4 and 8 bits are packed in the tiles of gemm.h, 8 or 4 to a word: even k in the low 16 bits, odd k in the
+// high ones, so that vpmaddwd and vdpbf16ps take neighbours. SixBits describes the three words of 16 codes of 6 bits.
+// The words of group g go from starts[g] to starts[g + 1]. A weight is number(code) * scale + offset. group_gemm.h has
+// the loops around the products; wna16.h and wna8.h have the products with inputs of 16 and 8 bits.
 
 #pragma once
 
@@ -21,8 +21,8 @@ namespace oatmill {
 constexpr int place_in_word(int code, int depth) { return code % 2 * (depth / 2) + code / 2; }
 constexpr int code_in_word(int place, int depth) { return place % (depth / 2) * 2 + place / (depth / 2); }
 
-// The words that have 16 codes of 6 bits: the lower four bits of 8 each, and the upper two of all. Bytes of them are codes in
-// the order of 8-bit words: step s of four has its lower bits in low[s / 2], and the upper ones in high.
+// The three words of 16 codes of 6 bits: the lower four bits of 8 each, and the upper two of all. Bytes of them are
+// codes in the order of 8-bit words: step s of four has its lower bits in low[s / 2], and the upper ones in high.
 struct SixBits {
   U32 low[2], high;
 
@@ -32,8 +32,8 @@ struct SixBits {
   }
 };
 
-// Kinds of quantized weights: DEPTH codes make a word, or PLANES of them; numbers(words, part, to) decodes codes of each word, TOGETHER at
-// once, namely those of the inputs step(part, 0), step(part, 1), ...
+// Kinds of quantized weights: DEPTH codes make a word, or PLANES of them; numbers(words, part, to) decodes codes of
+// each word, TOGETHER at once, namely those of the inputs step(part, 0), step(part, 1), ...
 
 // Any 16 numbers, by LUT.
 #if defined(__AVX512BW__)
@@ -68,8 +68,7 @@ struct Codebook {
     // a byte of each of four words after the other
     const __m256i by_step = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m256i places = _mm256_shuffle_epi8(
-        reinterpret_cast<__m256i>((words >> (4 * part)) & 0x0f0f0f0f), by_step);
+    const __m256i places = _mm256_shuffle_epi8(reinterpret_cast<__m256i>((words >> (4 * part)) & 0x0f0f0f0f), by_step);
     const __m256i first = _mm256_shuffle_epi8(tables_[0], places), second = _mm256_shuffle_epi8(tables_[1], places);
     const __m256i third = _mm256_shuffle_epi8(tables_[2], places), fourth = _mm256_shuffle_epi8(tables_[3], places);
     const __m256i low = _mm256_unpacklo_epi8(first, second), low_ends = _mm256_unpacklo_epi8(third, fourth);
@@ -97,8 +96,7 @@ struct Codebook {
 
   void numbers(U32 words, int part, F32* to) const {
     constexpr uint8x16_t BY_STEP = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const uint8x16_t places =
-        vqtbl1q_u8(reinterpret_cast<uint8x16_t>((words >> (4 * part)) & 0x0f0f0f0f), BY_STEP);
+    const uint8x16_t places = vqtbl1q_u8(reinterpret_cast<uint8x16_t>((words >> (4 * part)) & 0x0f0f0f0f), BY_STEP);
     uint16x8_t pairs[2][2];  // of the first and the last two bytes, of the first and the last eight codes
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
@@ -161,9 +159,7 @@ struct Int8 : OneAtATime {
   static constexpr int64_t DEPTH = 4;
   static constexpr int ZERO_POINT = 0;
   explicit Int8(const float*) {}
-  void numbers(U32 words, int step, F32* to) const {
-    *to = signed_numbers<8>(words, step);
-  }
+  void numbers(U32 words, int step, F32* to) const { *to = signed_numbers<8>(words, step); }
 };
 
 // Integers from -32 to 31, stored plus ZERO_POINT.
@@ -191,7 +187,7 @@ struct Fp8Weights : OneAtATime {
   void numbers(U32 words, int step, F32* to) const {
     const I32 lifted = reinterpret_cast<const I32&>(words) << (24 - 8 * place_in_word(step, DEPTH));
     const I32 bits = lifted >> 4 & static_cast<int32_t>(0x87f00000);  // sign, and a float's bits
-    *to = reinterpret_cast<const F32&>(bits) * 0x1p120f;  // whose exponent is lower by 127 - 7
+    *to = reinterpret_cast<const F32&>(bits) * 0x1p120f;              // whose exponent is lower by 127 - 7
   }
 };
 
@@ -201,8 +197,8 @@ struct Fp8Weights : OneAtATime {
 struct Scales {
   at::ScalarType dtype;
   const void* scales;
-  const void* offsets;  // or null
-  const int8_t* zeros;  // or null
+  const void* offsets;                                         // or null
+  const int8_t* zeros;                                         // or null
   const int8_t *factors = nullptr, *offset_factors = nullptr;  // or null
   int groups_shift = 0;
   float zero = 0;  // with factors, the zero point of all groups
@@ -239,18 +235,18 @@ struct Scales {
   [[gnu::always_inline]] void read_offsets(int64_t place, const F32 (&scaled)[V], F32 (&shifted)[V]) const {
     if (factors) {
       if (offsets) product(offset_factors + place, static_cast<const c10::Half*>(offsets) + block(place), shifted);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
       for (int v = 0; v < V; ++v)
         shifted[v] = (offsets ? shifted[v] : F32{}) - (static_cast<float>(ZERO_POINT) + zero) * scaled[v];
       return;
     }
     if (ZEROS && zeros) {
       widen(zeros + place, shifted);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
       for (int v = 0; v < V; ++v) shifted[v] = (-static_cast<float>(ZERO_POINT) - shifted[v]) * scaled[v];
       return;
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int v = 0; v < V; ++v) {
       shifted[v] = -static_cast<float>(ZERO_POINT) * scaled[v];
       if (offsets) shifted[v] += load_f32(static_cast<const float*>(offsets) + place + v * WIDTH);
@@ -269,18 +265,19 @@ struct Scales {
 
   template <int V>
   [[gnu::always_inline]] static void product(const int8_t* factors, const c10::Half* blocks, F32 (&to)[V]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int v = 0; v < V; ++v) to[v] = load_f32(factors + v * WIDTH) * load_f32(blocks + v * WIDTH);
   }
 
   template <typename T, int V>
   [[gnu::always_inline]] static void widen(const T* from, F32 (&to)[V]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int v = 0; v < V; ++v) to[v] = load_f32(from + v * WIDTH);
   }
 };
 
-// Words of a group whose products one accumulator holds: those from first to last. index: among the parts of all groups.
+// Words of a group whose products one accumulator holds: those from first to last. index: among the parts of all
+// groups.
 struct Part {
   int64_t index, group, first, last;
 };
@@ -301,8 +298,8 @@ int64_t count_parts(const int32_t* starts, int64_t groups) {
   return count;
 }
 
-// A GEMM with quantized weights. weights: their words. sums: [rows, parts], of the inputs of each part, if weights have offsets.
-// input_scales: of rows that were quantized. depth: in DEPTH inputs; tile_bytes: of the words of a tile.
+// A GEMM with quantized weights. weights: their words. sums: [rows, parts], of the inputs of each part, if weights have
+// offsets. input_scales: of rows that were quantized. depth: in DEPTH inputs; tile_bytes: of the words of a tile.
 struct QuantizedGemmArgs : GemmArgs {
   Scales scales;
   const int32_t* starts;
@@ -317,9 +314,12 @@ struct QuantizedGemmArgs : GemmArgs {
 
 // Of the row and part at a place of quantized rows: the scale, and the sum.
 inline float input_scale(const QuantizedGemmArgs& product, int64_t place) { return product.input_scales[2 * place]; }
-inline float rounded_sum(const QuantizedGemmArgs& product, int64_t place) { return product.input_scales[2 * place + 1]; }
+inline float rounded_sum(const QuantizedGemmArgs& product, int64_t place) {
+  return product.input_scales[2 * place + 1];
+}
 
-// The words of a tile, prefetched AHEAD of their use. next: the words of the tile that comes next. PLANES: as of a kind.
+// The words of a tile, prefetched AHEAD of their use. next: the words of the tile that comes next. PLANES: as of a
+// kind.
 template <int PLANES>
 struct WeightStream {
   static constexpr int64_t AHEAD = 48 / PLANES, BYTES = PLANES * TILE_WORD;
@@ -329,10 +329,8 @@ struct WeightStream {
   // Returns word k of the WIDTH outputs from a column on, or what takes the place of one.
   auto read(int64_t k, int column) const {
     const char* from = words + k * BYTES + column * WORD;
-    if constexpr (PLANES == 1)
-      return load_as<U32>(from);
-    else
-      return SixBits{{load_as<U32>(from), load_as<U32>(from + TILE_WORD)}, load_as<U32>(from + 2 * TILE_WORD)};
+    if constexpr (PLANES == 1) return load_as<U32>(from);
+    else return SixBits{{load_as<U32>(from), load_as<U32>(from + TILE_WORD)}, load_as<U32>(from + 2 * TILE_WORD)};
   }
 
   // V: registers of words, from a column on. Inline: compilers leave out calls of a function that does nothing else.

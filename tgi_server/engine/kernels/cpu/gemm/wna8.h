@@ -1,5 +1,5 @@
-// W4A8: quantized weights times inputs of 8 bits, or of 16 bits as two bytes; an instruction multiplies four at a time.
-// Inputs stand in the order in which words of weights are unpacked.
+// WnA8: quantized weights of 4, 6 or 8 bits times inputs of 8 bits; an instruction multiplies four at a time. On ARM
+// also W4A16, whose inputs of 16 bits are two bytes. Inputs stand in the order in which words of weights are unpacked.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "gemm/w4_gemm.h"
-#include "gemm/w4a16.h"
+#include "gemm/quantized_gemm.h"
+#include "gemm/wna16.h"
 #include "gemm/group_gemm.h"
 #include "gemm/gemm.h"
 #include "gemm/microkernel.h"
@@ -36,7 +36,7 @@ constexpr bool ADDS_FOUR = false;
 #endif
 
 #if defined(__AVX2__) || OATMILL_INT8
-#define OATMILL_W4A8 1
+#define OATMILL_WNA8 1
 
 using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
 
@@ -71,8 +71,8 @@ inline U32 with_signs(U32 a, U32 b) {
 
 #endif
 
-// An accumulator where an instruction adds up two products only: 16 bits hold the sums of some, until `flush` adds them to
-// the others.
+// An accumulator where an instruction adds up two products only: 16 bits hold the sums of some, until `flush` adds them
+// to the others.
 struct SplitAccumulator {
   I32 sum = {};
   Shorts partial = {};
@@ -93,9 +93,9 @@ inline void flush_partial(SplitAccumulator& acc) {
 #endif
 inline I32 total(const SplitAccumulator& acc) { return acc.sum; }
 
-// Weights as bytes: unpacked(words, step) are the four codes of each word that a step multiplies, numbers(unpacked) what
-// they stand for; add(numbers, inputs, acc) adds their products, in pairs or, where ADDS_FOUR, by four; unit() is their
-// scale. FIT: the products whose sum fits 16 bits. ZERO_POINT: what codes have added to them. ROWS: as of a Dot.
+// Weights as bytes: unpacked(words, step) are the four codes of each word that a step multiplies, numbers(unpacked)
+// what they stand for; add(numbers, inputs, acc) adds their products, in pairs or, where ADDS_FOUR, by four; unit() is
+// their scale. FIT: the products whose sum fits 16 bits. ZERO_POINT: what codes have added to them. ROWS: as of a Dot.
 
 // Codes of 4 bits.
 struct Nibbles {
@@ -111,10 +111,8 @@ struct Int4Bytes : Nibbles {
   static U32 numbers(U32 places) { return places; }
   template <typename Sum>
   static void add(U32 numbers, U32 inputs, Sum& sum) {
-    if constexpr (std::is_same_v<Sum, SplitAccumulator>)
-      add_bytes(numbers, inputs, sum.partial);
-    else
-      add_bytes(numbers, inputs, sum);
+    if constexpr (std::is_same_v<Sum, SplitAccumulator>) add_bytes(numbers, inputs, sum.partial);
+    else add_bytes(numbers, inputs, sum);
   }
 };
 
@@ -220,7 +218,7 @@ template <typename Digits>
 constexpr bool SPLITS = !ADDS_FOUR && Digits::FIT > 1;
 
 template <typename Kind, typename Digits>
-struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
+struct WnA8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   using Accumulator = std::conditional_t<SPLITS<Digits>, SplitAccumulator, I32>;
   static constexpr int ROWS = Digits::ROWS, STEPS = Kind::DEPTH / 4, ZERO_POINT = Digits::ZERO_POINT;
   static constexpr int PLANES = planes_of<Kind>();
@@ -233,11 +231,12 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   // A row or two read the tile once, as it lies in memory: the loop waits for that, and not for accumulators that the
   // registers do not hold.
   static constexpr int vectors(int rows) {
-    if (REGISTERS == 32) return WIDTH == 16 ? 3 : 4;
-    return rows <= 2 ? 6 : 3;
+    if (WIDTH == 16) return 3;
+    if (rows <= 2) return COLUMNS / WIDTH;
+    return REGISTERS == 32 ? 4 : 3;
   }
 
-  explicit W4A8Dot(const float* codebook) : digits_(codebook) {}
+  explicit WnA8Dot(const float* codebook) : digits_(codebook) {}
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
@@ -272,10 +271,8 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
     return quantize_row(from, count, [&](int64_t k, const int32_t* numbers) {
-      if constexpr (Kind::DEPTH == 8)
-        store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
-      else
-        store_as(to + k, lowest_bytes<0, 2, 1, 3, 4, 6, 5, 7>(numbers));
+      if constexpr (Kind::DEPTH == 8) store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
+      else store_as(to + k, lowest_bytes<0, 2, 1, 3, 4, 6, 5, 7>(numbers));
     });
   }
 
@@ -283,7 +280,7 @@ struct W4A8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
 };
 
 #else
-#define OATMILL_W4A8 0
+#define OATMILL_WNA8 0
 struct Int4Bytes;
 struct SixBitBytes;
 struct Int8Bytes;
@@ -292,9 +289,9 @@ class CodebookI8;
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-// W4A16Dot for integers of 4 bits by int8 products, four at a time: an input is two bytes, a signed and an unsigned one,
-// with an accumulator each. Of the 8 inputs that stand for a word of weights, those of its
-// lower halves of bytes come first, in each the upper bytes.
+// WnA16Dot for integers of 4 bits by int8 products, four at a time: an input is two bytes, a signed and an unsigned
+// one, with an accumulator each. Of the 8 inputs that stand for a word of weights, those of its lower halves of bytes
+// come first, in each the upper bytes.
 struct SplitW4A16Dot {
   struct Accumulator {
     U32 high = {}, low = {};
@@ -348,7 +345,8 @@ struct SplitW4A16Dot {
         const auto halves = lower_halves<0, 4, 1, 5, 2, 6, 3, 7>(numbers + i);
         using Halves = uint8_t __attribute__((vector_size(16)));
         const Halves bytes = reinterpret_cast<const Halves&>(halves);
-        store_as(to + k + i, __builtin_shufflevector(bytes, bytes, 1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+        store_as(to + k + i,
+                 __builtin_shufflevector(bytes, bytes, 1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
       }
     });
   }
@@ -358,7 +356,7 @@ using Int4W4A16Dot = SplitW4A16Dot;
 
 #else
 
-using Int4W4A16Dot = W4A16Dot<Int4, IntegerI16<Int4>>;
+using Int4W4A16Dot = WnA16Dot<Int4, IntegerI16<Int4> >;
 
 #endif
 

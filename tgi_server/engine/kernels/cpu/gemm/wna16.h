@@ -1,5 +1,6 @@
-// W4A16: quantized weights times inputs of 16 bits, of which an instruction multiplies several times as many as of floats.
-// Inputs are int16 with a scale for each group of a row, or bfloat16. w4a8.h has those that are made of int8 products.
+// WnA16: quantized weights of 4, 6 or 8 bits times inputs of 16 bits, of which an instruction multiplies several times
+// as many as of floats. Inputs are int16 with a scale for each group of a row, or bfloat16. wna8.h has the variants
+// that are made of int8 products.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "gemm/w4_gemm.h"
+#include "gemm/quantized_gemm.h"
 #include "gemm/group_gemm.h"
 #include "gemm/gemm.h"
 #include "gemm/microkernel.h"
@@ -19,15 +20,16 @@
 
 namespace oatmill {
 
-// Rows quantized to integers of type To. round(from, count, to) quantizes a part, and returns its scale and the sum of its
-// integers. The scales of an Input are, for each row and part, the scale and the sum of the quantized inputs.
+// Rows quantized to integers of type To. round(from, count, to) quantizes a part, and returns its scale and the sum of
+// its integers. The scales of an Input are, for each row and part, the scale and the sum of the quantized inputs.
 template <typename To, typename Kind, int64_t MOST, typename T, typename Round>
 Input quantized_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts, int64_t groups,
-                   const Round& round) {
+                     const Round& round) {
   const int64_t room = depth * Kind::DEPTH + LANES;  // the last integers are written with some behind them
   const int64_t row_bytes = row_stride(room * sizeof(To), rows);
   const int64_t parts = count_parts<MOST>(starts, groups);
-  Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), std::vector<float>(2 * rows * parts)};
+  Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes),
+              std::vector<float>(2 * rows * parts)};
   char* to = static_cast<char*>(input.buffer.get());
   input.data = to;
   for_rows(rows, inputs, [&](int64_t first, int64_t last) {
@@ -46,9 +48,9 @@ Input quantized_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth,
   return input;
 }
 
-// Weights as int16: unpacked(words, step) are the two of each word that a step multiplies, 16 bits apart, plus ZERO_POINT;
-// unit() is their scale. INPUT_BITS: of the inputs,
-// without the sign; TOGETHER: the products that are summed in 32 bits; ROWS: as of a Dot in group_gemm.h.
+// Weights as int16: unpacked(words, step) are the two of each word that a step multiplies, 16 bits apart, plus
+// ZERO_POINT; unit() is their scale. INPUT_BITS: of the inputs, without the sign; TOGETHER: the products that are
+// summed in 32 bits; ROWS: as of a Dot in group_gemm.h.
 
 // Codes that are integers.
 template <typename Kind>
@@ -97,10 +99,10 @@ struct RoundedCodebook {
 
 #if OATMILL_LUT
 
-// Any 16 numbers, rounded to integers from -LARGEST to LARGEST times a unit: by at most 1/8064 of the largest. Those of FP4
-// stay what they are: multiples of 1/192 of the largest, and of 1/12 in MXFP4. Products of so many bits and sums of 64 of
-// them leave 13 bits to inputs. Both roundings together are a tenth of what rounding outputs to bfloat16 is, and a quarter
-// where one input of a group is 50 times as large as the others.
+// Any 16 numbers, rounded to integers from -LARGEST to LARGEST times a unit: by at most 1/8064 of the largest. Those of
+// FP4 stay what they are: multiples of 1/192 of the largest, and of 1/12 in MXFP4. Products of so many bits and sums of
+// 64 of them leave 13 bits to inputs. Both roundings together are a tenth of what rounding outputs to bfloat16 is, and
+// a quarter where one input of a group is 50 times as large as the others.
 class CodebookI16 {
  public:
   static constexpr int ZERO_POINT = 0, INPUT_BITS = 13, TOGETHER = 64, ROWS = 2;
@@ -154,8 +156,9 @@ struct PairDot {
   static U32 operand(U32 numbers) { return numbers; }
 };
 
-// Quantizes a group to integers of BITS bits, without the sign, times a power of two: bfloat16 inputs are exact, but for
-// those below 1/128 of the largest of their group, and with 13 bits 1/32. Returns the scale, and the sum of the integers.
+// Quantizes a group to integers of BITS bits, without the sign, times a power of two: bfloat16 inputs are exact, but
+// for those below 1/128 of the largest of their group, and with 13 bits 1/32. Returns the scale, and the sum of the
+// integers.
 template <int BITS, typename T, typename Keep>
 std::pair<float, int64_t> quantize_group_i16(const T* from, int64_t count, const Keep& keep) {
   constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
@@ -177,13 +180,13 @@ std::pair<float, int64_t> quantize_group_i16(const T* from, int64_t count, const
 
 // int16 products, two at a time; quantize_group_i16 quantizes the inputs.
 template <typename Kind, typename Numbers>
-struct W4A16Dot : PairDot<Kind> {
+struct WnA16Dot : PairDot<Kind> {
   using Accumulator = DotI16Accumulator;
   static constexpr int ROWS = Numbers::ROWS, ZERO_POINT = Numbers::ZERO_POINT;
   static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
 
-  explicit W4A16Dot(const float* codebook) : numbers_(codebook) {}
+  explicit WnA16Dot(const float* codebook) : numbers_(codebook) {}
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
@@ -228,10 +231,8 @@ class Bf16Lut {
     const Kind kind(codebook);
     c10::BFloat16 numbers[2 * WIDTH];  // zero points from -8 to 8 make indices from -8 to 23 of codes
     for (int i = 0; i < 2 * WIDTH; ++i)
-      if constexpr (TAKES_ZEROS)
-        numbers[i] = static_cast<float>((i < 24 ? i : i - 32) - Kind::ZERO_POINT);
-      else
-        numbers[i] = kind.number(i % WIDTH);
+      if constexpr (TAKES_ZEROS) numbers[i] = static_cast<float>((i < 24 ? i : i - 32) - Kind::ZERO_POINT);
+      else numbers[i] = kind.number(i % WIDTH);
     numbers_ = load_as<__m512i>(numbers);
   }
 
@@ -251,7 +252,8 @@ class Bf16Lut {
   __m512i numbers_;
 };
 
-// Floats of 8 bits stay what they are, too: six bits of one say where it stands in either half of a table of magnitudes.
+// Floats of 8 bits stay what they are, too: six bits of one say where it stands in either half of a table of
+// magnitudes.
 template <>
 class Bf16Lut<Fp8Weights> {
  public:
@@ -266,7 +268,8 @@ class Bf16Lut<Fp8Weights> {
 
   U32 unpacked(U32 words, int step, U32) const {
     const __m512i both = reinterpret_cast<__m512i>(words);
-    const __m512i low = step == 0 ? both : _mm512_srli_epi16(both, 8), high = step == 0 ? _mm512_slli_epi16(both, 8) : both;
+    const __m512i low = step == 0 ? both : _mm512_srli_epi16(both, 8),
+                  high = step == 0 ? _mm512_slli_epi16(both, 8) : both;
     const __m512i small = _mm512_permutex2var_epi16(numbers_[0], low, numbers_[1]);
     const __m512i large = _mm512_permutex2var_epi16(numbers_[2], low, numbers_[3]);
     const __mmask32 is_large = _mm512_test_epi16_mask(low, _mm512_set1_epi16(0x40));
@@ -280,14 +283,14 @@ class Bf16Lut<Fp8Weights> {
 
 // bfloat16 products, two at a time.
 template <typename Kind>
-class Bf16W4Dot : public PairDot<Kind> {
+class Bf16GroupDot : public PairDot<Kind> {
  public:
   using Accumulator = U32;
   static constexpr int ROWS = 4, ZERO_POINT = 0;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = Bf16Lut<Kind>::TAKES_ZEROS;
 
-  explicit Bf16W4Dot(const float* codebook) : numbers_(codebook) {}
+  explicit Bf16GroupDot(const float* codebook) : numbers_(codebook) {}
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {

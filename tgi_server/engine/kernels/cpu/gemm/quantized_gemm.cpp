@@ -1,6 +1,6 @@
 // Linear layers with quantized weights of 4, 6 or 8 bits, and the packing of these.
 
-#include "gemm/w4_gemm.h"
+#include "gemm/quantized_gemm.h"
 
 #include <bit>
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "gemm/w4a8.h"
-#include "gemm/w4a16.h"
+#include "gemm/wna8.h"
+#include "gemm/wna16.h"
 #include "simd/dtypes.h"
 #include "gemm/group_gemm.h"
 #include "gemm/linear.h"
@@ -153,7 +153,7 @@ at::Tensor quantized_pack(const at::Tensor& codes, const at::Tensor& order, int6
 
 // Returns what quantized_pack was given, each code in a byte of its own.
 at::Tensor quantized_unpack(const at::Tensor& packed, const at::Tensor& order, int64_t outputs, int64_t inputs,
-                        int64_t bits) {
+                            int64_t bits) {
   const int64_t depth = packed.size(1);
   at::Tensor codes = at::empty({outputs, inputs}, packed.options().dtype(at::kByte));
   const int32_t* from = packed.const_data_ptr<int32_t>();
@@ -212,7 +212,7 @@ std::vector<float> part_input_sums(const T* from, int64_t rows, int64_t inputs, 
 
 template <typename Kind, typename Kernel>
 void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
-               at::Tensor& output) {
+                   at::Tensor& output) {
   const QuantizedWeights& codes = *layer.codes;
   const int64_t rows = x.numel() / layer.inputs, groups = codes.starts.size(0) - 1;
   const int64_t words = layer.packed.size(1), depth = words / planes_of<Kind>();
@@ -252,10 +252,9 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
         input.scales.data(),
         words * TILE_WORD};
     const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
-                              finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
-                              output.mutable_data_ptr<T>(), finish.adapted};
-    run_gemm<Kernel>(product, epilogue, tiles,
-                        [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
+                               finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
+                               output.mutable_data_ptr<T>(), finish.adapted};
+    run_gemm<Kernel>(product, epilogue, tiles, [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
   });
 }
 
@@ -317,35 +316,36 @@ constexpr LinearKernel kernel(const char* name, bool (*available)() = always) {
 
 // The default is the first.
 template <typename Kind>
-constexpr std::array KERNELS{kernel<Kind, GroupGemm<FmaW4Dot<Kind>>>("fma")};
+constexpr std::array KERNELS{kernel<Kind, GroupGemm<FmaGroupDot<Kind>>>("fma")};
 
-// Kernels that quantize their inputs: to 16 bits where the model has no more, to 8 bits if they are named only. None where
-// this CPU has no instructions for them.
+// Kernels that quantize their inputs: to 16 bits where the model has no more, to 8 bits if they are named only. None
+// where this CPU has no instructions for them.
 using None = std::array<LinearKernel, 0>;
 
 template <typename Kind>
 constexpr auto BF16_VARIANTS =
 #if defined(__AVX512BF16__)
-    std::array{kernel<Kind, GroupGemm<Bf16W4Dot<Kind>>>("bf16")};
+    std::array{kernel<Kind, GroupGemm<Bf16GroupDot<Kind>>>("bf16")};
 #else
     None{};
 #endif
 
 template <typename Kind, typename Dot>
-constexpr std::array A16_VARIANTS{
-    kernel<Kind, GroupGemm<Dot>>(Kind::DEPTH == 8 ? "w4a16" : Kind::DEPTH == 16 ? "w6a16" : "w8a16")};
+constexpr std::array A16_VARIANTS{kernel<Kind, GroupGemm<Dot>>(Kind::DEPTH == 8    ? "w4a16"
+                                                               : Kind::DEPTH == 16 ? "w6a16"
+                                                                                   : "w8a16")};
 
 constexpr auto CODEBOOK_A16 =
 #if OATMILL_LUT
-    A16_VARIANTS<Codebook, W4A16Dot<Codebook, CodebookI16>>;
+    A16_VARIANTS<Codebook, WnA16Dot<Codebook, CodebookI16>>;
 #else
     None{};
 #endif
 
 template <typename Kind, typename Digits>
 constexpr auto A8_VARIANTS =
-#if OATMILL_W4A8
-    std::array{kernel<Kind, GroupGemm<W4A8Dot<Kind, Digits>>>(Kind::DEPTH == 8    ? "w4a8"
+#if OATMILL_WNA8
+    std::array{kernel<Kind, GroupGemm<WnA8Dot<Kind, Digits>>>(Kind::DEPTH == 8    ? "w4a8"
                                                               : Kind::DEPTH == 16 ? "w6a8"
                                                                                   : "w8a8")};
 #else
@@ -362,12 +362,13 @@ constexpr auto joined(const std::array<LinearKernel, N>&... variants) {
 
 constexpr auto FP8_KERNELS = joined(KERNELS<Fp8Weights>, BF16_VARIANTS<Fp8Weights>);
 constexpr auto INT8_KERNELS =
-    joined(KERNELS<Int8>, A16_VARIANTS<Int8, W4A16Dot<Int8, IntegerI16<Int8>>>, A8_VARIANTS<Int8, Int8Bytes>);
+    joined(KERNELS<Int8>, A16_VARIANTS<Int8, WnA16Dot<Int8, IntegerI16<Int8>>>, A8_VARIANTS<Int8, Int8Bytes>);
 constexpr auto INT6_KERNELS =
-    joined(KERNELS<Int6>, A16_VARIANTS<Int6, W4A16Dot<Int6, SixBitI16>>, A8_VARIANTS<Int6, SixBitBytes>);
+    joined(KERNELS<Int6>, A16_VARIANTS<Int6, WnA16Dot<Int6, SixBitI16>>, A8_VARIANTS<Int6, SixBitBytes>);
 constexpr auto INT4_KERNELS =
     joined(KERNELS<Int4>, BF16_VARIANTS<Int4>, A16_VARIANTS<Int4, Int4W4A16Dot>, A8_VARIANTS<Int4, Int4Bytes>);
-constexpr auto CODEBOOK_KERNELS = joined(KERNELS<Codebook>, BF16_VARIANTS<Codebook>, CODEBOOK_A16, A8_VARIANTS<Codebook, CodebookI8>);
+constexpr auto CODEBOOK_KERNELS =
+    joined(KERNELS<Codebook>, BF16_VARIANTS<Codebook>, CODEBOOK_A16, A8_VARIANTS<Codebook, CodebookI8>);
 
 std::vector<std::string> quantized_kernels(const std::string& kind) {
   std::vector<std::string> names;
@@ -378,30 +379,25 @@ std::vector<std::string> quantized_kernels(const std::string& kind) {
 
 }  // namespace
 
-QuantizedWeights::QuantizedWeights(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
-             std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order,
-             std::optional<at::Tensor> scale_factors, std::optional<at::Tensor> offset_factors, int64_t zero)
-    : kind(std::move(kind)), starts(std::move(starts)), scales(std::move(scales)), offsets(std::move(offsets)),
-      zeros(std::move(zeros)), codebook(std::move(codebook)), order(std::move(order)),
-      scale_factors(std::move(scale_factors)), offset_factors(std::move(offset_factors)), zero(zero) {
-  TORCH_CHECK(this->starts.scalar_type() == at::kInt && (!this->offsets || !this->zeros));
-  const at::Tensor& by_group = this->scale_factors ? *this->scale_factors : this->scales;
-  TORCH_CHECK(by_group.dim() == 3 && by_group.size(1) == this->starts.size(0) - 1 && by_group.size(2) == COLUMNS &&
-              by_group.is_contiguous() && this->scales.dim() == 3 && this->scales.is_contiguous());
-  for (const auto& shift : {this->offsets, this->zeros})
-    TORCH_CHECK(!shift || (shift->sizes() == this->scales.sizes() && shift->is_contiguous()));
-  if (this->scale_factors) {
-    const int64_t groups = by_group.size(1), blocks = this->scales.size(1);
+void QuantizedWeights::check() const {
+  TORCH_CHECK(starts.scalar_type() == at::kInt && (!offsets || !zeros));
+  const at::Tensor& by_group = scale_factors ? *scale_factors : scales;
+  TORCH_CHECK(by_group.dim() == 3 && by_group.size(1) == starts.size(0) - 1 && by_group.size(2) == COLUMNS &&
+              by_group.is_contiguous() && scales.dim() == 3 && scales.is_contiguous());
+  for (const auto& shift : {offsets, zeros})
+    TORCH_CHECK(!shift || (shift->sizes() == scales.sizes() && shift->is_contiguous()));
+  if (scale_factors) {
+    const int64_t groups = by_group.size(1), blocks = scales.size(1);
     TORCH_CHECK(blocks > 0 && groups % blocks == 0 && std::has_single_bit(static_cast<uint64_t>(groups / blocks)));
-    TORCH_CHECK(by_group.scalar_type() == at::kChar && this->scales.scalar_type() == at::kHalf && !this->zeros);
-    TORCH_CHECK(!this->offsets == !this->offset_factors);
-    if (this->offsets)
-      TORCH_CHECK(this->offsets->scalar_type() == at::kHalf && this->offset_factors->scalar_type() == at::kChar &&
-                  this->offset_factors->sizes() == by_group.sizes() && this->offset_factors->is_contiguous());
+    TORCH_CHECK(by_group.scalar_type() == at::kChar && scales.scalar_type() == at::kHalf && !zeros);
+    TORCH_CHECK(!offsets == !offset_factors);
+    if (offsets)
+      TORCH_CHECK(offsets->scalar_type() == at::kHalf && offset_factors->scalar_type() == at::kChar &&
+                  offset_factors->sizes() == by_group.sizes() && offset_factors->is_contiguous());
   } else {
-    TORCH_CHECK(!this->offset_factors && zero == 0 && (!this->offsets || this->offsets->scalar_type() == at::kFloat));
+    TORCH_CHECK(!offset_factors && zero == 0 && (!offsets || offsets->scalar_type() == at::kFloat));
   }
-  by_dtype(this->scales, [](auto*) {});
+  by_dtype(scales, [](auto*) {});
 }
 
 at::Tensor Linear::rows(const at::Tensor& indices, at::ScalarType dtype) const {
