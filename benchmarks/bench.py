@@ -61,14 +61,20 @@ class Bench:
         return statistics.median(times[1:])
 
     def decode_seconds(
-        self, batch: int, extra: str | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        batch: int,
+        extra: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        before: Callable[[], object] = lambda: None,
     ) -> float:
         """Returns the time of a step in which every sequence gets a token, started before the last one's are read.
 
-        extra: of EXTRAS; None: sequences have nothing.
+        extra: of EXTRAS; None: sequences have nothing. before: called between the prompts and the first of the steps;
+        there is one step more than is measured.
         """
         driver = self._driver(batch, extra)
         _prefill(driver)
+        before()
         times = []
         running = driver.start()
         for _ in range(self._steps):
