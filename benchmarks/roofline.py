@@ -20,10 +20,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import EngineError
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import PackedLinear
+from tgi_server.engine.linear.kernel_linear import SideBySideLinear
 from tgi_server.gguf.paths import SUFFIX
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.gguf_models import described
@@ -96,13 +97,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def linear_floor(layer: PackedLinear, rows: int, peaks: Peaks) -> float:
     """Returns seconds: of reading the weights, or of the products at the peak of the kernel's instruction."""
+    if isinstance(layer, SideBySideLinear):
+        return sum(linear_floor(part, rows, peaks) for part in cast(Iterable[PackedLinear], layer.parts))
     reading = weight_bytes(layer, rows) / peaks.reading["memory"].all
     peak = peaks.of_kernel(kernel_of(layer, rows))
     return reading if peak is None else max(reading, 2 * rows * layer.in_features * layer.out_features / peak.all)
 
 
 def kernel_of(layer: Any, rows: int) -> str:
-    """Returns the name of the kernel for this number of rows, and "" for a layer that is made of several."""
+    """Returns the name of the kernel for this number of rows, and "" for a layer that is made of several ones."""
     return str(layer._table.at(rows)) if hasattr(layer, "_table") else ""
 
 
