@@ -315,7 +315,7 @@ async def test_no_request_is_above_the_default_class_unless_it_may_be(router: Ro
     body = {"inputs": "Hi", "parameters": {"priority": -1}}
     response = await router.post("/generate", **body)
     assert response.status_code == 422
-    assert "`priority` is -1; the lowest that this request may have is 0 (--max-priority)" in response.text
+    assert "`parameters.priority` is -1; the lowest that this request may have is 0 (--max-priority)" in response.text
 
 
 async def test_the_requests_of_one_key_do_not_hold_up_those_of_another(routers: RouterFactory, tmp_path: Path):
