@@ -300,7 +300,7 @@ def _mixture(layer: nn.Module, spec: LayerSpec) -> Any:
         router = spec.mixture.router.partition(".")[0]
         mixture = nn.ModuleDict({name: layer.get_submodule(name) for name in ("experts", router)})
     experts = inner(mixture.experts)
-    if not isinstance(experts, Experts) and not hasattr(experts, "has_gate"):  # of Llama 4, which take other inputs
+    if spec.mixture.share_inputs and not isinstance(experts, Experts):  # of Llama 4, which take other inputs
         experts.has_gate, experts.is_transposed = True, True
         experts._apply_gate = partial(_gated, experts.act_fn)
         plain = Experts(experts, lambda weight: [plain_linear(weight, None)], lambda weight: plain_linear(weight, None))

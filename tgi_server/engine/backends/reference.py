@@ -162,7 +162,9 @@ class ReferenceModel(LayerParts):
             attended = attended * spec.value_scale
         if gate is not None:
             attended = attended * gate.sigmoid()
-        return attended[..., : made.value_size].flatten(1)
+        if made.value_size < size:
+            attended = attended[..., : made.value_size]
+        return attended.flatten(1)
 
     def _written(self, layer: DecoderLayer, query: Tensor, key: Tensor, value: Tensor, step: LayerPass) -> Tensor:
         """Puts keys and values into their slots. Returns the query; it and keys are turned by their positions."""
