@@ -214,6 +214,50 @@ class EncodeImagesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DescribeFilesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeFilesResponse(_message.Message):
+    __slots__ = ("layout", "block_bytes", "snapshot_bytes")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    layout: bytes
+    block_bytes: int
+    snapshot_bytes: int
+    def __init__(self, layout: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ...) -> None: ...
+
+class PrefixFile(_message.Message):
+    __slots__ = ("path", "before", "digests", "block_ids", "first", "snapshot")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    before: bytes
+    digests: bytes
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    first: int
+    snapshot: int
+    def __init__(self, path: _Optional[str] = ..., before: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., snapshot: _Optional[int] = ...) -> None: ...
+
+class StoreFileResponse(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class LoadFileResponse(_message.Message):
+    __slots__ = ("bytes", "read_ns")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_NS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    read_ns: int
+    def __init__(self, bytes: _Optional[int] = ..., read_ns: _Optional[int] = ...) -> None: ...
+
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -79,6 +79,21 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesResponse.FromString,
                 _registered_method=True)
+        self.DescribeFiles = channel.unary_unary(
+                '/generate.v1.TextGenerationService/DescribeFiles',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.DescribeFilesRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.DescribeFilesResponse.FromString,
+                _registered_method=True)
+        self.StoreFile = channel.unary_unary(
+                '/generate.v1.TextGenerationService/StoreFile',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.PrefixFile.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.StoreFileResponse.FromString,
+                _registered_method=True)
+        self.LoadFile = channel.unary_unary(
+                '/generate.v1.TextGenerationService/LoadFile',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.PrefixFile.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.LoadFileResponse.FromString,
+                _registered_method=True)
 
 
 class TextGenerationServiceServicer:
@@ -151,6 +166,29 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeFiles(self, request, context):
+        """Says what files of blocks have to fit, and how large they are. UNIMPLEMENTED: this shard writes none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreFile(self, request, context):
+        """Writes KV blocks, or a snapshot of states, into a file, while steps go on. No step that has been sent may write into
+        them. FAILED_PRECONDITION: the file cannot be written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadFile(self, request, context):
+        """Reads KV blocks, or a snapshot of states, from a file, while steps go on. No step that has been sent may use them.
+        FAILED_PRECONDITION: the file is not there, or another one, or damaged; the contents of the blocks are undefined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +236,21 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.EncodeImages,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.EncodeImagesResponse.SerializeToString,
+            ),
+            'DescribeFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeFiles,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.DescribeFilesRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.DescribeFilesResponse.SerializeToString,
+            ),
+            'StoreFile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreFile,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.PrefixFile.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.StoreFileResponse.SerializeToString,
+            ),
+            'LoadFile': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadFile,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.PrefixFile.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.LoadFileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -443,6 +496,87 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/EncodeImages',
             shared_dot_stubs_dot_generate__pb2.EncodeImagesRequest.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.EncodeImagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/DescribeFiles',
+            shared_dot_stubs_dot_generate__pb2.DescribeFilesRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.DescribeFilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/StoreFile',
+            shared_dot_stubs_dot_generate__pb2.PrefixFile.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.StoreFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/LoadFile',
+            shared_dot_stubs_dot_generate__pb2.PrefixFile.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.LoadFileResponse.FromString,
             options,
             channel_credentials,
             insecure,

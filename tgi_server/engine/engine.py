@@ -21,6 +21,7 @@ from tgi_server.engine.load_parts import load_parts
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.parallel import share_cores
+from tgi_server.engine.prefix_store import PrefixStore
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.sampling import (
     PendingTokens,
@@ -234,6 +235,10 @@ class Engine:
     def fallbacks(self) -> tuple[str, ...]:
         """The reasons why parts of the model are computed in a slower way than the device has."""
         return tuple(self._runner.fallbacks)
+
+    def prefix_store(self) -> PrefixStore:
+        """Returns what writes KV blocks and snapshots into files, until the next warm-up. Raises InvalidCall."""
+        return PrefixStore(self._runner, self.info)
 
     @property
     def batch(self) -> RunningBatch | None:

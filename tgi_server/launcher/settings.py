@@ -151,6 +151,8 @@ class LauncherSettings(ServingSettings, ModelSettings):
             raise ValueError(
                 f"--node-rank is {self.node_rank}; it must be less than --num-nodes, which is {self.num_nodes}"
             )
+        if self.prefix_cache_disk is not None:
+            raise ValueError("--prefix-cache-disk works on one machine only; leave it out with --num-nodes")
         if self.node_address is None:
             raise ValueError("--num-nodes needs --node-address: where the other machines reach this one")
         if self.node_rank and self.master_addr == "localhost":

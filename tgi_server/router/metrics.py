@@ -233,6 +233,33 @@ class BatchMetrics:
         self._filter.labels(method.value).observe(seconds)
 
 
+class PrefixDiskMetrics:
+    """Cached prefixes on disk (`--prefix-cache-disk`).
+
+    held: takes the bytes of all files. stored, hit: take tokens that were written or read. loaded: takes the seconds
+    that shards read.
+    """
+
+    def __init__(self, made: _Registry) -> None:
+        self.held = made.gauge("tgi_prefix_disk_bytes", "Bytes of the files with cached prefixes.").set
+        self.stored = made.counter("tgi_prefix_disk_stored_tokens", "Tokens written to disk.").inc
+        self.hit = made.counter(
+            "tgi_prefix_disk_hit_tokens",
+            "Prompt tokens read from disk; `tgi_prefix_cache_hit_tokens` counts them, too.",
+        ).inc
+        self.loaded = made.seconds(
+            "tgi_prefix_disk_load_duration", "Time to read a prefix from disk, in the shard."
+        ).observe
+        self._failure = made.counter(
+            "tgi_prefix_disk_failure",
+            "Files that could not be written (store) or read (load), or that a request waited for too long (slow).",
+            "err",
+        )
+
+    def failed(self, error_type: str) -> None:
+        self._failure.labels(error_type).inc()
+
+
 class ImageMetrics:
     """Images of requests, on their way from the request to the model.
 
@@ -331,6 +358,7 @@ class Metrics:
         self.requests = RequestMetrics(made)
         self.batches = BatchMetrics(made)
         self.images = ImageMetrics(made)
+        self.prefixes = PrefixDiskMetrics(made)
         self.load = LoadMetrics()
         self._registry.register(self.load)
         self.event_loop_lag = made.seconds("tgi_event_loop_lag_seconds", "Event-loop lag in seconds.").observe

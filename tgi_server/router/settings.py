@@ -6,10 +6,22 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    ByteSize,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, LogLevel, Port, RefusedSetting, ServiceSettings, synonyms
+from shared.user_cache import user_cache
 from tgi_server.router.adapter_source import AdapterSources
 from tgi_server.router.answers.formats import FORMAT_NAMES
 from tgi_server.router.answers.reasoning import REASONING_NAMES
@@ -127,6 +139,14 @@ class RequestSettings(ServiceSettings):
     prefix_caching: bool = Field(
         default=True, description="Reuse the KV cache of earlier prompts with the same prefix."
     )
+    prefix_cache_disk: str | None = Field(
+        default=None,
+        description="SIZE or SIZE:FOLDER: also store cached prefixes on disk, such as 20GiB:/var/cache/oatmill, so "
+        "that they outlive restarts; on CPUs. Default: off; FOLDER: ~/.cache/oatmill/prefixes.",
+    )
+    prefix_cache_disk_days: PositiveFloat = Field(
+        default=30, description="Days after which stored prefixes that were not used are deleted."
+    )
     max_batch_size: Count | None = Field(
         default=None, description="Maximum number of requests in a batch. Default: max-concurrent-requests."
     )
@@ -182,8 +202,22 @@ class RequestSettings(ServiceSettings):
                 raise ValueError(f"{entry!r} is not a host; write HOST, HOST:PORT, or *.DOMAIN for all hosts below it")
         return entries
 
+    @field_validator("prefix_cache_disk")
+    @classmethod
+    def _has_a_size(cls, text: str | None) -> str | None:
+        if text is not None:
+            _read_disk(text)
+        return text
+
+    @property
+    def prefix_disk(self) -> tuple[int, Path] | None:
+        """Returns the bytes and the folder for cached prefixes on disk; None: they are not stored."""
+        return None if self.prefix_cache_disk is None else _read_disk(self.prefix_cache_disk)
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.prefix_cache_disk is not None and not self.prefix_caching:
+            raise ValueError("--prefix-cache-disk needs the prefix cache; leave --no-prefix-caching out")
         if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
             raise ValueError(
                 f"--max-input-tokens ({self.max_input_tokens}) must be less than "
@@ -348,6 +382,18 @@ class RouterSettings(ServingSettings, PipelineSettings):
         default=None, description="Unix socket that the router opens once it is ready; the launcher waits for it."
     )
     otlp_service_name: str = Field(default="text-generation-inference.router", description="Service name in traces.")
+
+
+def _read_disk(text: str) -> tuple[int, Path]:
+    """Returns size in bytes, and folder, of SIZE[:FOLDER]. Raises ValueError."""
+    size, _, folder = text.partition(":")
+    try:
+        size_bytes = int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError:
+        size_bytes = 0
+    if size_bytes <= 0:
+        raise ValueError(f"{text!r} is not SIZE or SIZE:FOLDER with a size such as 20GiB")
+    return size_bytes, Path(folder).expanduser() if folder else user_cache() / "prefixes"
 
 
 def _read_keys(file: Path) -> list[ApiKey]:

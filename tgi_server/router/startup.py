@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -36,6 +37,8 @@ from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.health import HealthCheck
 from tgi_server.router.scheduling.image_places import MOST_WHOLE
 from tgi_server.router.scheduling.pace import PromptPace
+from tgi_server.router.scheduling.prefix_disk import DiskPrefixes, forget
+from tgi_server.router.scheduling.prefix_folder import PrefixFolder
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import UNLIMITED, Capacity, ModelDescription, RequestPolicy, Service, TextParts
@@ -86,6 +89,8 @@ async def run(settings: RouterSettings) -> None:
             connections.on_broken = service.metrics.connection_broken
             connections.account.on_counted = service.metrics.client_memory
             rules = access_rules(settings, listener)
+            if service.tenant_secret is not None:
+                rules = replace(rules, secret=service.tenant_secret)
             app.current = create_app(service, rules)
             if metrics_listener is not None:
                 scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
@@ -156,6 +161,7 @@ async def assembled(
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
+        disk = await _open_disk(settings, shards)
         scheduler = Scheduler(
             shards,
             info,
@@ -165,6 +171,7 @@ async def assembled(
             pace,
             adapters=adapters,
             prefix_caching=settings.prefix_caching,
+            disk=disk,
             fair=serving is not None and serving.fairness == "key",
             admission=settings.admission == "time",
             target_gap_ms=settings.target_token_gap_ms or 0.0,
@@ -208,6 +215,8 @@ async def assembled(
                 decisions=decisions,
                 encoders=encoders,
                 generates=not info.encoders_only,
+                forget=partial(forget, scheduler.batch.memory, scheduler.disk),
+                tenant_secret=None if disk is None else disk.folder.secret("tenants"),
             )
         finally:
             if watch is not None:
@@ -321,6 +330,32 @@ async def _warm_up(
     except RouterError as error:
         raise StartupError(f"the shards could not warm up: {error}") from error
     return info, capacity
+
+
+async def _open_disk(settings: PipelineSettings, shards: ShardedClient) -> DiskPrefixes | None:
+    """Returns where cached prefixes are stored; None if they are not, or if the folder cannot be used.
+
+    Raises StartupError for a model whose prefixes cannot be stored.
+    """
+    if settings.prefix_disk is None:
+        return None
+    size, place = settings.prefix_disk
+    try:
+        described = await shards.describe_files()
+    except RouterError as error:
+        raise StartupError(f"--prefix-cache-disk: {error}") from error
+    folder = PrefixFolder(place, size, described[0].layout, settings.prefix_cache_disk_days * 86400)
+    try:
+        damaged = await asyncio.to_thread(folder.open)
+    except OSError as error:
+        logger.warning("cached prefixes are not stored on disk: %s", error)
+        return None
+    if damaged:
+        logger.warning("%d damaged files with cached prefixes were deleted from %s", damaged, folder.folder)
+    logger.info("cached prefixes are stored in %s, which has %d MB", folder.folder, folder.bytes >> 20)
+    return DiskPrefixes(
+        folder, sum(each.block_bytes for each in described), sum(each.snapshot_bytes for each in described)
+    )
 
 
 def _check_context(settings: PipelineSettings, info: pb.InfoResponse) -> None:

@@ -25,12 +25,13 @@ from shared.stubs.generate_pb2_grpc import (
     add_TextGenerationServiceServicer_to_server,
 )
 from shared.tracing import configure_tracing, stop_tracing
+from shared.user_cache import user_cache
 from tgi_server.contract import Task
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.errors import CannotConnect, PeerLost
-from tgi_server.engine.kernels import compile_beside, user_cache
+from tgi_server.engine.kernels import compile_beside
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to

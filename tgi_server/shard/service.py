@@ -24,6 +24,7 @@ from tgi_server.shard.call_stream import CallStream
 from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.encoder_service import encode
 from tgi_server.shard.grammar_queue import GrammarQueue
+from tgi_server.shard.prefix_service import PrefixService
 from tgi_server.shard.tracing import RequestSpans
 from tgi_server.wire import image_from_message, shares_memory
 
@@ -75,6 +76,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._on_fatal = on_fatal
         self._spans = spans
         self._running: CallStream | None = None
+        self._prefixes = PrefixService(engine)
         # Reads adapters beside the steps, in one thread of torch's: more would take cores from the steps.
         self._reader = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
 
@@ -146,6 +148,24 @@ class TextGenerationService(TextGenerationServiceServicer):
                 encode = partial(tower.encode, image_from_message(image))
                 await self._encoders.run(encode, request.target_gap_ms / 1000 or None)
         return pb.EncodeImagesResponse()
+
+    async def DescribeFiles(
+        self, request: pb.DescribeFilesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DescribeFilesResponse:
+        async with self._errors(context):
+            return self._prefixes.describe()
+        raise AssertionError  # an error has ended the call
+
+    async def StoreFile(self, request: pb.PrefixFile, context: grpc.aio.ServicerContext) -> pb.StoreFileResponse:
+        async with self._errors(context):
+            return pb.StoreFileResponse(bytes=await self._prefixes.store(request))
+        raise AssertionError  # an error has ended the call
+
+    async def LoadFile(self, request: pb.PrefixFile, context: grpc.aio.ServicerContext) -> pb.LoadFileResponse:
+        async with self._errors(context):
+            size, seconds = await self._prefixes.load(request)
+            return pb.LoadFileResponse(bytes=size, read_ns=int(seconds * 1e9))
+        raise AssertionError  # an error has ended the call
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""

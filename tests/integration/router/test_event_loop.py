@@ -262,6 +262,7 @@ ROUTES = (
     "/chat_tokenize",
     "/detokenize",
     "/v1/warm",
+    "/v1/forget",
     "/v1/decisions",
     "/v1/embeddings",
     "/embed",

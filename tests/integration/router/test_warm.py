@@ -64,3 +64,14 @@ async def test_a_kept_prompt_is_given_up_after_others(routers: RouterFactory, ke
     for number in range(12):
         await router.post("/v1/completions", prompt=f"{number} " + TEXT[: len(TEXT) // 2], max_tokens=1)
     assert (await cached(router, "/v1/completions", prompt=TEXT) >= 128) is (keep is not None)
+
+
+async def test_what_is_cached_of_a_salt_is_forgotten(router: Router) -> None:
+    for salt in ("a", "b"):
+        await router.post("/v1/warm", prompt=TEXT, cache_salt=salt)
+    response = await router.post("/v1/forget", cache_salt="a")
+    assert (response.status_code, response.json()) == (200, {"object": "forgotten", "files": 0})
+    assert await cached(router, "/v1/completions", prompt=TEXT, cache_salt="a") == 0
+    assert await cached(router, "/v1/completions", prompt=TEXT, cache_salt="b") >= 128
+    for body in ({}, {"cache_salt": ""}):
+        assert (await router.post("/v1/forget", **body)).status_code == 400

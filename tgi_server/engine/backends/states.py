@@ -55,6 +55,10 @@ class SequenceStates:
             )
         return slot
 
+    def slot_tensors(self) -> list[Tensor]:
+        """Returns the tensors in which the slots are: [slots, ...] each, contiguous, until the next `allocate`."""
+        return [self._parts[part] for part in sorted(self._parts)]
+
     def copy(self, source: int, target: int) -> None:
         """Copies all states of a slot to another one."""
         for part in self._parts.values():

@@ -7,13 +7,11 @@ Reading one runs none of its code: torch reads it with `weights_only`, which mak
 the classes are those of layers, specs and configurations (`_named`). File and folder have to be the server's own.
 """
 
-import hashlib
 import importlib
 import logging
 import mmap
 import os
 import pickle
-import platform
 import re
 import stat
 import struct
@@ -25,18 +23,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from transformers import GenerationConfig, PreTrainedConfig
 
 from shared.control_groups import usable_cores
+from tgi_server.engine.checkpoint.model_digest import model_digests
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
 from tgi_server.engine.kernels.build import is_private
@@ -45,11 +42,6 @@ from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
 
-# Settings that do not change what is stored.
-_OTHER_SETTINGS = {
-    *("group", "packed_cache", "memory_fraction", "cpu_memory", "cuda_graphs", "image_memory", "max_lora_rank"),
-    *("speculate", "speculative_model", "watermark_gamma", "watermark_delta"),
-}
 # The folder within the one that the settings name, and the names of files in it. Nothing else is ever deleted.
 _FOLDER = "oatmill-packed-weights"
 _FINISHED = re.compile(r"(?P<model>.+-[0-9a-f]{16})-[0-9a-f]{16}\.pt")
@@ -57,7 +49,6 @@ _UNFINISHED = re.compile(r"[A-Za-z0-9_]+\.unfinished")
 # Files in the folder, at most: those that were used last.
 _MOST_FILES = 8
 _DAY = 86400
-_PACKAGE = Path(__file__).parents[2]
 # A stored model is made of objects of this package, and of layers and configurations, which these are.
 _OWN_MODULES = re.compile(r"tgi_server\.engine(\.\w+)+")
 _FOREIGN_MODULES = re.compile(r"torch\.nn\.modules\.\w+|transformers(\.\w+)+")
@@ -80,18 +71,9 @@ def packed_file(config: EngineConfig) -> Path | None:
         return None
     if not config.model_path.is_dir():  # which loading says
         return None
-    if config.resolve_device().type != "cpu" or not load_kernels() or (library := compiled_library()) is None:
+    if config.resolve_device().type != "cpu" or not load_kernels() or compiled_library() is None:
         return None
-    group = config.group
-    settings = [(field.name, str(getattr(config, field.name))) for field in fields(config)]
-    place = _digest(
-        [setting for setting in settings if setting[0] not in _OTHER_SETTINGS], group and (group.rank, group.world_size)
-    )
-    state = _digest(
-        [(file.name, status.st_size, status.st_mtime_ns) for file, status in _files(config.model_path)],
-        [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(_PACKAGE.rglob("*.py"))],
-        (library.name, torch.__version__, transformers.__version__, platform.python_version()),
-    )
+    place, state = model_digests(config)
     return config.packed_cache / _FOLDER / f"{config.model_path.name}-{place}-{state}.pt"
 
 
@@ -232,14 +214,6 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         own: Tensor = value.detach().clone()
         return (nn.Parameter(own, requires_grad=False) if isinstance(value, nn.Parameter) else own).__reduce_ex__(2)
-
-
-def _digest(*facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    return [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
 
 
 def _check(file: int) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from shared.control_groups import usable_cores
+from shared.user_cache import NO_HOME, user_cache
 from tgi_server.engine.progress import progress
 from tgi_server.loading import COMPILING
 
@@ -35,17 +36,6 @@ FOLDER = Path(__file__).parent / "cpu"
 SOURCES = sorted(FOLDER.rglob("*.cpp"))
 HEADERS = sorted(FOLDER.rglob("*.h"))
 TEMPORARY = Path(tempfile.gettempdir()) / f"oatmill-{os.getuid()}"
-_NO_HOME = Path(os.devnull)  # below which nothing can be written
-
-
-def user_cache() -> Path:
-    """Returns the folder of what is kept between starts, in XDG_CACHE_HOME or ~/.cache. It may not be writable."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oatmill"
-    except RuntimeError:  # neither HOME nor /etc/passwd has a home of this user
-        return _NO_HOME / "oatmill"
-
-
 CACHE = user_cache() / "kernels"
 # The package in which `make dist` puts compiled libraries.
 PACKAGE = "oatmill_kernels"
@@ -194,7 +184,7 @@ def _temporary_cache() -> Path:
     folder = TEMPORARY if _is_private_folder(TEMPORARY) else Path(tempfile.mkdtemp(prefix="oatmill-kernels-"))
     logger.warning(
         "%s, so the CPU kernels are kept in %s; set XDG_CACHE_HOME to a folder that later starts find",
-        "this user has no home" if _NO_HOME in CACHE.parents else f"{CACHE} cannot be written to",
+        "this user has no home" if NO_HOME in CACHE.parents else f"{CACHE} cannot be written to",
         folder,
     )
     return folder

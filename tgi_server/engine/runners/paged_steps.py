@@ -103,7 +103,7 @@ class PagedSteps(Runner):
         return self.model.decode(rows, self._batch.longest(rows), top, adapted=adapted)
 
     def join(self, sequence: RunningSequence) -> None:
-        self._check(sequence, sequence.blocks)
+        self._check(sequence.blocks)
         if self.states is not None:
             self._take_slot(sequence, self.states)
         if sequence.copy:
@@ -119,7 +119,7 @@ class PagedSteps(Runner):
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
-        self._check(sequence, blocks)
+        self._check(blocks)
         first = len(sequence.blocks)
         sequence.blocks.extend(blocks)
         if row is not None:
@@ -141,17 +141,17 @@ class PagedSteps(Runner):
             self._free_slots.append(sequence.state_slot)
             sequence.state_slot = SCRATCH_SLOT
 
-    def _check(self, sequence: RunningSequence, blocks: list[int]) -> None:
-        """Raises InvalidCall for blocks that were never handed out: kernels write to whatever block they are given."""
-        if not blocks:
-            return
-        highest = max(blocks)
-        if not 0 < min(blocks) <= highest <= self._batch.num_blocks:
-            raise InvalidCall(
-                f"request {sequence.request_id} was given block {min(blocks) if min(blocks) < 1 else highest}; "
-                f"blocks go from 1 to {self._batch.num_blocks}"
-            )
-        if highest > self._highest_block:
+    def check_blocks(self, blocks: Sequence[int]) -> None:
+        """Raises InvalidCall for blocks that do not exist: kernels write to whatever block they are given."""
+        low, high = min(blocks, default=1), max(blocks, default=1)
+        if not 0 < low <= high <= self._batch.num_blocks:
+            most = self._batch.num_blocks
+            raise InvalidCall(f"block {low if low < 1 else high} does not exist; blocks go from 1 to {most}")
+
+    def _check(self, blocks: list[int]) -> None:
+        """Raises InvalidCall for blocks that do not exist, and takes memory for those that do."""
+        self.check_blocks(blocks)
+        if (highest := max(blocks, default=0)) > self._highest_block:
             self._highest_block = highest
             self.model.attention.reserve(highest + 1, self._blocks_ahead)
 

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -37,13 +37,15 @@ class AccessRules:
     """Rules for who may call.
 
     keys: a POST must carry one of these API keys, if there are any. origins: origins of web pages that may call. hosts:
-    names of the server, for requests without a key. only_here: the server listens on loopback only.
+    names of the server, for requests without a key. only_here: the server listens on loopback only. secret: names of
+    tenants are made of their keys with it.
     """
 
     keys: Sequence[ApiKey] = ()
     origins: Collection[str] = ()
     hosts: Collection[str] = (_ANY,)
     only_here: bool = False
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
 
 # Is called with the type of the error of each request that is refused.
@@ -78,7 +80,7 @@ class ApiKeyMiddleware:
     def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
         self._app = app
         self._refused = refused
-        self._secret = secrets.token_bytes(32)
+        self._secret = rules.secret
         # Looking a key up by an unpredictable hash takes as long for an almost right key as for any other.
         several = len(rules.keys) > 1
         hashes = {self._hash(key.text.encode()): key for key in rules.keys}

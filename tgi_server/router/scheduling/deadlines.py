@@ -48,6 +48,11 @@ class Forecast:
         self._measured_at = -inf
         self._margin = _QUEUE_MARGIN
 
+    @property
+    def token_s(self) -> float | None:
+        """The seconds that a prompt token takes to compute; None as long as that has not been measured."""
+        return self._times.token_s
+
     def observe(self, replies: int, prompt_tokens: int, seconds: float, now: float) -> None:
         """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
         self._measured_at = now

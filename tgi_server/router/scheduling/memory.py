@@ -83,6 +83,9 @@ class Memory(Protocol):
     def unseen(self, sequence: Sequence) -> list[Image]:
         """Returns the images of the sequence that are not wholly cached."""
 
+    def forget(self, namespace: str) -> None:
+        """Forgets what is cached under a namespace."""
+
     def release(self, sequence: Sequence) -> None:
         """Frees what the sequence holds. Its next holder uses it in later calls only."""
 
@@ -123,6 +126,8 @@ class PagedMemory:
         self.caches = prefix_caching
         self._num_blocks = num_blocks
         self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
+        self._lent: Counter[int] = Counter()  # blocks that files are written from, or read into
+        self._snapshots: Snapshots | None = None
         self.rebuild(())
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
@@ -130,7 +135,8 @@ class PagedMemory:
         self._sources = {each: self._sources[each] for each in left if each in self._sources}
         self._pool = BlockPool(self._num_blocks, self._held(left))
         self._cache = PrefixCache(self._pool, self.block_size)
-        self._snapshots = Snapshots(self._num_snapshots, self.block_size) if self._num_snapshots else None
+        lent = self._snapshots.lent if self._snapshots is not None else ()
+        self._snapshots = Snapshots(self._num_snapshots, self.block_size, lent) if self._num_snapshots else None
         for sequence in left:
             sequence.saved = 0
 
@@ -191,12 +197,12 @@ class PagedMemory:
 
     def _save(self, sequence: Sequence, length: int) -> None:
         if self._snapshots is not None:
-            self._snapshots.save(sequence.id, _space(sequence), sequence.beginning(length))
+            self._snapshots.save(sequence.id, space_of(sequence), sequence.beginning(length))
 
     def _forget(self, sequence: Sequence) -> None:
         """Forgets the snapshot of the sequence's reply, if it has one."""
         if self._snapshots is not None and sequence.saved:
-            self._snapshots.drop(_space(sequence), sequence.beginning(sequence.saved))
+            self._snapshots.drop(space_of(sequence), sequence.beginning(sequence.saved))
         sequence.saved = 0
 
     def keep(self, sequence: Sequence) -> None:
@@ -208,7 +214,13 @@ class PagedMemory:
         if len(self._kept) >= _MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         prompt = sequence.beginning(sequence.prompt_tokens)
-        self._kept[name] = self._clock() + keep.seconds, _space(sequence), prompt
+        self._kept[name] = self._clock() + keep.seconds, space_of(sequence), prompt
+
+    def forget(self, namespace: str) -> None:
+        self._kept = {name: kept for name, kept in self._kept.items() if name[0] != namespace}
+        for space in self._cache.spaces():
+            if space[1] == namespace:
+                self._cache.forget(space)
 
     def release(self, sequence: Sequence) -> None:
         if sequence.saved > len(sequence.tokens) - 2:  # by a step that may have found the sequence ended
@@ -216,6 +228,42 @@ class PagedMemory:
         sequence.saved = 0
         self._keep(sequence, sequence.settled, fresh=False)
         self._give_up(sequence.blocks)
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """The snapshots of states; None where sequences have none."""
+        return self._snapshots
+
+    def cached_blocks(self, space: Space, tokens: bytes) -> list[int]:
+        """Returns the blocks of the longest cached prefix that they fill. tokens: 4 bytes each."""
+        match = self._cache.match(space, tokens)
+        return match.blocks[: match.tokens // self.block_size]
+
+    def lend(self, blocks: Iterable[int]) -> None:
+        """Keeps cached blocks as they are, in addition to what sequences hold, until they are given back."""
+        held = list(blocks)
+        self._pool.use(held)
+        self._lent.update(held)
+
+    def lend_free(self, number: int, spare: int) -> list[int]:
+        """Returns free blocks to write into, until they are given back; none if that leaves fewer than `spare` blocks
+        to sequences.
+        """
+        if self._pool.available < number + spare:
+            return []
+        blocks = self._take(number)
+        self._lent.update(blocks)
+        return blocks
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Ends what `lend` or `lend_free` began."""
+        returned = list(blocks)
+        self._lent -= Counter(returned)
+        self._give_up(returned)
+
+    def insert(self, space: Space, tokens: bytes, blocks: list[int]) -> None:
+        """Caches a prefix that lent blocks hold. tokens: 4 bytes each, that fill the blocks."""
+        self._cache.insert(space, tokens, blocks)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         holding = list(sequences)
@@ -226,8 +274,8 @@ class PagedMemory:
             self._snapshots.check()
 
     def _held(self, sequences: Iterable[Sequence]) -> Counter[int]:
-        """Returns how often each block is held by `sequences`, and by block copies that are to be made."""
-        held = Counter(block for blocks in self._sources.values() for block in blocks)
+        """Returns how often each block is held by `sequences`, by block copies that are to be made, and for files."""
+        held = self._lent + Counter(block for blocks in self._sources.values() for block in blocks)
         for sequence in sequences:
             held.update(sequence.blocks)
         return held
@@ -242,12 +290,12 @@ class PagedMemory:
         """
         if sequence.reports_prompt:
             return Match(), 0
-        match = self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1))
+        match = self._cache.match(space_of(sequence), sequence.beginning(sequence.known - 1))
         if self._snapshots is None:
             # A part of an image would be another's with the same first keys.
             whole = sequence.images.outside(match.tokens)
             return (match if whole == match.tokens else self._cut(match, whole)), 0
-        length, snapshot = self._snapshots.find(_space(sequence), sequence.beginning(match.tokens))
+        length, snapshot = self._snapshots.find(space_of(sequence), sequence.beginning(match.tokens))
         lengths = self._snapshots.lengths(sequence.known, match.tokens)
         sequence.save_lengths = [each for each in lengths if each > length]
         return Match(length, match.pending, match.blocks[: length // self.block_size]), snapshot
@@ -258,7 +306,7 @@ class PagedMemory:
     def cached(self, sequence: Sequence) -> int:
         if sequence.reports_prompt or not self.caches:
             return 0
-        return self._cache.match(_space(sequence), sequence.beginning(sequence.known - 1)).tokens
+        return self._cache.match(space_of(sequence), sequence.beginning(sequence.known - 1)).tokens
 
     def unseen(self, sequence: Sequence) -> list[Image]:
         cached = self.cached(sequence)
@@ -288,7 +336,7 @@ class PagedMemory:
             return ()
         prompt = sequence.beginning(sequence.prompt_tokens)
         following = array(
-            "I", self._cache.continuation(_space(sequence), prompt, sequence.request.options.stopping.max_new_tokens)
+            "I", self._cache.continuation(space_of(sequence), prompt, sequence.request.options.stopping.max_new_tokens)
         )
         return takewhile(lambda token: token < _FIRST_IMAGE_KEY, following)
 
@@ -312,7 +360,7 @@ class PagedMemory:
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to later sequences."""
         if tokens and self.caches:
-            self._cache.insert(_space(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
+            self._cache.insert(space_of(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
 
 
 class PaddedMemory:
@@ -368,6 +416,9 @@ class PaddedMemory:
     def unseen(self, sequence: Sequence) -> list[Image]:
         return list(sequence.request.images)
 
+    def forget(self, namespace: str) -> None:
+        """Does nothing: no tokens are cached for other sequences."""
+
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]
 
@@ -383,5 +434,6 @@ def _check_fits(needed: int, tokens: int) -> None:
         raise InvalidRequest(f"the request needs {needed:,} tokens of KV cache; the cache has {tokens:,}")
 
 
-def _space(sequence: Sequence) -> Space:
+def space_of(sequence: Sequence) -> Space:
+    """Returns the name of the texts that share cached prefixes with the sequence."""
     return sequence.adapter.key if sequence.adapter else "", sequence.request.cache_namespace

@@ -16,6 +16,7 @@ from tgi_server.router.scheduling.deadlines import Forecast
 from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.order import Order, ShortPrompts
 from tgi_server.router.scheduling.pace import PromptPace
+from tgi_server.router.scheduling.prefix_disk import PrefixDisk
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.submission import Limits
 
@@ -128,8 +129,10 @@ class StepPlanner:
         forecast: Forecast,
         clock: Callable[[], float],
         on_fault: Callable[[Sequence], None],
+        disk: PrefixDisk | None = None,
     ) -> None:
-        """forecast: says what deadlines ask for. clock: in seconds."""
+        """forecast: says what deadlines ask for. clock: in seconds. disk: None: no prefixes are on disk."""
+        self._disk = disk
         self._order = order
         self._forecast = forecast
         self._clock = clock
@@ -357,11 +360,11 @@ class StepPlanner:
         return budget
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """Returns False while a sequence's adapter is not ready. It becomes ready once there is a place for it."""
+        """Returns False while a sequence's adapter waits for its place or is loaded, or its prefix is being read."""
         ready = sequence.adapter is None or self._adapters.prepare(sequence.adapter)
         if not ready:
             sequence.wait_for_place(self._batch.step)
-        return ready
+        return ready and (self._disk is None or self._disk.prepare(sequence))
 
     def _waits_too_long(self, sequence: Sequence) -> bool:
         """Returns True if a sequence has let others pass for `max_waiting_tokens` steps, and has no place yet."""

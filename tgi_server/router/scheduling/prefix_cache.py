@@ -8,7 +8,7 @@ one, and any prefix of any path can be read from the deepest node's blocks.
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,8 +16,8 @@ from tgi_server.router.scheduling.blocks import BlockPool
 
 _WIDTH = 4  # bytes of a token
 
-# Names texts that share nothing with texts of other names, even where they are the same.
-Space = Hashable
+# Names texts that share nothing with texts of other names, even where they are the same: adapter and cache namespace.
+Space = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class _Node:
     children: "dict[bytes, _Node]" = field(default_factory=dict)
     last_used: int = 0
     queued: bool = False
-    space: Space = None
+    space: Space = "", ""
 
     @property
     def end(self) -> int:
@@ -144,6 +144,17 @@ class PrefixCache:
                 self._offer(leaf)
             else:
                 self._trim(leaf, goal)
+
+    def spaces(self) -> list[Space]:
+        """Returns the spaces that have cached texts."""
+        return list(self._roots)
+
+    def forget(self, space: Space) -> None:
+        """Forgets all texts of a space."""
+        while (node := self._roots.get(space)) is not None:
+            while node.children:
+                node = next(iter(node.children.values()))
+            self._cut_off(node)
 
     def check(self) -> Counter[int]:
         """Returns how often each block is held. Raises AssertionError when the tree is not sound."""

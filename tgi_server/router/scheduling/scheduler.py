@@ -30,6 +30,7 @@ from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.order import Order
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, StepPlan, StepPlanner
+from tgi_server.router.scheduling.prefix_disk import DiskPrefixes, PrefixDisk
 from tgi_server.router.scheduling.report import BatchReport
 from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
@@ -66,6 +67,7 @@ class Scheduler:
         *,
         adapters: Adapters | None = None,
         prefix_caching: bool = True,
+        disk: DiskPrefixes | None = None,
         fair: bool = False,
         admission: bool = True,
         target_gap_ms: float = 0.0,
@@ -77,7 +79,7 @@ class Scheduler:
         """info, capacity: what the shards responded to Info and Warmup.
 
         adapters: that requests may name; None: none.
-        prefix_caching: what one request has computed is cached for others.
+        prefix_caching: what one request has computed is cached for others. disk: where it is stored, too.
         fair: tenants get equal shares of the tokens, by their weights.
         admission: requests that would surely miss their deadlines are refused.
         target_gap_ms: between two tokens of a reply while images are computed; 0: the shards' default.
@@ -114,6 +116,10 @@ class Scheduler:
         self._order = Order(fair=fair)
         self._admission = admission
         self._forecast = Forecast(limits)
+        self._work, self._answered = asyncio.Event(), asyncio.Event()
+        self.disk: PrefixDisk | None = None
+        if disk is not None:
+            self.disk = PrefixDisk(disk, shards, self.batch, self.next_response, self._forecast, metrics, self._work)
         self._planner = StepPlanner(
             self.waiting,
             self.batch,
@@ -124,11 +130,10 @@ class Scheduler:
             self._forecast,
             clock,
             self._drop_broken,
+            self.disk,
         )
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
-        self._work = asyncio.Event()
-        self._answered = asyncio.Event()
         self._adapters.on_ready = self._work.set
         self._adapters.on_failure = self._fail_adapter
         self._adapters.in_use = self.batch.uses
@@ -178,6 +183,8 @@ class Scheduler:
             return
         self._order.enter(sequence, (*self.waiting, *self.batch))
         sequence.likely_cached = self.batch.memory.cached(sequence)
+        if self.disk is not None:
+            self.disk.look_up(sequence)
         self.waiting.add(sequence)
         self._work.set()
         # The task may be waiting for shards that hang, and would tell only after that.
@@ -256,6 +263,8 @@ class Scheduler:
 
     async def stop(self) -> None:
         """Ends the task; whatever has not ended fails."""
+        if self.disk is not None:
+            await self.disk.stop()
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -285,7 +294,7 @@ class Scheduler:
         self._show_state()
         if self._in_flight:
             await self.receive()
-        elif len(self.batch) or (len(self.waiting) and not self._adapters.loading):
+        elif len(self.batch) or (self.waiting and not (self._adapters.loading or (self.disk and self.disk.busy))):
             raise GenerationFailed("requests still wait for tokens, but the shards have no step to compute for them")
         else:
             await self._sleep()
@@ -356,12 +365,16 @@ class Scheduler:
                 if isinstance(outcome, FinishReason):
                     self._forecast.ended(sequence)
                 self._end(sequence, outcome, dropped_by_shards=bool(generation.finish_reason))
+            elif self.disk is not None and sequence.generated == sequence.newest:
+                self.disk.computed(sequence)  # its prompt: the answer may take minutes
 
     def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
         """Ends a request, the one way there is, whether it waits or runs. outcome: None if its client has left."""
         self._encoding.leave(sequence)
         self.waiting.leave(sequence)
         self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)
+        if self.disk is not None:
+            self.disk.computed(sequence)
         if isinstance(outcome, FinishReason):
             self.batch.memory.keep(sequence)
         sequence.finish(outcome)
@@ -383,7 +396,8 @@ class Scheduler:
     async def _work_within(self, seconds: float) -> bool:
         """Returns False if nothing comes within this time."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._work.wait(), seconds)
+            async with asyncio.timeout(seconds):  # Python 3.11's wait_for ignores a cancellation just after the work
+                await self._work.wait()
         return self._work.is_set()
 
     def _check_blocks(self) -> None:

@@ -53,7 +53,8 @@ class Sequence:
         token that the one before it yielded.
     newest: tokens of its last generation; perhaps no step has computed them yet.
     save_lengths: of its prompt, at which its states are worth a snapshot. saved: the length of the last snapshot since.
-    likely_cached: known tokens that were cached when it was queued; 0 once it has joined.
+    likely_cached: known tokens that were cached when it was queued; 0 once it has joined. on_disk: the same, if some
+        of them are to be read from disk; 0: none are.
     without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
     submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before
         a higher one, and within it the earlier deadline. closing: its grammar is ending the text.
@@ -81,6 +82,7 @@ class Sequence:
     save_lengths: list[int] = field(default_factory=list)
     saved: int = 0
     likely_cached: int = 0
+    on_disk: int = 0
     started: bool = False
     without_place_since: int | None = None
 

@@ -346,6 +346,42 @@ class ShardedClient:
         """Has every shard forget an adapter that no step on its way computes with. Raises Unhealthy."""
         await self._ask("UnloadAdapter", pb.UnloadAdapterRequest(adapter_id=adapter_id), timeout_s)
 
+    async def describe_files(self, timeout_s: float = 30.0) -> list[pb.DescribeFilesResponse]:
+        """Returns what files of each shard have to fit. Raises Unhealthy, also for shards that write none."""
+        responses: list[pb.DescribeFilesResponse] = await self._ask(
+            "DescribeFiles", pb.DescribeFilesRequest(), timeout_s
+        )
+        return responses
+
+    async def store_file(self, request: pb.PrefixFile) -> tuple[set[int], int]:
+        """Has every shard write a file. Returns their ranks, and the bytes of all. Raises as `load_file` does."""
+        responses = await self._transfer("StoreFile", request)
+        return set(range(len(responses))), sum(response.bytes for response in responses)
+
+    async def load_file(self, request: pb.PrefixFile) -> tuple[int, float]:
+        """Has every shard read from its file. Returns the bytes of all, and the seconds of the slowest.
+
+        Raises InvalidRequest if a shard cannot, once all have ended; Unhealthy if some may still be at it.
+        """
+        responses = await self._transfer("LoadFile", request)
+        return sum(response.bytes for response in responses), max(response.read_ns for response in responses) / 1e9
+
+    async def _transfer(self, method: str, request: pb.PrefixFile) -> list[Any]:
+        """Nothing bounds its time: only the response says that a shard does not use the blocks any more."""
+        calls = (getattr(shard.stub, method)(request) for shard in self._shards)
+        responses: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        refusals = []
+        for shard, response in zip(self._shards, responses, strict=True):
+            if isinstance(response, grpc.aio.AioRpcError):
+                if response.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                    raise shard.explain(response)
+                refusals.append(response.details() or "")
+            elif isinstance(response, BaseException):
+                raise response
+        if refusals:
+            raise InvalidRequest(refusals[0])
+        return responses
+
     def send(self, call: pb.Call, timeout_s: float | None = None) -> PendingResponse:
         """Sends at once. The response may take `timeout_s` seconds; None: as long as any call."""
         if self._streams is None or not self._streams.open:

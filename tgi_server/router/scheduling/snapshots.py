@@ -1,6 +1,7 @@
 """Where the shards have snapshots of states: models with layers without keys can continue a prefix only from one."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from tgi_server.contract import StateSave
@@ -18,13 +19,15 @@ class Snapshots:
     """Snapshots 1 .. `count`, each the state after the first tokens of a text. The least recently used are evicted.
 
     Lengths are whole blocks, so that blocks are shared as they are.
-    due: the saves that the call being built makes, by the number of the snapshot.
+    due: the saves that the call being built makes, by the number of the snapshot. lent: snapshots that files are
+    written from, or read into, and that nothing else may change meanwhile.
     """
 
-    def __init__(self, count: int, block_size: int) -> None:
+    def __init__(self, count: int, block_size: int, lent: Iterable[int] = ()) -> None:
         self.count = count
         self._block_size = block_size
-        self._free = list(range(count, 0, -1))
+        self.lent = set(lent)
+        self._free = [number for number in range(count, 0, -1) if number not in self.lent]
         self._numbers: OrderedDict[bytes, int] = OrderedDict()  # by the digest of the text, oldest use first
         self.due: dict[int, StateSave] = {}
 
@@ -61,21 +64,65 @@ class Snapshots:
         """Has the call being built save the state after `tokens`, all of one request, unless there is one."""
         digest = _digest(space, tokens)
         if digest not in self._numbers:
-            number = self._free.pop() if self._free else self._numbers.popitem(last=False)[1]
+            if not (number := self._take()):
+                return
             self._numbers[digest] = number
             self.due[number] = StateSave(request_id, len(tokens) // _WIDTH, number)
         self._numbers.move_to_end(digest)
+
+    def _take(self) -> int:
+        """Returns a free snapshot, or the one that was not used for the longest time; 0 if all are lent."""
+        if self._free:
+            return self._free.pop()
+        oldest = next((each for each, number in self._numbers.items() if number not in self.lent), None)
+        if oldest is None:
+            return 0
+        number = self._numbers.pop(oldest)
+        self.due.pop(number, None)
+        return number
 
     def drop(self, space: Space, tokens: bytes) -> None:
         """Forgets the snapshot after `tokens`, if there is one."""
         number = self._numbers.pop(_digest(space, tokens), None)
         if number is not None:
-            self._free.append(number)
             self.due.pop(number, None)
+            if number not in self.lent:
+                self._free.append(number)
+
+    def after(self, space: Space, tokens: bytes) -> list[tuple[int, int]]:
+        """Returns length and number of the snapshots after beginnings of `tokens`, the longest last."""
+        width, text, found = self._block_size * _WIDTH, _begin(space), []
+        for end in range(width, len(tokens) + 1, width):
+            text.update(tokens[end - width : end])
+            number = self._numbers.get(text.digest(), 0)
+            if number and number not in self.due:
+                found.append((end // _WIDTH, number))
+        return found
+
+    def lend(self, number: int) -> None:
+        """Keeps a snapshot as it is until it is given back."""
+        self.lent.add(number)
+
+    def lend_free(self) -> int:
+        """Returns a snapshot to write into, until it is given back; 0 if there is none."""
+        if number := self._take():
+            self.lent.add(number)
+        return number
+
+    def put(self, space: Space, tokens: bytes, number: int) -> None:
+        """Notes that a lent snapshot has the state after `tokens`."""
+        self._numbers.setdefault(_digest(space, tokens), number)
+
+    def give_back(self, number: int) -> None:
+        """Ends what `lend` or `lend_free` began."""
+        self.lent.remove(number)
+        if number not in self._numbers.values():
+            self._free.append(number)
 
     def check(self) -> None:
         """Raises AssertionError unless each snapshot is either free or after one text."""
-        numbers = [*self._free, *self._numbers.values()]
+        numbers = [*self._free, *(self.lent | set(self._numbers.values()))]
+        assert len(set(self._numbers.values())) == len(self._numbers), "a snapshot after two texts"
         assert sorted(numbers) == list(range(1, self.count + 1)), "a snapshot that is lost, or there twice"
 
 

@@ -1,10 +1,10 @@
-"""/v1/warm: prompts that are computed before they are needed."""
+"""/v1/warm: prompts that are computed before they are needed; /v1/forget: prompts that are not to be cached."""
 
 from typing import Annotated
 
 from pydantic import Field, RootModel
 
-from tgi_server.router.schemas.base import ResponseModel
+from tgi_server.router.schemas.base import RequestModel, ResponseModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.validation import BY_TYPE
@@ -31,3 +31,14 @@ class WarmResponse(ResponseModel, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     ttl_seconds: float
+
+
+class ForgetRequest(RequestModel):
+    cache_salt: str = Field(min_length=1, max_length=1024, description="The salt of the prompts and answers to forget.")
+
+
+class ForgetResponse(ResponseModel, kw_only=True):
+    """`files` that were deleted (`--prefix-cache-disk`)."""
+
+    object: str = "forgotten"
+    files: int

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.user_cache import user_cache
 from tgi_server.engine.kernels import __main__ as command
 from tgi_server.engine.kernels import build
 from tgi_server.engine.progress import report_to
@@ -178,9 +179,9 @@ def test_a_user_without_a_home_may_name_a_cache(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert not build._is_writable(build.user_cache())
+    assert not build._is_writable(user_cache())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.user_cache() == tmp_path / "oatmill"
+    assert user_cache() == tmp_path / "oatmill"
 
 
 def test_a_server_need_not_wait_for_the_compiler(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 from tests.fakes.recording_sink import recorded_request
 from tgi_server.contract import Image, Tensor
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.scheduling.memory import Memory, PaddedMemory, PagedMemory, Verdict
+from tgi_server.router.scheduling.memory import Memory, PaddedMemory, PagedMemory, Verdict, space_of
 from tgi_server.router.scheduling.sequence import Sequence
 
 PLENTY = 10_000
@@ -150,3 +150,54 @@ def test_chunks_do_not_cut_images() -> None:
     assert [sequence.images.whole(sequence.computed, tokens) for tokens in (2, 3, 8, 13, 15)] == [2, 3, 3, 13, 15]
     sequence.computed = 3
     assert [sequence.images.whole(sequence.computed, tokens) for tokens in (1, 9, 10, 12)] == [10, 10, 10, 12]
+
+
+def _cached(memory: PagedMemory, request_id: int, prompt: list[int]) -> list[int]:
+    """Has a prompt computed and given up. Returns the blocks that it fills."""
+    sequence = _computed(memory, _sequence(request_id, prompt))
+    memory.release(sequence)
+    return memory.cached_blocks(space_of(sequence), sequence.beginning(len(prompt)))
+
+
+def test_lent_blocks_stay_as_they_are_until_they_are_given_back() -> None:
+    memory = PagedMemory(4, 4)
+    blocks = _cached(memory, 1, [1] * 8)
+    memory.lend(blocks)
+    memory.check([])
+    first = _sequence(2, [2] * 9)
+    assert memory.admit(first, PLENTY) is Verdict.FULL
+    memory.rebuild([])
+    memory.check([])
+    assert memory.held_tokens == 8
+    memory.give_back(blocks)
+    memory.check([])
+    assert memory.admit(first, PLENTY) is Verdict.ADMITTED
+
+
+def test_a_prefix_that_was_read_into_lent_blocks_is_found() -> None:
+    memory = PagedMemory(6, 4)
+    sequence = _sequence(1, [1] * 11)
+    space, tokens = space_of(sequence), sequence.beginning(8)
+    cached = _cached(memory, 2, [1] * 4)
+    memory.lend(cached)
+    assert memory.lend_free(3, spare=3) == []
+    blocks = memory.lend_free(1, spare=3)
+    assert len(blocks) == 1
+    memory.insert(space, tokens, [*cached, *blocks])
+    memory.give_back([*cached, *blocks])
+    memory.check([])
+    assert memory.held_tokens == 0
+    memory.admit(sequence, PLENTY)
+    assert (sequence.cached, sequence.blocks[:2]) == (8, [*cached, *blocks])
+
+
+def test_a_prefix_that_was_computed_meanwhile_keeps_its_blocks() -> None:
+    memory = PagedMemory(8, 4)
+    sequence = _sequence(1, [1] * 11)
+    blocks = memory.lend_free(2, spare=0)
+    computed = _cached(memory, 2, [1] * 8)
+    memory.insert(space_of(sequence), sequence.beginning(8), blocks)
+    memory.give_back(blocks)
+    memory.check([])
+    memory.admit(sequence, PLENTY)
+    assert sequence.blocks[:2] == computed

@@ -78,3 +78,28 @@ def test_a_common_beginning_is_saved_where_two_prompts_part() -> None:
         cached.append(cached_tokens(simulation))
     assert cached == [0, 4, 40]
     simulation.check_tokens()
+
+
+def test_lent_snapshots_are_not_given_to_others() -> None:
+    snapshots = Snapshots(2, 2)
+    for number, text in enumerate((b"1111" * 2, b"2222" * 2)):
+        snapshots.save(number, "", text)
+    snapshots.due.clear()
+    ((length, number),) = snapshots.after("", b"1111" * 3)
+    assert length == 2
+    snapshots.lend(number)
+    snapshots.save(3, "", b"3333" * 2)
+    assert snapshots.find("", b"1111" * 3) == (2, number)
+    assert snapshots.find("", b"2222" * 3) == (0, 0)
+    snapshots.drop("", b"1111" * 2)
+    snapshots.check()
+    free = snapshots.lend_free()
+    assert free not in (0, number)
+    snapshots.save(4, "", b"4444" * 2)  # there is no place for it
+    assert (snapshots.lend_free(), [*snapshots.due]) == (0, [])
+    snapshots.put("", b"5555" * 2, free)
+    snapshots.check()
+    for each in (number, free):
+        snapshots.give_back(each)
+    snapshots.check()
+    assert snapshots.find("", b"5555" * 2) == (2, free)

@@ -254,6 +254,10 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
+    def block_tensors(self) -> list[Tensor]:
+        """Returns the tensors in which the blocks are: [blocks, ...] each, contiguous, until the next `allocate`."""
+
+    @abstractmethod
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` entries of a block to another, in all layers."""
 

@@ -104,6 +104,9 @@ class CpuAttention(AttentionBackend):
             metadata.ends_of(variant),
         )
 
+    def block_tensors(self) -> list[Tensor]:
+        return [*self.keys, *self.values]
+
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the whole block; entries after the first `tokens` are overwritten before they are read."""
         for keys, values in zip(self.keys, self.values, strict=True):

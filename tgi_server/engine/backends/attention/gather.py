@@ -71,8 +71,11 @@ class GatherAttention(AttentionBackend):
             output[span] = self._prefill(layer, query[span], metadata.block_tables[index], chunk, variant, own)
         return output
 
+    def block_tensors(self) -> list[Tensor]:
+        return [*self._keys, *self._values]
+
     def copy(self, source: int, target: int, tokens: int) -> None:
-        for cache in (*self._keys, *self._values):
+        for cache in self.block_tensors():
             cache[target, :tokens] = cache[source, :tokens]
 
     def _decode(

@@ -1,4 +1,4 @@
-"""/v1/warm: computes a prompt, or its beginning, before it is needed, when nothing else is to be done."""
+"""/v1/warm computes a prompt, or its beginning, before it is needed; /v1/forget has nothing cached of a salt."""
 
 import hashlib
 from array import array
@@ -8,15 +8,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgi_server.contract import GenerationOptions, StoppingParameters
+from tgi_server.router.api.access import cache_namespace
 from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
 from tgi_server.router.api.routes.chat_prompt import prepare_chat, requested_chat
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
+from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.warm import WarmChatRequest, WarmCompletionRequest, WarmRequest, WarmResponse
+from tgi_server.router.schemas.warm import (
+    ForgetRequest,
+    ForgetResponse,
+    WarmChatRequest,
+    WarmCompletionRequest,
+    WarmRequest,
+    WarmResponse,
+)
 from tgi_server.router.service import Service
 from tgi_server.router.submission import KeptPrefix, PreparedRequest
 from tgi_server.router.text.token_stream import CollectedTokens
@@ -29,6 +38,8 @@ def warm_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
     summary = "Compute a prompt, or its beginning, before it is needed"
     routes.receive("/v1/warm", summary, WarmRequest, _warm, WarmResponse)
+    summary = "Forget all that is cached, in memory and on disk, of prompts and answers with a cache_salt"
+    routes.receive("/v1/forget", summary, ForgetRequest, _forget, ForgetResponse)
     return routes
 
 
@@ -48,6 +59,12 @@ async def _warm(admission: Admission, body: WarmRequest) -> Response:
         prompt_tokens=stream.input_length, cached_tokens=stream.cached_tokens, ttl_seconds=request.ttl_seconds
     )
     return generation.respond(response, characters=prepared.characters, streams=[stream])
+
+
+async def _forget(admission: Admission, body: ForgetRequest) -> Response:
+    """Forgets what requests with the same API key have left; those that run leave something when they end."""
+    files = await admission.service.forget(cache_namespace(admission.tenant, body.cache_salt))
+    return await respond_with_tokens(admission, ForgetResponse(files=files), 0)
 
 
 async def _completion(admission: Admission, request: WarmCompletionRequest) -> PreparedRequest:
