@@ -49,7 +49,7 @@ def load(models: dict[str, Path], tmp_path: Path) -> Iterator[Load]:
     close()
 
 
-def answer(llm: LLM, text: str = TEXT, **options: Any) -> Result:
+def answer(llm: LLM, text: str | list[int] = TEXT, **options: Any) -> Result:
     return llm.generate(text, max_tokens=12, logprobs=3, ignore_eos=True, temperature=0, **options)
 
 
@@ -85,6 +85,13 @@ def test_a_prompt_is_computed_once(load: Load, tmp_path: Path, architecture: str
     assert bool(files(tmp_path, "state")) is (architecture in ("qwen3_5_text", "lfm2"))
     load.close()  # type: ignore[attr-defined]
     assert told(answer(load(architecture), TEXT + "what came after that?", cache_salt="a")) == told(longer)
+
+
+def test_of_a_prompt_of_whole_blocks_the_last_token_is_computed(load: Load) -> None:
+    prompt = list(range(3, 3 + 288))
+    fresh = answer(load(), prompt, cache_salt="a")
+    found = answer(load(), prompt, cache_salt="a")
+    assert (told(found), found.usage.cached_tokens) == (told(fresh), 287)
 
 
 def test_what_memory_gives_up_is_read_again(load: Load) -> None:

@@ -194,9 +194,10 @@ class PrefixDisk:
         if sequence.adapter is not None:
             return None
         memory, folder, namespace = self._memory, self._folder, sequence.request.cache_namespace
-        space, tokens, size = space_of(sequence), sequence.beginning(sequence.known - 1), memory.block_size
+        snapshots, space, size = memory.snapshots, space_of(sequence), memory.block_size
+        # The last token is computed. Its block may be read for those before it, but a state after it is of no use.
+        tokens = sequence.beginning(sequence.known if snapshots is None else sequence.known - 1)
         cached = memory.cached_blocks(space, tokens)
-        snapshots = memory.snapshots
         states = None if snapshots is None else dict(snapshots.after(space, tokens[: len(cached) * size * _WIDTH]))
         usable = len(cached) if states is None else max(states, default=0) // size
         digests: list[bytes] = []
