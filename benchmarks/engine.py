@@ -6,8 +6,9 @@
     python -m benchmarks.engine runs/synthetic/opt-125m --extras adapter adapters json
     python -m benchmarks.engine llama-8b --batch 1 32 256 --context 1024 --prefill-tokens 8192      on a GPU
 
-MODEL is a folder, or the name of a synthetic model, whose weights are then made on the device. "floor" is the longer of
-reading weights and KV cache from memory and computing all products, both at the speed that this run measures first.
+MODEL is a folder, a GGUF file, or the name of a synthetic model, whose weights are then made on the device. "floor" is
+the longer of reading weights and KV cache from memory and computing all products, both at the speed that this run
+measures first.
 With --extras, decoding steps are measured in which every sequence has an adapter (all the same one, or 8 in turns; they
 lie in MODEL-adapters) or a JSON grammar, in turns with steps without.
 """
@@ -32,6 +33,8 @@ from benchmarks.workloads import positive
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import EngineError
+from tgi_server.gguf.paths import SUFFIX
+from tgi_server.model_files.gguf_models import described
 
 _ATTEMPTS = 3
 _COLUMNS = ("step", "batch", "tokens", "tokens/s", "engine, ms", "floor, ms", "x floor")
@@ -103,7 +106,7 @@ def _clock(arguments: argparse.Namespace) -> Callable[[], float]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help=f"a model folder, or one of {', '.join(MODELS)}")
+    parser.add_argument("model", help=f"a model folder, a GGUF file, or one of {', '.join(MODELS)}")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32, 40], help="default: %(default)s")
     parser.add_argument("--context", type=positive, default=128, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=32, help="decoding steps to measure (default: %(default)s)")
@@ -111,6 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--quantize", metavar="WAY", help="rounds weights as the server's flag of this name")
     parser.add_argument("--linear-kernels", metavar="NAMES", help="as the server's flag of this name")
+    parser.add_argument("--packed-weights-cache", type=Path, metavar="FOLDER", help="as the server's; default: none")
     parser.add_argument("--device", type=torch.device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--extras", nargs="+", choices=EXTRAS, help="measure decoding steps whose rows have these")
@@ -128,11 +132,18 @@ def _arguments() -> argparse.Namespace:
 @torch.inference_mode()
 def _run(arguments: argparse.Namespace) -> dict[str, object]:
     dtype, folder = DTYPES[arguments.dtype], Path(arguments.model)
+    if folder.suffix == SUFFIX:
+        folder = described(folder)
     made_here = arguments.model in MODELS and not folder.exists()
     shape = MODELS[arguments.model].config if made_here else read_config(folder)
     cost = cost_of(shape, dtype)
     config = EngineConfig(
-        folder, dtype, arguments.device, quantize=arguments.quantize, linear_kernels=arguments.linear_kernels
+        folder,
+        dtype,
+        arguments.device,
+        quantize=arguments.quantize,
+        linear_kernels=arguments.linear_kernels,
+        packed_cache=arguments.packed_weights_cache,
     )
     device = config.resolve_device()
     machine = measure_machine(device, dtype)

@@ -122,10 +122,7 @@ def load_models(
     if compiles and model_path is not None and _fits_twice(model_path):
         compile_beside()
     _check_gpus(settings)
-    sharing_cores = settings.local_world_size or settings.world_size
-    if settings.numa is not None:
-        sharing_cores = keep_to_node(settings.numa, _local_rank(settings), sharing_cores)
-    group = _connect(settings, sharing_cores)
+    group = _connect(settings)
     encoders = {
         task: Encoder(task, replace(engine_config(settings, path), device=_device(settings)))
         for task, path in (encoder_paths or {}).items()
@@ -186,7 +183,10 @@ def _packed_cache(settings: ShardSettings) -> Path | None:
     return None if folder == Path("none") else folder
 
 
-def _connect(settings: ShardSettings, sharing_cores: int) -> ShardGroup | None:
+def _connect(settings: ShardSettings) -> ShardGroup | None:
+    sharing_cores = settings.local_world_size or settings.world_size
+    if settings.numa is not None:
+        sharing_cores = keep_to_node(settings.numa, _local_rank(settings), sharing_cores)
     if settings.world_size == 1:
         return None
     return connect(
