@@ -223,7 +223,7 @@ def test_calls_that_contradict_the_batch_are_refused_and_the_engine_goes_on(engi
         engine.step(BATCH_ID, [sequence(1, PROMPTS[0], blocks=[1])], [(1, 9)])
     with pytest.raises(InvalidCall, match="the batch is full"):
         engine.step(BATCH_ID, [sequence(10 + index, PROMPTS[0]) for index in range(9)])
-    with pytest.raises(InvalidCall, match="block 100000; blocks go from 1 to"):
+    with pytest.raises(InvalidCall, match="block 100000 does not exist; blocks go from 1 to"):
         engine.step(BATCH_ID, [sequence(1, PROMPTS[0], blocks=[1, 100_000])])
     (again,) = Driver(engine).run(sequence(0, PROMPTS[0]))
     assert again.tokens == expected[0]

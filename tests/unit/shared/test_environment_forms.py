@@ -43,6 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
         "info,text_generation_router=debug": "INFO,text_generation_router=DEBUG",
     },
     "logger_level": {"INFO": "INFO", "info": "INFO", "CRITICAL": "CRITICAL"},
+    "prefix_cache_disk": {"20GiB": "20GiB", "1MB:/a": "1MB:/a"},
     "cuda_graphs": {"0": [0], **NUMBERS},
     "max_timeout": {"300.5": 300.5},
     "enable_auto_tool_choice": {"true": True, "1": True},
