@@ -20,6 +20,7 @@ from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.messages import MessagesRequest
+from tgi_server.router.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.shard.settings import DownloadSettings, QuantizeSettings
 from tools.chart import chart
@@ -33,6 +34,7 @@ _BODIES: dict[Dialect, tuple[type[BaseModel], str]] = {
     Dialect.COMPLETIONS: (CompletionRequest, "`/v1/completions`"),
     Dialect.RESPONSES: (ResponsesRequest, "`/v1/responses`"),
     Dialect.MESSAGES: (MessagesRequest, "`/v1/messages`"),
+    Dialect.OLLAMA: (OllamaOptions, "`options` of `/api/chat` and `/api/generate`"),
 }
 _HEAD = """# Generation options
 
@@ -59,9 +61,11 @@ def members_page() -> str:
     """Returns the page of what requests may have beside generation options."""
     parts = [_MEMBERS_HEAD]
     for dialect, (model, routes) in _BODIES.items():
-        if dialect is not Dialect.TGI:
+        if dialect not in (Dialect.TGI, Dialect.OLLAMA):  # whose options are in an object
             options = [name for row in rows(dialect) for name in row.names]
             parts.append(f"## {routes}\n\n{members_table(model, options)}\n")
+    parts.append(f"## `/api/chat`\n\n{members_table(OllamaChatRequest)}\n")
+    parts.append(f"## `/api/generate`\n\n{members_table(OllamaGenerateRequest)}\n")
     return "\n".join(parts)
 
 
@@ -163,6 +167,8 @@ _TYPES = {
 
 def _default(row: OptionRow) -> str:
     """Returns the default as a value, or in words where the value is one that only the contract has."""
+    if row.rules.default is not None:
+        return f"`{row.rules.default}`"
     if isinstance(row.default, bool):
         return f"`{str(row.default).lower()}`"
     if "unset:" in row.description.lower():
@@ -213,7 +219,12 @@ _PROGRAMS_REPLACED = (
         "its additional fields below `/v1/`, loading of adapters, the metrics that inference gateways read",
         "[coming from vLLM](coming-from-vllm.md)",
     ),
-    ("llama.cpp, Ollama", "GGUF files; not their own routes", "[coming from them](coming-from-ollama.md)"),
+    (
+        "Ollama: `ollama`, Home Assistant",
+        "`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags`, `/api/show`, `/api/ps`, `/api/version`; GGUF files",
+        "[coming from Ollama](coming-from-ollama.md#ollamas-routes)",
+    ),
+    ("llama.cpp", "GGUF files; not its own routes", "[coming from llama.cpp](coming-from-ollama.md)"),
     (
         "Text Embeddings Inference, Jina, Cohere",
         "`/embed`, `/rerank`, `/predict`, `/v1/rerank`, `/v2/rerank`",

@@ -8,6 +8,8 @@ from shared.logging import one_line
 # Characters: a message may repeat what a client sent.
 _LONGEST_MESSAGE = 1_000
 _OPENAI = ("/v1/", "/v2/")
+OLLAMA = "/api/"
+_NOT_TGI = (*_OPENAI, OLLAMA)
 ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
@@ -279,7 +281,7 @@ class NoSuchResponse(RouterError):
 
 
 class NotSupported(RouterError):
-    """A feature of OpenAI's or Anthropic's API that this server does not have."""
+    """A feature of OpenAI's, Anthropic's or Ollama's API that this server does not have."""
 
     # Not 501, which clients and proxies take for a failure, and send the request again.
     status = 404
@@ -288,21 +290,25 @@ class NotSupported(RouterError):
 
 
 def shown_status(error: RouterError, path: str) -> int:
-    """Returns the HTTP status of an error. Below /v1/ and /v2/ a request that breaks a rule gets 400, where
+    """Returns the HTTP status of an error. Below /v1/, /v2/ and /api/ a request that breaks a rule gets 400, where
     TGI has 422.
     """
-    return 400 if error.status == 422 and path.startswith(_OPENAI) else error.status
+    return 400 if error.status == 422 and path.startswith(_NOT_TGI) else error.status
 
 
 def shown_message(error: RouterError, path: str) -> str:
     """Returns the message for the client and the log, in the words of TGI, OpenAI or Anthropic."""
-    if not isinstance(error, ContextOverflow) or not path.startswith(_OPENAI):
+    if not isinstance(error, ContextOverflow) or not path.startswith(_NOT_TGI):
         return str(error)
     return error.anthropic_message if path.startswith(ANTHROPIC) else error.openai_message
 
 
 def error_body(error: RouterError, path: str) -> dict[str, Any]:
-    """Returns the JSON object of an error: TGI's, OpenAI's below /v1/ and /v2/, or Anthropic's below /v1/messages."""
+    """Returns the JSON object of an error: TGI's, OpenAI's below /v1/ and /v2/, Anthropic's below /v1/messages, or
+    Ollama's below /api/.
+    """
+    if path.startswith(OLLAMA):
+        return {"error": shown_message(error, path)}
     if path.startswith(ANTHROPIC):
         kind = _ANTHROPIC_TYPES.get(shown_status(error, path), "api_error")
         details = _ANTHROPIC_DETAILS.get(error.param or "") if isinstance(error, InvalidRequest) else None

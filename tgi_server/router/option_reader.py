@@ -18,6 +18,7 @@ from tgi_server.router.options import (
     SHAPING,
     Dialect,
     OptionRow,
+    defaults_of,
     field_of,
     options_of,
     path_of,
@@ -51,10 +52,10 @@ class Given:
         names: dict[str, str] = {}
         known = options_of(dialect)
         for name in request.model_fields_set & known.keys():
-            option, place = known[name]
-            first = option not in names or place < known[names[option]][1]
-            if first and (value := getattr(request, name)) is not None:
-                values[option], names[option] = value, name
+            row, place = known[name]
+            first = row.option not in names or place < known[names[row.option]][1]
+            if first and (value := getattr(request, name)) is not None and not row.is_unset(value):
+                values[row.option], names[row.option] = value, name
         for option, (path, value) in (elsewhere or {}).items():
             if option not in values and value is not None:
                 values[option], names[option] = value, path
@@ -108,7 +109,7 @@ class OptionReader:
             raise InvalidRequest.at(given.name("priority"), fault)
         chosen = dict(given.values)
         if dialect is not Dialect.TGI:
-            chosen = {**(self.defaults or {}), **chosen}
+            chosen = {**defaults_of(dialect), **(self.defaults or {}), **chosen}
         chosen |= self._derived(chosen, given)
         parts: list[dict[str, Any]] = [{} for _ in PARTS]
         for name, value in chosen.items():

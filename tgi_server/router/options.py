@@ -32,6 +32,7 @@ class Dialect(Enum):
     COMPLETIONS = "completions"
     RESPONSES = "responses"
     MESSAGES = "messages"
+    OLLAMA = "Ollama"
 
     @property
     def prompt(self) -> str:
@@ -45,7 +46,10 @@ _PROMPTS = {
     Dialect.COMPLETIONS: "prompt",
     Dialect.RESPONSES: "input",
     Dialect.MESSAGES: "messages",
+    Dialect.OLLAMA: "messages",
 }
+# The object of a request that has the options; in the other interfaces it is the request itself.
+_OBJECTS = {Dialect.TGI: "parameters", Dialect.OLLAMA: "options"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ class Spelling:
     """An option as one interface has it, with the rules that its values keep there beside their bounds.
 
     names: of its fields; a message about an unset option has the first name. bounds: None: as in the contract. note:
-    an addition to its description. limit: of the server, which bounds the number, or the number of texts. at_least,
-    at_most: options whose values bound it. choices: the values that it may have; empty: any.
+    an addition to its description. default: its value where neither the request nor the model's own defaults set it;
+    None: as in the contract. unset: values that leave it unset. limit: of the server, which bounds the number, or the
+    number of texts. at_least, at_most: options whose values bound it. choices: the values that it may have; empty: any.
 
     Values within `free`, or equal to that of `at_least`, may stand beside anything. Others need one of `needs`, fields
     of the request; and the abilities of the server in `abilities`. They are refused with the options, and with what a
@@ -64,6 +69,8 @@ class Spelling:
     names: tuple[str, ...] = ()
     bounds: Bounds | None = None
     note: str = ""
+    default: float | None = None
+    unset: Bounds | None = None
     limit: str = ""
     at_least: str = ""
     at_most: str = ""
@@ -79,7 +86,7 @@ class Spelling:
 BESIDE_OPTIONS = {"grammar": "a grammar or tools", "images": "images, which cannot be cut"}
 _EVERYWHERE = tuple(Dialect)
 _OPENAI = (Dialect.CHAT, Dialect.COMPLETIONS, Dialect.RESPONSES)
-_NOT_TGI = (*_OPENAI, Dialect.MESSAGES)
+_NOT_TGI = (*_OPENAI, Dialect.MESSAGES, Dialect.OLLAMA)
 
 
 def _only(*dialects: Dialect, **spelling: Any) -> Any:
@@ -90,6 +97,11 @@ def _only(*dialects: Dialect, **spelling: Any) -> Any:
 def _in(*dialects: Dialect, **spelling: Any) -> Any:
     """Returns an option's spelling in these interfaces; the others have it as the contract does."""
     return dict.fromkeys(dialects, spelling)
+
+
+def _with_default(spellings: Any, default: float) -> Any:
+    """Returns spellings in which Ollama's interface has a default."""
+    return {**spellings, Dialect.OLLAMA: {**spellings[Dialect.OLLAMA], "default": default}}
 
 
 # Options that only shape sampling, which each of them switches on in TGI's interface.
@@ -119,10 +131,16 @@ _RULES: Mapping[str, Mapping[str, Any]] = {
 }
 _DIFFERENCES: Mapping[str, Mapping[Dialect, Mapping[str, Any] | None]] = {
     "do_sample": _only(Dialect.TGI),
-    "temperature": _in(*_NOT_TGI, bounds=Bounds(least=0), note="0: always the most likely token."),
-    "top_k": _in(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: all tokens."),
-    "top_p": _in(*_NOT_TGI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."),
-    "typical_p": _only(Dialect.TGI),
+    "temperature": _with_default(_in(*_NOT_TGI, bounds=Bounds(least=0), note="0: always the most likely token."), 0.8),
+    "top_k": _with_default(_in(*_NOT_TGI, bounds=Bounds(least=-1, most=2**31 - 1), note="0 or -1: all tokens."), 40),
+    "top_p": _with_default(
+        _in(*_NOT_TGI, bounds=Bounds(least=0, most=1), note="0: always the most likely token."), 0.9
+    ),
+    "typical_p": {
+        **_only(Dialect.TGI),
+        **_in(Dialect.OLLAMA, bounds=Bounds(above=0, most=1), note="1: all tokens."),
+    },
+    "repetition_penalty": _in(Dialect.OLLAMA, names=("repeat_penalty",)),
     "frequency_penalty": _only(Dialect.TGI),
     "count_penalty": _only(*_NOT_TGI, names=("frequency_penalty",)),
     "seed": _in(*_NOT_TGI, bounds=Bounds(least=-(2**63), most=2**64 - 1), note="-1: a random seed."),
@@ -144,12 +162,19 @@ _DIFFERENCES: Mapping[str, Mapping[Dialect, Mapping[str, Any] | None]] = {
             free=Bounds(least=1),
             streams=False,  # there would be nothing in it
         ),
+        **_in(
+            Dialect.OLLAMA,
+            names=("num_predict",),
+            bounds=Bounds(least=-2, most=2**31 - 1),
+            note="0, -1 or -2: as many as fit.",
+            unset=Bounds(most=0),
+        ),
     },
     "top_n_tokens": {
         **_in(Dialect.CHAT, names=("top_logprobs",), note="Needs `logprobs`.", needs=("logprobs",)),
         **_in(Dialect.COMPLETIONS, names=("logprobs",), note="Unset: no log-probabilities."),
         **_in(Dialect.RESPONSES, names=("top_logprobs",), note="Requested by `include`."),
-        Dialect.MESSAGES: None,
+        **dict.fromkeys((Dialect.MESSAGES, Dialect.OLLAMA)),
     },
     "prefill_logprobs": _only(Dialect.TGI, names=("decoder_input_details",), streams=False),
     "n": _only(Dialect.CHAT, Dialect.COMPLETIONS),
@@ -191,6 +216,10 @@ class OptionRow:
     rules: Spelling
     least: float | None
 
+    def is_unset(self, value: Any) -> bool:
+        """Returns True for a value that leaves the option unset."""
+        return self.rules.unset is not None and not self.rules.unset.fault(value)
+
     def is_free(self, value: Any) -> bool:
         """Returns True for a value to which the rules about other options do not apply."""
         return self.rules.free is not None and not self.rules.free.fault(value)
@@ -224,9 +253,9 @@ def _row(part: type, field: Field[Any], dialect: Dialect) -> OptionRow | None:
 
 
 @cache
-def options_of(dialect: Dialect) -> Mapping[str, tuple[str, int]]:
+def options_of(dialect: Dialect) -> Mapping[str, tuple[OptionRow, int]]:
     """Returns the option that each field of an interface sets, and the place of the field among the option's fields."""
-    return {name: (row.option, place) for row in rows(dialect) for place, name in enumerate(row.names)}
+    return {name: (row, place) for row in rows(dialect) for place, name in enumerate(row.names)}
 
 
 @cache
@@ -241,7 +270,13 @@ def refusal(option: str, dialect: Dialect, fault: str) -> InvalidRequest:
 
 
 def path_of(name: str, dialect: Dialect) -> str:
-    return f"parameters.{name}" if dialect is Dialect.TGI else name
+    return f"{_OBJECTS[dialect]}.{name}" if dialect in _OBJECTS else name
+
+
+@cache
+def defaults_of(dialect: Dialect) -> Mapping[str, float]:
+    """Returns the defaults that an interface has in place of the contract's."""
+    return {row.option: row.rules.default for row in rows(dialect) if row.rules.default is not None}
 
 
 _LARGEST_FLOAT32 = 2.0**128 - 2.0**104

@@ -30,6 +30,7 @@ UNLIMITED = 2**40
 class ModelDescription:
     """The model that is served, and the version of the server.
 
+    model_type: of the model's configuration, such as llama.
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
     `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
     of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers.
@@ -44,6 +45,7 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    model_type: str = ""
     given_id: str | None = None  # as --model-id has it: perhaps a path, which no response shows
     speculate: int = 0
     quantization: str | None = None

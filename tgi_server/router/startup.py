@@ -488,6 +488,7 @@ def _describe(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Wa
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
+        model_type=info.model_type,
         speculate=info.speculate,
         version=package_version(),
         quantization=info.quantization or None,

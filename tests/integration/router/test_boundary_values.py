@@ -16,6 +16,7 @@ from tests.servers import TextGenerationServer
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.ollama import OllamaOptions
 
 INTEGERS = (1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 2**64, -1, -(2**31), -(2**31) - 1, -(2**63) - 1)
 # JSON as text, so that there may be numbers in it that Python does not write.
@@ -29,7 +30,10 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/generate_stream": (GenerateParameters, {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}),
     "/v1/completions": (CompletionRequest, {"prompt": "Hello", "max_tokens": 2}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+    "/api/generate": (OllamaOptions, {"prompt": "Hello", "options": {"num_predict": 2}}),
 }
+# The object of a body that has the options.
+OBJECTS = ("parameters", "options")
 
 
 def _is_numeric(annotation: Any) -> bool:
@@ -44,20 +48,21 @@ def _bodies(route: str) -> Iterator[tuple[str, str]]:
     fields = {name: "@" for name, field in model.model_fields.items() if _is_numeric(field.annotation)}
     assert {"temperature", "top_k", "seed"} <= fields.keys()
     for name, hole in [*fields.items(), ("logit_bias", {"5": "@"})]:
-        if "parameters" in body:
-            filled = {**body, "parameters": {**body["parameters"], name: hole}}
-        else:
-            filled = {**body, name: hole}
+        filled = _with_options(body, {name: hole})
         if name == "top_logprobs":
             filled["logprobs"] = True
         for value in VALUES:
             yield f"{name} of {value[:30]}", json.dumps(filled).replace('"@"', value)
     token_ids = {f'{{"{value}": 1}}': value for value in VALUES}
     for bias, value in token_ids.items():
-        filled = (
-            {**body, "logit_bias": "@"} if "parameters" not in body else {**body, "parameters": {"logit_bias": "@"}}
-        )
+        filled = _with_options(body, {"logit_bias": "@"})
         yield f"logit_bias of token {value[:30]}", json.dumps(filled).replace('"@"', bias)
+
+
+def _with_options(body: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a body with further options."""
+    where = next((name for name in OBJECTS if name in body), None)
+    return {**body, **options} if where is None else {**body, where: {**body[where], **options}}
 
 
 async def _stream(client: httpx.AsyncClient, seed: int, tokens: int) -> str:

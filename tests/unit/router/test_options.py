@@ -14,6 +14,7 @@ from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.messages import MessagesRequest
+from tgi_server.router.schemas.ollama import OllamaOptions
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.router.schemas.validation import validate
 from tgi_server.router.submission import Limits
@@ -42,6 +43,7 @@ BODIES = {
     Dialect.COMPLETIONS: (CompletionRequest, {"prompt": "hello"}),
     Dialect.RESPONSES: (ResponsesRequest, {"input": "hello"}),
     Dialect.MESSAGES: (MessagesRequest, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}),
+    Dialect.OLLAMA: (OllamaOptions, {}),
 }
 OPENAI = [dialect for dialect in Dialect if dialect is not Dialect.TGI]
 
@@ -50,6 +52,11 @@ def read(dialect: Dialect = Dialect.TGI, defaults: dict[str, float] | None = Non
     """Returns the options of a request's body. Raises InvalidRequest."""
     model, body = BODIES[dialect]
     return OptionReader(LIMITS, VOCAB_SIZE, (1,), defaults).read(validate(model, body | sent), dialect)
+
+
+def last_name(refusal: InvalidRequest) -> str:
+    """Returns the name of the refused option, without the object of the request that has it."""
+    return (refusal.param or "").rpartition(".")[2]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +161,24 @@ def test_elsewhere_it_is_on_unless_the_temperature_is_0(dialect: Dialect, sent: 
     assert sampled or (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
 
 
+def test_ollamas_defaults_are_for_what_neither_a_request_nor_the_model_sets():
+    sampling = read(Dialect.OLLAMA, {"temperature": 0.6}, top_k=7).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.do_sample) == (0.6, 7, 0.9, True)
+    sampling = read(Dialect.OLLAMA).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (0.8, 40, 0.9, 1.0)
+    assert not read(Dialect.OLLAMA, temperature=0).sampling.do_sample
+
+
+@pytest.mark.parametrize(("sent", "tokens"), [(-2, 0), (-1, 0), (0, 0), (3, 3)])
+def test_a_length_that_is_no_bound_is_unset(sent: int, tokens: int):
+    assert read(Dialect.OLLAMA, num_predict=sent).stopping.max_new_tokens == tokens
+    if tokens:
+        with pytest.raises(InvalidRequest, match=r"it must be at most `options\.num_predict`, which is 3"):
+            read(Dialect.OLLAMA, num_predict=sent, min_tokens=4)
+    else:
+        assert read(Dialect.OLLAMA, num_predict=sent, min_tokens=4).sampling.min_tokens == 4
+
+
 def test_values_that_switch_a_rule_off_are_its_default():
     off = read(Dialect.CHAT, top_p=1, top_k=-1, seed=1).sampling
     assert (off.top_p, off.top_k) == (1.0, 0)
@@ -219,7 +244,7 @@ def test_limits_that_the_operator_gives_bound_all_interfaces(dialect: Dialect):
         read(dialect, **needed, **{name: value})
         with pytest.raises(InvalidRequest) as refusal:
             OptionReader(limits, VOCAB_SIZE).read(validate(model, body | needed | {name: value}), dialect)
-        assert (refusal.value.param or "").removeprefix("parameters.") == name
+        assert last_name(refusal.value) == name
 
 
 @pytest.mark.parametrize("dialect", Dialect)
@@ -241,7 +266,7 @@ def test_what_cannot_be_used_with_the_rest_of_a_request_or_on_a_server_is_named(
     name = row.names[0]
     with pytest.raises(InvalidRequest, match=fault) as refusal:
         check_company(read(dialect, **{name: value}), dialect, {beside}, {} if beside else lacking)
-    assert refusal.value.param == (f"parameters.{name}" if dialect is Dialect.TGI else name)
+    assert last_name(refusal.value) == name
     check_company(read(dialect, **{name: value}), dialect, (), {})
     check_company(read(dialect, thinking_token_budget=-1, min_tokens=0), dialect, {"grammar", "images"}, lacking)
 
@@ -253,11 +278,11 @@ def test_a_priority_that_a_request_may_not_have_is_named(dialect: Dialect):
     assert OptionReader(LIMITS, VOCAB_SIZE).read(request, dialect, lowest_priority=-1).priority == -1
     with pytest.raises(InvalidRequest, match="is -1; the lowest that this request may have is 0") as refusal:
         OptionReader(LIMITS, VOCAB_SIZE).read(request, dialect, lowest_priority=0)
-    assert (refusal.value.param or "").removeprefix("parameters.") == "priority"
+    assert last_name(refusal.value) == "priority"
 
 
 @pytest.mark.parametrize("dialect", Dialect)
 def test_an_option_that_is_refused_with_another_is_named(dialect: Dialect):
-    with pytest.raises(InvalidRequest, match=r"cannot be used with `(parameters\.)?allowed_token_ids`") as refusal:
+    with pytest.raises(InvalidRequest, match=r"cannot be used with `(\w+\.)?allowed_token_ids`") as refusal:
         read(dialect, thinking_token_budget=0, allowed_token_ids=[5])
-    assert (refusal.value.param or "").removeprefix("parameters.") == "thinking_token_budget"
+    assert last_name(refusal.value) == "thinking_token_budget"

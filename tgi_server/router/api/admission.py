@@ -152,15 +152,17 @@ class PostRoutes(list[Route]):
         answer: type[ResponseModel] | str | None,
         events: type[ResponseModel] | str | None = None,
         errors: Responses | None = None,
+        *,
+        lines: type[ResponseModel] | str | None = None,
     ) -> None:
-        """Adds a route whose requests are a `model`. answer, events: the description of a response in one piece, and of
-        a stream; None: there is none. errors: None: those of the interface.
+        """Adds a route whose requests are a `model`. answer, events, lines: the description of a response in one piece,
+        of a stream of events, and of one of lines of JSON; None: there is none. errors: None: those of the interface.
         """
 
         async def respond(request: Request) -> Response:
             return await respond_to(self._service, request, model, handle)
 
-        responses = (errors or self._errors) | answered_by(answer, events)
+        responses = (errors or self._errors) | answered_by(answer, events, lines)
         self.append(DescribedRoute(path, respond, summary, responses, method="POST", body=model))
 
 

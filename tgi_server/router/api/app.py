@@ -28,6 +28,8 @@ from tgi_server.router.api.routes.embeddings import embedding_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.messages import message_routes
+from tgi_server.router.api.routes.ollama import ollama_routes
+from tgi_server.router.api.routes.ollama_models import ollama_model_routes
 from tgi_server.router.api.routes.page import page_routes, page_while_loading
 from tgi_server.router.api.routes.ranking import ranking_routes
 from tgi_server.router.api.routes.responses import response_routes
@@ -46,12 +48,13 @@ _ROUTES = (
     completion_routes,
     response_routes,
     message_routes,
+    ollama_routes,
     decision_routes,
     warm_routes,
     compatibility_routes,
     adapter_routes,
 )
-_OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, probe_routes)
+_OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, ollama_model_routes, probe_routes)
 
 
 def create_app(service: Service, rules: AccessRules) -> Starlette:

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import BaseRoute, Route
 from swagger_ui_bundle import swagger_ui_path
 
-from tgi_server.router.api.encoding import EVENTS, JSON
+from tgi_server.router.api.encoding import EVENTS, JSON, LINES
 from tgi_server.router.schemas import (
     adapters,
     chat,
@@ -29,6 +29,7 @@ from tgi_server.router.schemas import (
     generate,
     info,
     messages,
+    ollama,
     openai,
     responses,
     tokenize,
@@ -54,9 +55,15 @@ def described(description: str, model: type[ResponseModel], media_type: str = JS
     return {"description": description, "content": {media_type: {"schema": _reference(model.__name__)}}}
 
 
-def answered_by(model: type[ResponseModel] | str | None, events: type[ResponseModel] | str | None = None) -> Responses:
-    """Describes a response in one piece, and one whose events are `events`. A text names one of `_NAMED`."""
-    kinds = {JSON: model, EVENTS: events}
+def answered_by(
+    model: type[ResponseModel] | str | None,
+    events: type[ResponseModel] | str | None = None,
+    lines: type[ResponseModel] | str | None = None,
+) -> Responses:
+    """Describes a response in one piece, one whose events are `events`, and one whose lines are `lines`. A text names
+    one of `_NAMED`.
+    """
+    kinds = {JSON: model, EVENTS: events, LINES: lines}
     names = {kind: each if isinstance(each, str) else each.__name__ for kind, each in kinds.items() if each is not None}
     content = {kind: {"schema": _reference(name)} for kind, name in names.items()}
     return {200: {"description": "Success", "content": content}}
@@ -110,6 +117,7 @@ OPENAI_ERRORS = {400 if status == 422 else status: entry for status, entry in _e
 ANTHROPIC_ERRORS = {
     400 if status == 422 else status: entry for status, entry in _errors(messages.AnthropicErrorResponse).items()
 }
+OLLAMA_ERRORS = {400 if status == 422 else status: entry for status, entry in _errors(ollama.OllamaError).items()}
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = _errors(ErrorResponse, EVENTS)
 PLAIN_TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -122,6 +130,10 @@ _EXAMPLES: dict[str, Any] = {
     "CompletionRequest": {"prompt": "How do I cook rice?", "max_tokens": 40},
     "MessagesRequest": {"messages": _CHAT, "max_tokens": 40},
     "CountTokensRequest": {"messages": _CHAT},
+    "OllamaChatRequest": {"messages": _CHAT, "stream": False, "options": {"num_predict": 40}},
+    "OllamaGenerateRequest": {"prompt": "How do I cook rice?", "stream": False, "options": {"num_predict": 40}},
+    "OllamaEmbedRequest": {"input": ["How do I cook rice?"]},
+    "OllamaEmbeddingsRequest": {"prompt": "How do I cook rice?"},
     "ResponsesRequest": {"input": "How do I cook rice?", "max_output_tokens": 40},
     "DecisionsRequest": {
         "input": "How do I cook rice?",
@@ -150,6 +162,8 @@ _REQUESTS: list[type[BaseModel]] = [
     *(responses.ResponsesRequest, responses.InputTokensRequest),
     messages.MessagesRequest,
     messages.CountTokensRequest,
+    *(ollama.OllamaChatRequest, ollama.OllamaGenerateRequest),
+    *(ollama.OllamaEmbedRequest, ollama.OllamaEmbeddingsRequest, ollama.OllamaShowRequest, ollama.OllamaPullRequest),
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
     decisions.DecisionsRequest,
@@ -176,6 +190,9 @@ _RESPONSES: list[type[ResponseModel]] = [
     *_MESSAGE_EVENTS,
     *(context_management.ClearedThinking, context_management.ClearedToolUses),
     messages.AnthropicErrorResponse,
+    *(ollama.OllamaChatResponse, ollama.OllamaGenerateResponse, ollama.OllamaError, ollama.OllamaStatus),
+    *(ollama.OllamaEmbedResponse, ollama.OllamaEmbeddingsResponse, ollama.OllamaShowResponse),
+    *(ollama.OllamaModels, ollama.OllamaVersion),
     *(decisions.Decision, decisions.PredicateAnswer, decisions.ChoiceAnswer, decisions.ScoreAnswer),
     decisions.RefusalAnswer,
     *(encoding.EmbeddingsResponse, encoding.Rank, encoding.Prediction, encoding.RerankResponse),

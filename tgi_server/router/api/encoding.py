@@ -11,6 +11,7 @@ from starlette.responses import Response
 from shared.stubs.generate_pb2 import TopTokens
 from tgi_server.router.errors import (
     ANTHROPIC,
+    OLLAMA,
     CannotBeInTime,
     NoSuchModel,
     NoSuchRoute,
@@ -28,6 +29,7 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 _RETRY_SECONDS = "1"
 # Of what a header tells: proxies take some kilobytes of all headers.
 _LINES, _LONGEST_LINE = 10, 200
@@ -105,9 +107,18 @@ def named_event(name: str, content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _on_one_line(to_json(content)))
 
 
+def line(content: Any) -> bytes:
+    """Returns an object as one line of newline-delimited JSON."""
+    return _on_one_line(to_json(content)) + b"\n"
+
+
 def error_event(error: RouterError, path: str) -> bytes:
-    """Returns an error as one server-sent event, which has a name where the client looks for it."""
+    """Returns an error as one server-sent event, which has a name where the client looks for it; to clients of Ollama's
+    interface as one line.
+    """
     body = error_body(error, path)
+    if path.startswith(OLLAMA):
+        return line(body)
     if "type" in body:
         return named_event(body["type"], body)
     return tgi_event(body) if isinstance(body["error"], str) else event(body)

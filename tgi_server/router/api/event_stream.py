@@ -1,4 +1,4 @@
-"""Server-sent events: what is written for a client, how a stream ends, and how it is sent."""
+"""Streams, of server-sent events or of lines: what is written for a client, how a stream ends, and how it is sent."""
 
 import asyncio
 from collections.abc import Callable
@@ -135,11 +135,14 @@ class EventStream(Response):
     on_close: called once, with the reason if the stream did not end as it should.
     """
 
-    media_type = EVENTS
-
     def __init__(
-        self, outbox: Outbox, headers: dict[str, str], on_close: Callable[[BaseException | None], None]
+        self,
+        outbox: Outbox,
+        headers: dict[str, str],
+        on_close: Callable[[BaseException | None], None],
+        media_type: str = EVENTS,
     ) -> None:
+        self.media_type = media_type
         self.status_code = 200
         self.background = None
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tgi_server.router.api.access import cache_namespace
 from tgi_server.router.api.admission import Admission
-from tgi_server.router.api.encoding import compute_headers, json_response, timing_headers
+from tgi_server.router.api.encoding import EVENTS, compute_headers, json_response, timing_headers
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.errors import RouterError
 from tgi_server.router.submission import KeptPrefix, PreparedRequest
@@ -183,7 +183,9 @@ class RequestGeneration:
         """Returns what is reported at the end of each sequence; after the last one nothing more is generated."""
         return StreamEnd(outbox, self._record.path, self.admission.release, sequences, last_words, trailer)
 
-    def stream(self, outbox: Outbox, *, characters: int, collects: bool = False) -> EventStream:
+    def stream(
+        self, outbox: Outbox, *, characters: int, collects: bool = False, media_type: str = EVENTS
+    ) -> EventStream:
         """Returns the response that sends what is written into `outbox`; at its end the admission is closed.
 
         characters: of the prompts. collects: the answer is held as a whole until its end.
@@ -195,7 +197,7 @@ class RequestGeneration:
         self._outbox, self._collects = outbox, collects
         self.admission.lease.end = self._fail
         headers = compute_headers(self.service.model.compute_type, characters=characters)
-        return EventStream(outbox, headers | self._record.headers, self.admission.close)
+        return EventStream(outbox, headers | self._record.headers, self.admission.close, media_type)
 
     def _fail(self, error: RouterError) -> bool:
         """Ends the stream with an error. Returns False if nothing runs, or the client does not read."""

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _INDEX = re.compile(r"\[\d+\]")
-_CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"})
 # Ignored members that are reported for one request, and names of ignored members that are logged.
 _MOST_REPORTED, _MOST_LOGGED = 10, 1000
 

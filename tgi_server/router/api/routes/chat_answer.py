@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 from msgspec import UNSET
+from pydantic_core import from_json
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.answers.free_form import free_form_input
@@ -191,6 +192,10 @@ class WholeChoice:
         return self._reason
 
     @property
+    def logprobs(self) -> list[ChatCompletionLogprob]:
+        return self._logprobs
+
+    @property
     def calls(self) -> list[tuple[str, str, str]]:
         """The calls: the name of each, its arguments as JSON, and the id that the model gave it; empty: none."""
         arguments = map("".join, self._arguments)
@@ -211,6 +216,11 @@ class WholeChoice:
             custom = CalledFreeFormTool(name=name, input=arguments)
             return MadeToolCall(id=own or call_id(), type="custom", custom=custom)
         return MadeToolCall(id=own or call_id(), function=CalledFunction(name=name, arguments=arguments))
+
+
+def made_arguments(arguments: str) -> Any:
+    """Returns the arguments of a call as an object; of one that was cut off, as much of it as there is."""
+    return from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
 
 
 def call_id() -> str:

@@ -1,7 +1,7 @@
 """/v1/embeddings, OpenAI's, and /embed, that of Text Embeddings Inference (TEI)."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -14,7 +14,6 @@ from tgi_server.router.api.documentation import OPENAI_ERRORS, REQUEST_ERRORS
 from tgi_server.router.api.encoding import to_json
 from tgi_server.router.api.values import encode, respond_with_values, served_encoder
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.schemas.completions import Prompt
 from tgi_server.router.schemas.encoding import (
     MOST_TEXTS,
     EmbeddingsRequest,
@@ -44,14 +43,14 @@ async def embed_texts(admission: Admission, request: EmbeddingsRequest) -> Respo
     most = request.truncate_prompt_tokens
     fitting = Fitting("input", cut=most is not None, most=most if most and most > 0 else None)
     prompt = encoder.prompt(request.prompt_name)
-    dimensions = _dimensions(encoder, request.dimensions)
-    inputs = await _inputs(encoder, request.input, fitting, prompt)
+    dimensions = dimensions_of(encoder, request.dimensions)
+    inputs = await tokens_of(encoder, request.input.root, fitting, prompt)
     values = await encode(admission, encoder, inputs, dimensions=dimensions, normalize=True)
     tokens = admission.record.read_tokens
 
     def response() -> EmbeddingsResponse:
         rows: Iterable[Any] = (
-            (b64encode(row).decode() for row in values) if request.encoding_format == "base64" else _rows(values)
+            (b64encode(row).decode() for row in values) if request.encoding_format == "base64" else rows_of(values)
         )
         return EmbeddingsResponse(
             object="list",
@@ -67,20 +66,22 @@ async def _embed(admission: Admission, request: EmbedRequest) -> Response:
     encoder = served_encoder(admission, "embed", None)
     fitting = Fitting("inputs", cut=request.truncate, left=request.truncation_direction == "left")
     prompt = encoder.prompt(request.prompt_name)
-    dimensions = _dimensions(encoder, request.dimensions)
-    inputs = await _inputs(encoder, request.inputs, fitting, prompt)
+    dimensions = dimensions_of(encoder, request.dimensions)
+    inputs = await tokens_of(encoder, request.inputs.root, fitting, prompt)
     values = await encode(admission, encoder, inputs, dimensions=dimensions, normalize=request.normalize)
-    return await respond_with_values(admission, lambda: list(_rows(values)), size=values.size)
+    return await respond_with_values(admission, lambda: list(rows_of(values)), size=values.size)
 
 
-def _rows(values: Values) -> Iterator[Raw]:
+def rows_of(values: Values) -> Iterator[Raw]:
     """Yields each row as JSON, one by one: while JSON is written, no other thread runs."""
     return (Raw(to_json(row)) for row in values.numbers())
 
 
-async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, prompt: str) -> list[pb.EncodeInput]:
+async def tokens_of(
+    encoder: ServedEncoder, texts: Sequence[str | list[int]], fitting: Fitting, prompt: str
+) -> list[pb.EncodeInput]:
     """Returns the tokens of texts, or the given tokens. Raises InvalidRequest."""
-    name, texts = fitting.name, given.root
+    name = fitting.name
     if not 0 < len(texts) <= MOST_TEXTS:
         raise InvalidRequest.at(name, f"has {len(texts)} texts; it may have 1 to {MOST_TEXTS}")
     if isinstance(texts[0], str):
@@ -90,7 +91,8 @@ async def _inputs(encoder: ServedEncoder, given: Prompt, fitting: Fitting, promp
     return await encoder.of_tokens([ids for ids in texts if not isinstance(ids, str)], fitting)
 
 
-def _dimensions(encoder: ServedEncoder, requested: int | None) -> int:
+def dimensions_of(encoder: ServedEncoder, requested: int | None) -> int:
+    """Returns the numbers that each embedding shall have; 0: all. Raises InvalidRequest."""
     if requested is not None and requested > encoder.info.columns:
         raise InvalidRequest.at("dimensions", f"is {requested}; it must be at most {encoder.info.columns}")
     return requested or 0

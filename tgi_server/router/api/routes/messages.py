@@ -7,7 +7,6 @@ from hashlib import blake2b
 from uuid import uuid4
 
 from msgspec import UNSET, UnsetType
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,7 +19,7 @@ from tgi_server.router.api.encoding import named_event
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
 from tgi_server.router.api.routes.chat import ChatChoices
-from tgi_server.router.api.routes.chat_answer import WholeChoice
+from tgi_server.router.api.routes.chat_answer import WholeChoice, made_arguments
 from tgi_server.router.api.routes.chat_prompt import prepare_chat, rendered
 from tgi_server.router.api.routes.context_edits import ContextEdits
 from tgi_server.router.api.routes.messages_request import conversation_of, requested_message
@@ -130,9 +129,7 @@ def _blocks(written: WholeChoice) -> list[SentThinking | SentText | SentToolUse]
     if written.text:
         blocks.append(SentText(text=written.text))
     for name, arguments, own in written.calls:
-        # Arguments of a call that was cut off are as much of an object as there is.
-        made = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
-        blocks.append(SentToolUse(id=own or _tool_use_id(), name=name, input=made))
+        blocks.append(SentToolUse(id=own or _tool_use_id(), name=name, input=made_arguments(arguments)))
     return blocks
 
 
