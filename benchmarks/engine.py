@@ -145,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
         linear_kernels=arguments.linear_kernels,
         packed_cache=arguments.packed_weights_cache,
     )
-    device = config.resolve_device()
+    device = config.device
     machine = measure_machine(device, dtype)
     with tempfile.TemporaryDirectory() as empty:
         model = build_model(shape, device, dtype) if made_here else None

@@ -1,6 +1,6 @@
 """Settings of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,6 +11,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine.
@@ -18,7 +22,7 @@ class EngineConfig:
     model_path: a local folder in `transformers` format.
     dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
     kv_cache_dtype: one of KV_CACHE_DTYPES, of cached keys and values; None: dtype.
-    device: None: CUDA when there is one, else the CPU.
+    device: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
     linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "fma,fma_dequant@32"; None: those of a
@@ -41,7 +45,7 @@ class EngineConfig:
 
     model_path: Path
     dtype: torch.dtype | None = None
-    device: torch.device | None = None
+    device: torch.device = field(default_factory=_default_device)
     memory_fraction: float = 0.9
     cpu_memory: int | None = None
     custom_kernels: bool = True
@@ -58,6 +62,3 @@ class EngineConfig:
     max_lora_rank: int = 256
     packed_cache: Path | None = None
     group: ShardGroup | None = None
-
-    def resolve_device(self) -> torch.device:
-        return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -27,7 +27,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tgi_server.contract import Task
-from tgi_server.engine.checkpoint.load_model import load_config, load_tensors
+from tgi_server.engine.checkpoint.load_model import load_tensors
+from tgi_server.engine.checkpoint.model_folder import ModelFolder
 from tgi_server.engine.checkpoint.reader import read_tensors
 from tgi_server.engine.checkpoint.weight_files import check_files, stored_dtype
 from tgi_server.engine.config import EngineConfig
@@ -97,8 +98,8 @@ class Encoder:
     def __init__(self, task: Task, config: EngineConfig) -> None:
         """Loads the model. Raises an EngineError that says what is wrong with the folder."""
         folder = config.model_path
-        self._device = config.resolve_device()
-        model_config = load_config(config)
+        self._device = config.device
+        model_config = ModelFolder.read(folder, trust_remote_code=config.trust_remote_code).model
         check_files(folder)
         # On a CPU the values are those of `transformers` in float32, whatever the chat model is computed in.
         dtype = torch.float32 if self._device == HOST else config.dtype or stored_dtype(folder) or torch.float32

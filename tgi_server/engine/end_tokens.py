@@ -12,24 +12,24 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tgi_server.engine.checkpoint.model_folder import ModelFolder
 from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
 
 logger = logging.getLogger(__name__)
 
 
-def end_token_ids(folder: Path, default: object, vocab_size: int) -> tuple[int, ...]:
+def end_token_ids(folder: ModelFolder, default: object, vocab_size: int) -> tuple[int, ...]:
     """Returns the end-of-sequence tokens of `generation_config.json`, the tokenizer and `config.json`.
 
     The first is the one that ends a text which a grammar allows to go no further. Tokens that the vocabulary does not
     have are left out, with a warning: -1 stands for none. default: one or several, or None, for a model whose files
     name none.
     """
-    config = _read(folder / "config.json")
     named = [
-        *_listed(_read(folder / "generation_config.json").get("eos_token_id")),
-        *_of_tokenizer(folder),
-        *_listed(config.get("eos_token_id")),
-        *_listed(_object(config.get("text_config")).get("eos_token_id")),
+        *_listed(folder.generation.get("eos_token_id")),
+        *_of_tokenizer(folder.path),
+        *_listed(folder.config.get("eos_token_id")),
+        *_listed(_object(folder.config.get("text_config")).get("eos_token_id")),
     ]
     tokens = named or _listed(default)
     if unknown := [token for token in tokens if not (_is_id(token) and token < vocab_size)]:

@@ -65,7 +65,7 @@ class Engine:
         started = time.perf_counter()
         share_cores(config.group.sharing_cores if config.group else 1)
         parts = load_parts(config, model)
-        self._device = config.resolve_device()
+        self._device = config.device
         self._group = config.group
         self._runner, self._backend = parts.runner, parts.runner.backend
         self.info, self.tower, self.speculation = parts.info, parts.tower, parts.speculation

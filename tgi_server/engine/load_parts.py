@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.engine.backends.devices import choose_dtype
-from tgi_server.engine.checkpoint.load_model import check_shards, load_config, load_model, load_vision
+from tgi_server.engine.checkpoint.load_model import check_shards, load_model, load_vision
+from tgi_server.engine.checkpoint.model_folder import ModelFolder
 from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, write_packed
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
@@ -84,26 +85,29 @@ def load_parts(config: EngineConfig, model: PreTrainedModel | None = None) -> En
     model: one that is on the device already; None: the folder's. Nothing else of the folder is loaded beside a model
     that is given, so it reads no images.
     """
-    own = load_config(config) if model is None else model.config
     if model is None:
-        model, runner = _load_runner(config, own)
-        tower, no_images = _load_tower(config, own, model, runner)
+        folder = ModelFolder.read(config.model_path, trust_remote_code=config.trust_remote_code)
+        model, runner = _load_runner(config, folder)
+        tower, no_images = _load_tower(config, folder.model, model, runner)
     else:
+        folder = ModelFolder.around(model, config.model_path)
         runner, tower, no_images = create_runner(model, config), None, ""
-    speculation = _load_drafters(config, own, model, runner)
-    info = _facts(config, model, runner, tower, no_images, speculation)
-    return EngineParts(own, model, runner, tower, speculation, info)
+    speculation = None
+    if config.speculate or config.speculative_model is not None:
+        speculation = _load_drafters(config, folder.model, model, runner)
+    info = _facts(folder, model, runner, tower, no_images, speculation)
+    return EngineParts(folder.model, model, runner, tower, speculation, info)
 
 
-def _load_runner(config: EngineConfig, own: PretrainedConfig) -> tuple[PreTrainedModel, Runner]:
+def _load_runner(config: EngineConfig, folder: ModelFolder) -> tuple[PreTrainedModel, Runner]:
     """Returns the model of a folder and its runner, from what an earlier start has stored if it can."""
     file = packed_file(config)
     if (stored := read_packed(file, config.group, StoredModel)) is not None:
         model, runner = restored_runner(stored, config)
-        check_shards(config, model.config, model.dtype)
+        if config.group is not None:
+            check_shards(config, model.config, model.dtype)
         return model, runner
-    device = config.resolve_device()
-    model = load_model(config, device, choose_dtype(config, device), own)
+    model = load_model(config, config.device, choose_dtype(config, config.device), folder)
     runner = create_runner(model, config)
     if file is not None and (content := stored_model(runner, model)) is not None:
         write_packed(file, content)
@@ -117,7 +121,7 @@ def _load_tower(
     if not config.image_memory:
         return None, "the server was started without memory for images"
     try:
-        vision = load_vision(config.model_path, own, config.resolve_device(), model.dtype)
+        vision = load_vision(config.model_path, own, config.device, model.dtype)
     except (UnsupportedModel, InvalidWeights) as reason:
         logger.warning("prompts cannot have images: %s", reason)
         return None, str(reason)
@@ -130,11 +134,7 @@ def _load_tower(
     return runner.tower, ""
 
 
-def _load_drafters(
-    config: EngineConfig, own: PretrainedConfig, model: PreTrainedModel, runner: Runner
-) -> Speculation | None:
-    if not config.speculate and config.speculative_model is None:
-        return None
+def _load_drafters(config: EngineConfig, own: PretrainedConfig, model: PreTrainedModel, runner: Runner) -> Speculation:
     if not isinstance(runner, PagedRunner):
         raise UnsupportedModel(
             f"{model.config.model_type} models run in padded batches, where no tokens can be drafted; leave out "
@@ -147,11 +147,11 @@ def _load_drafters(
     elif (drafter_of_model := load_own_drafter(config, own, model, runner)) is not None:
         drafters = [HistoryDrafter(), drafter_of_model]
     runner.most_drafted = most
-    return Speculation(most, drafters, config.group, config.resolve_device())
+    return Speculation(most, drafters, config.group, config.device)
 
 
 def _facts(
-    config: EngineConfig,
+    folder: ModelFolder,
     model: PreTrainedModel,
     runner: Runner,
     tower: VisionTower | None,
@@ -166,14 +166,14 @@ def _facts(
         device_type=runner.backend.device_type,
         vocab_size=vocab_size,
         max_position_embeddings=position_limit(model.config),
-        eos_token_ids=end_token_ids(config.model_path, model.generation_config.eos_token_id, vocab_size),
+        eos_token_ids=end_token_ids(folder, model.generation_config.eos_token_id, vocab_size),
         bos_token_id=model.generation_config.bos_token_id,
         decoder_start_token_id=model.generation_config.decoder_start_token_id,
         encoder_decoder=model.config.is_encoder_decoder,
         paged=runner.paged,
         states=runner.states is not None,
         block_size=runner.block_size,
-        grammars=has_tokenizer(config.model_path),
+        grammars=has_tokenizer(folder.path),
         speculate=speculation.most if speculation else 0,
         forward_pass=runner.model.name if isinstance(runner, PagedRunner) else "transformers, in padded batches",
         quantization=getattr(model, "quantization", ""),

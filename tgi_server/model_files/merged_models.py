@@ -50,8 +50,7 @@ def merge(adapter: Path, base: Path, *, trust_remote_code: bool) -> Path:
     """Returns the copy of the base model that has the adapter merged, made if need be. Raises ModelUnavailable."""
     if (copy := merged_copy(adapter, base)) is not None:
         return copy
-    from tgi_server.engine.checkpoint.load_model import load_config  # imports torch, which takes seconds
-    from tgi_server.engine.config import EngineConfig
+    from tgi_server.engine.checkpoint.model_folder import ModelFolder  # imports torch, which takes seconds
     from tgi_server.engine.errors import EngineError
     from tgi_server.engine.lora import BaseModel, read_adapter
     from tgi_server.model_files.merge_adapter import merge_adapter
@@ -59,8 +58,8 @@ def merge(adapter: Path, base: Path, *, trust_remote_code: bool) -> Path:
     copy = copy_path("merged", adapter, base)
     logger.info("merging the adapter %s into %s", adapter, base)
     try:
-        config = load_config(EngineConfig(base, trust_remote_code=trust_remote_code))
-        model = BaseModel.of(base, config, trust_remote_code=trust_remote_code)
+        folder = ModelFolder.read(base, trust_remote_code=trust_remote_code)
+        model = BaseModel.of(base, folder.model, trust_remote_code=trust_remote_code)
         change = read_adapter(adapter, model)
         with unfinished_copy(base, copy) as whole:
             merge_adapter(change, model, whole)

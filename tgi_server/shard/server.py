@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def load_models(
     _check_gpus(settings)
     group = _connect(settings)
     encoders = {
-        task: Encoder(task, replace(engine_config(settings, path), device=_device(settings)))
+        task: Encoder(task, engine_config(settings, path))
         for task, path in (encoder_paths or {}).items()
         if settings.rank == 0
     }
@@ -157,7 +157,7 @@ def engine_config(
 ) -> EngineConfig:
     return EngineConfig(
         model_path=model_path,
-        device=_device(settings) if group else None,
+        device=_device(settings),
         group=group,
         dtype=DTYPES[settings.dtype] if settings.dtype else None,
         memory_fraction=settings.cuda_memory_fraction,

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import PretrainedConfig
 
 from tests.published_tokenizers import PUBLISHED
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make_llama, make_tokenizer
 from tgi_server.contract import FinishReason, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
+from tgi_server.engine.checkpoint.model_folder import ModelFolder, read_object
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.end_tokens import end_token_ids
 
@@ -23,6 +25,12 @@ def folder(path: Path, tokenizer: Tokenizer | None = None, **files: dict[str, An
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path
+
+
+def ends(path: Path, default: object = None, vocab_size: int = VOCAB) -> tuple[int, ...]:
+    """default: of a model that has been loaded."""
+    config, generation = (read_object(path / name) for name in ("config.json", "generation_config.json"))
+    return end_token_ids(ModelFolder(path, config, generation, PretrainedConfig()), default, vocab_size)
 
 
 EOS = {"content": "</s>", "lstrip": False, "special": True}
@@ -60,22 +68,21 @@ A = make_tokenizer().token_to_id("a")
     ids=str,
 )
 def test_the_end_tokens_of_all_files_count(files: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
-    assert end_token_ids(folder(tmp_path, **files), 9, VOCAB) == expected
+    assert ends(folder(tmp_path, **files), 9) == expected
 
 
 def test_files_that_cannot_be_read_name_none(tmp_path: Path) -> None:
     folder(tmp_path, config={"eos_token_id": 7}, tokenizer_config={"eos_token": "</s>"})
     (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "generation_config.json").write_text("[")
-    assert end_token_ids(tmp_path, None, VOCAB) == (7,)
-    assert end_token_ids(tmp_path / "absent", None, VOCAB) == ()
+    assert ends(tmp_path) == (7,)
+    assert ends(tmp_path / "absent") == ()
 
 
 @pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
 def test_the_end_tokens_of_published_models(published: Any, tmp_path: Path) -> None:
     """Without generation_config.json, as fine-tunes often are, the tokenizer's own is left."""
     published.save(tmp_path)
-    assert end_token_ids(tmp_path, None, published.vocab_size) == (published.token_id(published.eos),)
+    assert ends(tmp_path, vocab_size=published.vocab_size) == (published.token_id(published.eos),)
 
 
 def test_a_text_ends_with_the_end_token_of_the_tokenizer(tmp_path: Path) -> None:

@@ -2,16 +2,15 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
@@ -24,14 +23,14 @@ from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.checkpoint.cut import check_vocabulary, cut, surround
 from tgi_server.engine.checkpoint.fill import empty_model, fill
+from tgi_server.engine.checkpoint.model_folder import ModelFolder, first_line
 from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
 from tgi_server.engine.checkpoint.reader import open_checkpoint
-from tgi_server.engine.checkpoint.settings_check import check_padding, check_rotary_settings
 from tgi_server.engine.checkpoint.skeleton import QuantizedLayers, leave_out_images, leave_out_text
 from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, fingerprint, stored_dtype
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.errors import EngineError, InvalidWeights, UnsupportedModel
 from tgi_server.engine.models.families import family_of, image_models, plan_for
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.shares import share_of
@@ -42,104 +41,74 @@ from tgi_server.loading import READING, ROUNDING
 ChooseDtype = Callable[[torch.dtype | None], torch.dtype]
 
 
-def load_config(config: EngineConfig) -> PretrainedConfig:
-    """Returns the model's own configuration, or that of its text model alone where only that can be built.
-
-    Raises ModelNotFound or UnsupportedModel.
-    """
-    path = config.model_path
-    if not path.is_dir():
-        raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{path} has no config.json; is it a model folder in transformers format?")
-    check_rotary_settings(path / "config.json", _read_object(path / "config.json"))
-    _read_object(path / "generation_config.json")
-    try:
-        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
-    except Exception as error:  # whatever a setting of the wrong kind leads to, or code that came with the model
-        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
-        raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(cause or error)}") from error
-    text_config = found.get_text_config(decoder=True)
-    check_padding(path / "config.json", text_config)
-    return text_config if family_of(found).text_alone else found
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Returns the object of a file, an empty one if there is no file.
-
-    Raises UnsupportedModel for a file without a JSON object: `transformers` finds that late or never.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{file} is not a JSON object; download it again")
-    return content
-
-
 def load_model(
     config: EngineConfig,
     device: torch.device,
     choose_dtype: ChooseDtype | None = None,
-    model_config: PretrainedConfig | None = None,
+    folder: ModelFolder | None = None,
 ) -> PreTrainedModel:
     """Returns the model, or this shard of it, in evaluation mode on `device`, after a check that no weight is missing.
 
     Only safetensors and GGUF files are read; `.bin` files are converted beforehand by `text-generation-server
-    download-weights`. choose_dtype: returns the dtype to compute in for that of the checkpoint, if it says one; None:
-    the same. model_config: the model's own, if it has been read.
+    download-weights`. A GPU gets each tensor as it is read, so that the host holds few. choose_dtype: returns the dtype
+    to compute in for that of the checkpoint, if it says one; None: the same. folder: the model's, if it has been read.
 
     Raises ModelNotFound, InvalidWeights or UnsupportedModel.
     """
     progress(READING)
-    model_config = load_config(config) if model_config is None else model_config
-    check_files(config.model_path)
+    path, trust = config.model_path, config.trust_remote_code
+    folder = folder or ModelFolder.read(path, trust_remote_code=trust)
+    own = folder.model
+    check_files(path)
     # Models that also read images say it beside what the text model is, and some older ones do not say it.
-    parts = (model_config.get_text_config(decoder=True), model_config)
-    said = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
-    checkpoint_dtype = said or stored_dtype(config.model_path)
+    said = next(filter(None, (getattr(each, "dtype", None) for each in (own.get_text_config(decoder=True), own))), None)
+    checkpoint_dtype = said or stored_dtype(path)
     dtype = config.dtype or checkpoint_dtype or torch.float32
     if choose_dtype is not None:
         dtype = choose_dtype(checkpoint_dtype)
-    factory = model_factory(model_config)
+    if config.group is not None:
+        check_shards(config, own, dtype)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
+    with _explaining(path):
+        quantization = find_quantization(path, own, config.quantize)
+        if quantization is None:  # or else most of the time goes into weights that are not read by `transformers`
+            follow_transformers(READING)
+        model, report = load_tensors(
+            path, own, model_factory(own), dtype, device, quantization, config.group, trust_remote_code=trust
+        )
+        if folder.generation:
+            model.generation_config = GenerationConfig.from_dict({**folder.generation})
+    model.quantization = quantization.text if quantization else ""
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if missing or mismatched:
-        check_experts(config.model_path)
+        check_experts(path)
     if missing:
-        raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
+        raise InvalidWeights(f"{path}: weights are missing: {_some(missing)}")
     if mismatched:
         found = [f"{name} is {list(shape)}, not {list(wanted)}" for name, shape, wanted in mismatched]
-        raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(found)}")
+        raise InvalidWeights(f"{path}: shapes differ from config.json: {_some(found)}")
     if config.kv_cache_dtype is not None:
-        with open_checkpoint(config.model_path) as tensors:
+        with open_checkpoint(path) as tensors:
             model.kv_scales = read_kv_scales(tensors)
     return model.to(device).eval().requires_grad_(False)
 
 
 def check_shards(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Raises UnsupportedModel when the shards of a model are to load different things. Does nothing for a whole one.
-
-    model_config, dtype: the model's.
-    """
-    if config.group is not None:
-        facts = {
-            "the version of torch": torch.__version__,
-            "the version of transformers": transformers.__version__,
-            "the model's config.json": json.dumps(model_config.to_diff_dict(), sort_keys=True, default=str),
-            "the model's files of weights": fingerprint(config.model_path),
-            "--dtype": str(dtype),
-            "--quantize": str(config.quantize),
-            "--kv-cache-dtype": str(config.kv_cache_dtype),
-            "--disable-custom-kernels": str(not config.custom_kernels),
-            "the kind of device": config.resolve_device().type,
-        }
-        config.group.check_same(facts)
+    """Raises UnsupportedModel when the shards of a model are to load different things. model_config, dtype: its own."""
+    assert config.group is not None
+    facts = {
+        "the version of torch": torch.__version__,
+        "the version of transformers": transformers.__version__,
+        "the model's config.json": json.dumps(model_config.to_diff_dict(), sort_keys=True, default=str),
+        "the model's files of weights": fingerprint(config.model_path),
+        "--dtype": str(dtype),
+        "--quantize": str(config.quantize),
+        "--kv-cache-dtype": str(config.kv_cache_dtype),
+        "--disable-custom-kernels": str(not config.custom_kernels),
+        "the kind of device": config.device.type,
+    }
+    config.group.check_same(facts)
 
 
 def load_vision(
@@ -160,12 +129,8 @@ def load_vision(
     quantization = find_quantization(path, model_config, None)
     model_config = without_quantization(model_config)
     model_config.tie_word_embeddings = False  # of a head and embeddings that are not there
-
-    def load() -> tuple[PreTrainedModel, dict[str, Any]]:
-        with open_checkpoint(path, quantization=quantization) as tensors:
-            return fill(model_class, model_config, leave_out_text, tensors, dtype, device)
-
-    model, report = _load(path, load)
+    with _explaining(path), open_checkpoint(path, quantization=quantization) as tensors:
+        model, report = fill(model_class, model_config, leave_out_text, tensors, dtype, device)
     if missing := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise InvalidWeights(f"{path} lacks weights that read images: {_some(missing)}")
     return model.to(device).eval().requires_grad_(False)
@@ -181,23 +146,6 @@ def model_factory(config: PretrainedConfig) -> Any:
         if images_too and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         else AutoModelForCausalLM
     )
-
-
-def _load_part(
-    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, dict]:
-    """Loads the whole model, or this shard of it. A GPU gets each tensor as it is read, so that the host holds few."""
-    path, trust = config.model_path, config.trust_remote_code
-    quantization = find_quantization(path, model_config, config.quantize)
-    if quantization is None:  # or else most of the time goes into weights that are not read by `transformers`
-        follow_transformers(READING)
-    if config.group is not None:
-        check_shards(config, model_config, dtype)
-    model, report = load_tensors(
-        path, model_config, factory, dtype, device, quantization, config.group, trust_remote_code=trust
-    )
-    model.quantization = quantization.text if quantization else ""
-    return model, report
 
 
 def load_tensors(
@@ -236,8 +184,6 @@ def load_tensors(
         model, report = fill(type(empty), empty.config, arrange, quantized.others(tensors), dtype, device)
         quantized.fill(model, folder, device, ROUNDING if quantization and quantization.rounds else READING)
     model.name_or_path = model.config.name_or_path = str(folder)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     if plan is not None and share is not None and group is not None:
         surround(model, plan, share, group, config)
     return model, report
@@ -252,18 +198,16 @@ def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return plain
 
 
-def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Raises UnsupportedModel, or InvalidWeights for experts that do not fit together, for any error of loading."""
     try:
-        return load()
+        yield
     except EngineError:
         raise
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         check_experts(path)
-        raise UnsupportedModel(f"{path} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModel(f"{path} cannot be loaded: {first_line(error)}") from error
 
 
 def _some(names: list[str]) -> str:

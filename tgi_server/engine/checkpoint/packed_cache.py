@@ -71,7 +71,7 @@ def packed_file(config: EngineConfig) -> Path | None:
         return None
     if not config.model_path.is_dir():  # which loading says
         return None
-    if config.resolve_device().type != "cpu" or not load_kernels() or compiled_library() is None:
+    if config.device.type != "cpu" or not load_kernels() or compiled_library() is None:
         return None
     place, state = model_digests(config)
     return config.packed_cache / _FOLDER / f"{config.model_path.name}-{place}-{state}.pt"

@@ -2,7 +2,7 @@
 
 from tgi_server.engine.speculation.draft import Draft, DraftCheck
 from tgi_server.engine.speculation.drafters import HistoryDrafter, NgramDrafter
-from tgi_server.engine.speculation.loading import hidden_layers, load_drafter, load_own_drafter
+from tgi_server.engine.speculation.loading import load_drafter, load_own_drafter
 from tgi_server.engine.speculation.speculation import Speculation
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "HistoryDrafter",
     "NgramDrafter",
     "Speculation",
-    "hidden_layers",
     "load_drafter",
     "load_own_drafter",
 ]

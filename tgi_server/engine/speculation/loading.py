@@ -1,6 +1,5 @@
 """Loads drafters: models, EAGLE and Medusa heads from their own folders, and MTP layers from the model's."""
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.checkpoint.load_model import load_model
+from tgi_server.engine.checkpoint.model_folder import read_object
 from tgi_server.engine.checkpoint.quantized import find_quantization
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
+from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.models.families import position_limit
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import UNBOUNDED_POSITIONS
@@ -41,11 +41,11 @@ def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunn
     """
     folder = config.speculative_model
     assert folder is not None
-    settings = _settings(folder)
+    settings = read_object(folder / "config.json")
     if "medusa_num_heads" in settings:
         return _medusa(folder, config, model, runner)
-    if _is_eagle(settings):
-        return _eagle(folder, config, model, runner)
+    if any("eagle3" in str(name).lower() for name in settings.get("architectures") or ()):
+        return _eagle(folder, settings, model, runner)
     return _draft_model(folder, config, model, runner)
 
 
@@ -75,35 +75,23 @@ def load_own_drafter(
     return Eagle(own, network, runner.hidden_states, None)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"{folder / 'config.json'} cannot be read: {error}") from error
-    return settings
+def _hidden_layers(folder: Path, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """Returns the indices of the decoder layers whose inputs EAGLE-3 reads. settings: of its config.json.
 
-
-def hidden_layers(config: EngineConfig, layers: int) -> tuple[int, ...]:
-    """Returns the indices of the decoder layers whose inputs the drafter reads. Raises an EngineError."""
-    settings = _settings(config.speculative_model) if config.speculative_model else {}
-    if not _is_eagle(settings):
-        return ()
+    Raises UnsupportedModel for others than three of so many layers.
+    """
     after = (settings.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
     before = settings.get("eagle_aux_hidden_state_layer_ids") or [layer + 1 for layer in after]
     chosen = sorted({*(before or (2, layers // 2, layers - 3))})
     if len(chosen) != 3 or not 0 <= chosen[0] <= chosen[-1] < layers:
         raise UnsupportedModel(
-            f"{config.speculative_model}: EAGLE-3 reads the inputs of three layers, and {chosen} are not three of "
+            f"{folder}: EAGLE-3 reads the inputs of three layers, and {chosen} are not three of "
             f"{layers}; set eagle_aux_hidden_state_layer_ids in its config.json"
         )
     return tuple(chosen)
 
 
-def _is_eagle(settings: dict[str, Any]) -> bool:
-    return any("eagle3" in str(name).lower() for name in settings.get("architectures") or ())
-
-
-def _eagle(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> Eagle:
+def _eagle(folder: Path, settings: dict[str, Any], model: PreTrainedModel, runner: PagedRunner) -> Eagle:
     """Loads the layer into each shard: it is small."""
     layers = model.config.get_text_config(decoder=True)
     eagle, token_ids = read_eagle(folder, model)
@@ -111,7 +99,7 @@ def _eagle(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: P
     own = PagedRunner(PagedEagle(eagle, runner.backend.attention(eagle.kv_shape)), runner.backend)
     runner.share_block_size(own)
     runner.companion_bytes = own.bytes_per_token
-    runner.hidden_states = HiddenStates(hidden_layers(config, layers.num_hidden_layers))
+    runner.hidden_states = HiddenStates(_hidden_layers(folder, settings, layers.num_hidden_layers))
     return Eagle(own, eagle, runner.hidden_states, token_ids)
 
 

@@ -1,6 +1,9 @@
 """Loading a model from a folder."""
 
+import builtins
+import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -239,3 +242,19 @@ def test_an_adapter_beside_a_model_is_not_part_of_it(tmp_path) -> None:
     found = load_model(EngineConfig(folder), torch.device("cpu")).state_dict()
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_each_file_of_settings_is_read_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files that say what a model is, two readers could make different things."""
+    folder = make("llama", tmp_path)
+    opened: Counter[str] = Counter()
+
+    def counting(file, *arguments, **named):
+        opened[Path(file).name] += isinstance(file, str | Path) and Path(file).parent == folder
+        return plain(file, *arguments, **named)
+
+    plain = io.open
+    monkeypatch.setattr(io, "open", counting)
+    monkeypatch.setattr(builtins, "open", counting)
+    Engine(EngineConfig(folder, dtype=torch.float32))
+    assert opened["config.json"] == opened["generation_config.json"] == 1
