@@ -4,8 +4,8 @@ What the layers of `transformers` say when they call attention (scaling, window,
 the probe notes it.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from tgi_server.engine.parallel.plan import ShardingPlan
@@ -253,6 +253,18 @@ class DecoderSpec:
     def has_latents(self) -> bool:
         """True if there are layers that attend to latents."""
         return any(layer.latents for layer in self.layers)
+
+    def rotary_in(self, rotary: Iterable[bool]) -> Self:
+        """Returns the spec with rotary positions in those layers alone for which there is a True."""
+        pairs = zip(self.layers, rotary, strict=True)
+        return replace(self, layers=tuple(layer if turned else replace(layer, rope=None) for layer, turned in pairs))
+
+    def rotary_by_type(self, layer_types: Sequence[str]) -> Self:
+        """Returns the spec with rotary tables for each type of layers. layer_types: of each layer."""
+        types = sorted(set(layer_types))
+        kinds = zip(self.layers, layer_types, strict=True)
+        layers = tuple(replace(layer, rope=types.index(kind)) for layer, kind in kinds)
+        return replace(self, layers=layers, ropes=tuple(RopeSpec(kind) for kind in types))
 
     @classmethod
     def uniform(cls, config: Any, layer: LayerSpec | None = None, **facts: Any) -> Self:

@@ -26,10 +26,7 @@ def cohere(config: Any) -> DecoderSpec:
 
 def cohere2(config: Any) -> DecoderSpec:
     """Layers that look at all tokens have no rotary positions."""
-    spec = cohere(config)
-    windows = (kind == "sliding_attention" for kind in config.layer_types)
-    layers = (replace(layer, rope=0 if each else None) for layer, each in zip(spec.layers, windows, strict=True))
-    return replace(spec, layers=tuple(layers))
+    return cohere(config).rotary_in(kind == "sliding_attention" for kind in config.layer_types)
 
 
 def _plan(config: Any) -> ShardingPlan:

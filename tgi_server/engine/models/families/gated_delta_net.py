@@ -6,25 +6,15 @@ In a gated delta net, several value heads share a key head. A shard has some val
 from dataclasses import replace
 from typing import Any
 
+from tgi_server.engine.models.families.mixtral import sparse_layers, with_shared_expert
+from tgi_server.engine.models.families.olmo2 import OLMO2
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixerSpec, MixtureSpec, RopeSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, Splits, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, column_parallel, row_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_values, key_heads, of_heads, query_heads, sections
 
 _LAYER = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", gated=True)
-
-
-# Beside its own experts every token has one that all have.
-_MIXED = replace(
-    _LAYER,
-    mixture=MixtureSpec(),
-    shared=True,
-    shared_gate="mlp.shared_expert_gate",
-    up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    down="mlp.shared_expert.down_proj",
-)
-
-
+_MIXED = with_shared_expert(_LAYER, MixtureSpec())
 _QWEN3_5 = MixerSpec("linear_attn", "gated_delta_net", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
 _QWEN3_NEXT = replace(_QWEN3_5, projections=("in_proj_qkvz", "in_proj_ba"), grouped=True)
 
@@ -39,11 +29,7 @@ def qwen3_5_moe(config: Any) -> DecoderSpec:
 
 def qwen3_next(config: Any) -> DecoderSpec:
     """Some layers may have a plain feed-forward part."""
-    mixed = (
-        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-    return _qwen(config, _QWEN3_NEXT, [_MIXED if each else _LAYER for each in mixed])
+    return _qwen(config, _QWEN3_NEXT, [_MIXED if sparse else _LAYER for sparse in sparse_layers(config)])
 
 
 def _qwen(config: Any, mixer: MixerSpec, layers: list[LayerSpec]) -> DecoderSpec:
@@ -52,21 +38,11 @@ def _qwen(config: Any, mixer: MixerSpec, layers: list[LayerSpec]) -> DecoderSpec
     return DecoderSpec(tuple(mixed), activation=activation(config.hidden_act))
 
 
-_OLMO = LayerSpec(
-    attention_norm=None,
-    query_norm="self_attn.q_norm",
-    key_norm="self_attn.k_norm",
-    attended_norm="post_attention_layernorm",
-    feed_forward_norm=None,
-    fed_norm="post_feedforward_layernorm",
-)
-
-
 def olmo(config: Any) -> DecoderSpec:
     """Layers that attend have norms behind their parts, those with states in front of them."""
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = rope.get("rope_theta") is not None
-    attending = replace(_OLMO, rope=0 if rotary else None)
+    attending = replace(OLMO2, rope=0 if rotary else None)
     mixer = MixerSpec(
         "linear_attn",
         "gated_delta_net",

@@ -14,7 +14,6 @@ from tgi_server.engine.models.spec import (
     LayerSpec,
     MixtureSpec,
     NoSpec,
-    RopeSpec,
     TwoWay,
     activation,
 )
@@ -54,31 +53,24 @@ def gemma2(config: Any) -> DecoderSpec:
 
 def gemma3(config: Any) -> DecoderSpec:
     """Layers that look at all tokens have other rotary tables than those with a window."""
-    types = sorted(set(config.layer_types))
     layer = replace(_LAYER, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
-    layers = (replace(layer, rope=types.index(each)) for each in config.layer_types)
-    ropes = tuple(RopeSpec(layer_type) for layer_type in types)
-    return DecoderSpec(tuple(layers), ropes=ropes, **_facts(config, config.hidden_activation))
+    spec = DecoderSpec.uniform(config, layer, **_facts(config, config.hidden_activation))
+    return spec.rotary_by_type(config.layer_types)
 
 
 def gemma3n(config: Any) -> DecoderSpec:
     """There are several streams of hidden states, and some feed-forward parts use the largest features alone."""
     if config.altup_active_idx != 0:
         raise NoSpec("layers compute with another stream than the first")
-    types = sorted(set(config.layer_types))
     layer = replace(_LAYER, query_norm="self_attn.q_norm", **_INPUT)
     kinds = zip(config.layer_types, config.kv_sharing_modes, config.activation_sparsity_pattern, strict=True)
     layers = (
-        replace(
-            _with_keys(layer, config, kind, mode),
-            rope=types.index(kind),
-            deviations=NormalDist().inv_cdf(share) if share > 0 else None,
-        )
+        replace(_with_keys(layer, config, kind, mode), deviations=NormalDist().inv_cdf(share) if share > 0 else None)
         for kind, mode, share in kinds
     )
-    ropes = tuple(RopeSpec(kind) for kind in types)
     facts = _facts(config, config.hidden_activation)
-    return DecoderSpec(tuple(layers), ropes=ropes, inputs=_layer_inputs(config), altup=True, **facts)
+    spec = DecoderSpec(tuple(layers), inputs=_layer_inputs(config), altup=True, **facts)
+    return spec.rotary_by_type(config.layer_types)
 
 
 def gemma4(config: Any) -> DecoderSpec:
@@ -86,7 +78,6 @@ def gemma4(config: Any) -> DecoderSpec:
 
     Beside the feed-forward part there may be a mixture, with norms of its own.
     """
-    types = sorted(set(config.layer_types))
     layer = replace(_LAYER, query_norm="self_attn.q_norm", output_scale="layer_scalar")
     if config.hidden_size_per_layer_input:
         layer = replace(layer, **_INPUT)
@@ -101,15 +92,12 @@ def gemma4(config: Any) -> DecoderSpec:
             shared_norm="post_feedforward_layernorm_1",
         )
     layers = (
-        replace(_with_keys(layer, config, kind, mode), rope=types.index(kind))
+        _with_keys(layer, config, kind, mode)
         for kind, mode in zip(config.layer_types, config.kv_sharing_modes, strict=True)
     )
-    return DecoderSpec(
-        tuple(layers),
-        ropes=tuple(RopeSpec(kind) for kind in types),
-        inputs=_layer_inputs(config) if config.hidden_size_per_layer_input else None,
-        **_facts(config, config.hidden_activation),
-    )
+    inputs = _layer_inputs(config) if config.hidden_size_per_layer_input else None
+    spec = DecoderSpec(tuple(layers), inputs=inputs, **_facts(config, config.hidden_activation))
+    return spec.rotary_by_type(config.layer_types)
 
 
 def _with_keys(layer: LayerSpec, config: Any, kind: str, mode: str | None) -> LayerSpec:

@@ -7,6 +7,7 @@ Seed-OSS, SmolLM3, StableLM.
 from dataclasses import replace
 from typing import Any
 
+from tgi_server.engine.models.families.olmo2 import olmo2
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
 from tgi_server.engine.models.splits import llama_plan
 
@@ -27,16 +28,8 @@ def interleaved(config: Any) -> DecoderSpec:
 
 def exaone4(config: Any) -> DecoderSpec:
     """Returns the spec. If some layers have windows, the others have no rotary positions."""
-    layer = LayerSpec(
-        attention_norm=None,
-        query_norm="self_attn.q_norm",
-        key_norm="self_attn.k_norm",
-        attended_norm="post_attention_layernorm",
-        feed_forward_norm=None,
-        fed_norm="post_feedforward_layernorm",
-    )
     rotary = (config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types)
-    return replace(llama(config), layers=tuple(replace(layer, rope=0 if each else None) for each in rotary))
+    return olmo2(config).rotary_in(rotary)
 
 
 def qwen3(config: Any) -> DecoderSpec:
@@ -46,8 +39,7 @@ def qwen3(config: Any) -> DecoderSpec:
 
 def smollm3(config: Any) -> DecoderSpec:
     """Some layers have no rotary positions; the configuration has a 0 for those."""
-    layers = (LayerSpec(rope=0 if rotary else None) for rotary in config.no_rope_layers)
-    return replace(llama(config), layers=tuple(layers))
+    return llama(config).rotary_in(map(bool, config.no_rope_layers))
 
 
 def stablelm(config: Any) -> DecoderSpec:

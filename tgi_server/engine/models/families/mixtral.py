@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, NoSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixtureSpec, NoSpec, activation
 from tgi_server.engine.models.splits import EXPERTS, NORMS_OF_ALL_HEADS, attention, heads_of, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split
 from tgi_server.engine.parallel.shares import Heads, query_heads
+
+_QWEN3 = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 
 
 def mixtral(config: Any) -> DecoderSpec:
@@ -14,63 +16,63 @@ def mixtral(config: Any) -> DecoderSpec:
 
 
 def qwen3_moe(config: Any) -> DecoderSpec:
-    """Some layers may have a plain feed-forward part."""
-    mixed = [
-        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    ]
-    plain = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
-    mixture = MixtureSpec(normalised=config.norm_topk_prob)
-    layers = (replace(plain, mixture=mixture) if each else plain for each in mixed)
-    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+    return _qwen(config, _QWEN3, replace(_QWEN3, mixture=MixtureSpec(normalised=config.norm_topk_prob)))
 
 
 def qwen3_vl_moe(config: Any) -> DecoderSpec:
     """The shares of a token's experts add up to one, whatever `norm_topk_prob` says."""
-    spec = qwen3_moe(config)
-    layers = (replace(each, mixture=MixtureSpec()) if each.mixture else each for each in spec.layers)
-    return replace(spec, layers=tuple(layers))
+    return _qwen(config, _QWEN3, replace(_QWEN3, mixture=MixtureSpec()))
 
 
 def qwen2_moe(config: Any) -> DecoderSpec:
-    """Beside its own experts every token has one that all have."""
-    spec = qwen3_moe(config)
-    plain = LayerSpec()
-    mixed = LayerSpec(
-        mixture=MixtureSpec(normalised=config.norm_topk_prob),
+    mixture = MixtureSpec(normalised=config.norm_topk_prob)
+    return _qwen(config, LayerSpec(), with_shared_expert(LayerSpec(), mixture))
+
+
+def _qwen(config: Any, plain: LayerSpec, mixed: LayerSpec) -> DecoderSpec:
+    layers = (mixed if sparse else plain for sparse in sparse_layers(config))
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+
+
+def sparse_layers(config: Any) -> list[bool]:
+    """Returns which layers of Qwen's models have a mixture; the others have a plain feed-forward part."""
+    return [
+        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
+def with_shared_expert(layer: LayerSpec, mixture: MixtureSpec) -> LayerSpec:
+    """Returns a layer where every token has, beside its own experts, one that all have."""
+    return replace(
+        layer,
+        mixture=mixture,
         shared=True,
         shared_gate="mlp.shared_expert_gate",
         up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         down="mlp.shared_expert.down_proj",
     )
-    return replace(spec, layers=tuple(mixed if each.mixture else plain for each in spec.layers))
 
 
 def olmoe(config: Any) -> DecoderSpec:
     if config.clip_qkv is not None:
         raise NoSpec("queries, keys and values are clipped after their norms")
-    mixture = MixtureSpec(normalised=config.norm_topk_prob)
-    layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", mixture=mixture)
+    layer = replace(_QWEN3, mixture=MixtureSpec(normalised=config.norm_topk_prob))
     return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act))
 
 
 def minimax(config: Any) -> DecoderSpec:
-    mixture = MixtureSpec(sigmoid=True, bias="e_score_correction_bias")
-    layer = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", mixture=mixture)
+    layer = replace(_QWEN3, mixture=MixtureSpec(sigmoid=True, bias="e_score_correction_bias"))
     return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act))
 
 
 def mimo(config: Any) -> DecoderSpec:
     """Some layers have windows and rotary tables of their own, and some a plain feed-forward part."""
-    types = sorted(set(config.layer_types))
-    layer = LayerSpec(value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale)
-    kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
-    layers = (
-        replace(layer, rope=types.index(attends), mixture=MixtureSpec.deepseek(config) if feeds == "sparse" else None)
-        for attends, feeds in kinds
-    )
-    ropes = tuple(RopeSpec(each) for each in types)
-    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act), ropes=ropes)
+    plain = LayerSpec(value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale)
+    mixed = replace(plain, mixture=MixtureSpec.deepseek(config))
+    layers = (mixed if kind == "sparse" else plain for kind in config.mlp_layer_types)
+    spec = DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+    return spec.rotary_by_type(config.layer_types)
 
 
 def _plan(config: Any) -> ShardingPlan:

@@ -1,13 +1,12 @@
 """OLMo 2 and 3: norms behind attention and the feed-forward part only, and of all query and key heads together."""
 
-from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
 from tgi_server.engine.models.splits import NORMS_OF_ALL_HEADS, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan
 
-_LAYER = LayerSpec(
+OLMO2 = LayerSpec(
     attention_norm=None,
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
@@ -18,14 +17,12 @@ _LAYER = LayerSpec(
 
 
 def olmo2(config: Any) -> DecoderSpec:
-    return DecoderSpec.uniform(config, _LAYER, activation=activation(config.hidden_act))
+    return DecoderSpec.uniform(config, OLMO2, activation=activation(config.hidden_act))
 
 
 def olmo3(config: Any) -> DecoderSpec:
     """Layers that look at all tokens have other rotary tables than those with a window."""
-    types = sorted(set(config.layer_types))
-    layers = tuple(replace(_LAYER, rope=types.index(each)) for each in config.layer_types)
-    return replace(olmo2(config), layers=layers, ropes=tuple(RopeSpec(each) for each in types))
+    return olmo2(config).rotary_by_type(config.layer_types)
 
 
 def _plan(config: Any) -> ShardingPlan:
