@@ -144,7 +144,9 @@ class Encoder:
         if longest > min(lengths):
             inputs["attention_mask"] = (torch.arange(longest, device=self._device) < ends[:, None]).long()
         if self._types and any(text.second for text in texts):
-            types = [[int(0 < text.second <= place < len(text.ids)) for place in range(longest)] for text in texts]
+            types = [
+                [int(0 < text.second <= position < len(text.ids)) for position in range(longest)] for text in texts
+            ]
             inputs["token_type_ids"] = torch.tensor(types, device=self._device)
         more = {"use_cache": False} if "use_cache" in self._arguments else {}
         if self._modules is None and self._answer is None:
@@ -233,12 +235,12 @@ def _pooled(name: str, hidden: Tensor, ends: Tensor) -> Tensor:
         return hidden[:, 0]
     if name == "lasttoken":
         return _last_tokens(hidden, ends)
-    places = torch.arange(hidden.shape[1], device=hidden.device)
-    mask = (places < ends[:, None])[:, :, None]
+    positions = torch.arange(hidden.shape[1], device=hidden.device)
+    mask = (positions < ends[:, None])[:, :, None]
     if name == "max":
         return hidden.masked_fill(~mask, -torch.inf).amax(1)
     if name == "weightedmean":
-        weights = mask * (places + 1.0)[:, None]
+        weights = mask * (positions + 1.0)[:, None]
         return (hidden * weights).sum(1) / weights.sum(1)
     total = (hidden * mask).sum(1)
     return total / (ends[:, None] if name == "mean" else ends[:, None].sqrt())

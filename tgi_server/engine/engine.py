@@ -412,8 +412,8 @@ class Engine:
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))
         scored = [  # before the sampler changes the logits
-            ScoredReport(place, ids, scored_logprobs(logits[place], ids))
-            for place, sequence in enumerate(plan.sequences)
+            ScoredReport(row, ids, scored_logprobs(logits[row], ids))
+            for row, sequence in enumerate(plan.sequences)
             if (ids := sequence.report.scored_token_ids)
         ]
         sampled = self._sampler.sample(logits, rows, mask, self._runner.argmax_ids)

@@ -41,7 +41,7 @@ class Architecture:
     layers: str = "model.layers"
     alike: Collection[str] = ()
 
-    def place(self, name: str) -> str | None:
+    def name_in_model(self, name: str) -> str | None:
         """Returns the name in `transformers` of a tensor; of all experts with {} for the number of one; or None."""
         stem, _, kind = name.rpartition(".")
         if stem in (of_model := {**tensor_names.MODEL, **self.of_model}):
@@ -128,8 +128,8 @@ def _config_of(file: Gguf, kind: Architecture) -> Config:
     if (eps := given.get("attention.layer_norm_rms_epsilon")) is not None:
         config["rms_norm_eps"] = eps
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        place = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        config[f"{name}_token_id"] = place if place in range(embedding.shape[0]) else None
+        token_id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        config[f"{name}_token_id"] = token_id if token_id in range(embedding.shape[0]) else None
     config |= kind.config(given)
     if "rope_parameters" not in config:
         config["rope_parameters"] = configuration.rope(given)

@@ -103,7 +103,7 @@ def _read(path: Path, texts: bool) -> Gguf:
     header = _Header(path, data, texts)
     if bytes(data[:4]) != _MAGIC:
         raise GgufError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not {_MAGIC!r}")
-    header.place = 4
+    header.offset = 4
     version = header.number("<I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
@@ -119,11 +119,11 @@ def _read(path: Path, texts: bool) -> Gguf:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise GgufError(f"{path}: general.alignment is {alignment!r}; download it again")
-    start = -(-header.place // alignment) * alignment
+    start = -(-header.offset // alignment) * alignment
     tensors = {info[0]: _tensor(path, data, start, alignment, *info) for info in infos}
     if len(tensors) < len(infos):
         raise GgufError(f"{path} has two tensors of the same name; download it again")
-    return Gguf(path, metadata, tensors, hashlib.sha256(data[: header.place].tobytes()).hexdigest()[:16])
+    return Gguf(path, metadata, tensors, hashlib.sha256(data[: header.offset].tobytes()).hexdigest()[:16])
 
 
 def _tensor(
@@ -158,10 +158,10 @@ class _Header:
         self._texts = texts
         self._data = data.data
         self._values = 0
-        self.place = 0
+        self.offset = 0
 
     def check(self, size: int) -> None:
-        if size > len(self._data) - self.place:
+        if size > len(self._data) - self.offset:
             raise GgufError(
                 f"{self._path} is incomplete: its header ends after {len(self._data):,} bytes; download it again"
             )
@@ -169,15 +169,15 @@ class _Header:
     def number(self, form: str) -> Any:
         size = struct.calcsize(form)
         self.check(size)
-        (value,) = struct.unpack_from(form, self._data, self.place)
-        self.place += size
+        (value,) = struct.unpack_from(form, self._data, self.offset)
+        self.offset += size
         return value
 
     def text(self) -> str:
         size = self.number("<Q")
         self.check(size)
-        found = bytes(self._data[self.place : self.place + size])
-        self.place += size
+        found = bytes(self._data[self.offset : self.offset + size])
+        self.offset += size
         return found.decode("utf-8", "replace")
 
     def pair(self) -> tuple[str, Any]:
@@ -214,10 +214,10 @@ class _Header:
             for _ in range(count):
                 length = self.number("<Q")
                 self.check(length)
-                self.place += length
+                self.offset += length
             return []
-        found = struct.unpack_from(f"<{count}{form[1]}", self._data, self.place)
-        self.place += size
+        found = struct.unpack_from(f"<{count}{form[1]}", self._data, self.offset)
+        self.offset += size
         return list(found)
 
     def _form(self, kind: int) -> str:

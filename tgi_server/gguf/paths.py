@@ -31,16 +31,16 @@ def first_part(name: str) -> bool:
     return match is None or int(match[2]) == 1
 
 
-def adapter_file(place: Path) -> Path | None:
-    """Returns the GGUF file of an adapter: the place itself, or the one in a folder. None for adapters of peft.
+def adapter_file(path: Path) -> Path | None:
+    """Returns the GGUF file of an adapter: the path itself, or the one in a folder. None for adapters of peft.
 
     Raises GgufError for a folder with several.
     """
-    if place.suffix == SUFFIX and not place.is_dir():
-        return place
-    if (place / "adapter_config.json").is_file():
+    if path.suffix == SUFFIX and not path.is_dir():
+        return path
+    if (path / "adapter_config.json").is_file():
         return None
-    files = sorted(place.glob(f"*{SUFFIX}"))
+    files = sorted(path.glob(f"*{SUFFIX}"))
     if len(files) > 1:
-        raise GgufError(f"{place} has several GGUF files; name one of them: {', '.join(file.name for file in files)}")
+        raise GgufError(f"{path} has several GGUF files; name one of them: {', '.join(file.name for file in files)}")
     return files[0] if files else None

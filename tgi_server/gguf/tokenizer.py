@@ -133,8 +133,8 @@ class Vocabulary:
         if not self.tokens or len(kinds) != len(self.tokens):
             raise GgufError(f"{file.path} has {len(self.tokens)} tokens and {len(kinds)} types of them")
         kinds = [_type_of(text, kind) for text, kind in zip(self.tokens, kinds, strict=True)]
-        self.special = [place for place, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)]
-        self.user_defined = [place for place, kind in enumerate(kinds) if kind == _USER_DEFINED]
+        self.special = [token_id for token_id, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)]
+        self.user_defined = [token_id for token_id, kind in enumerate(kinds) if kind == _USER_DEFINED]
         # Phi-3's tokens take the spaces after them along.
         self.rstrip = self.model == "llama" and file.architecture == "phi3"
         self.embeds = f"{file.architecture}.pooling_type" in file.metadata
@@ -144,20 +144,20 @@ class Vocabulary:
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token that has a name, such as bos; None if there is none in the vocabulary."""
-        place = self.get(f"{name}_token_id")
-        return place if isinstance(place, int) and 0 <= place < len(self.tokens) else None
+        token_id = self.get(f"{name}_token_id")
+        return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
 
     def token(self, name: str) -> str | None:
         """Returns the text of a token that has a name; None if there is none."""
-        place = self.token_id(name)
-        return None if place is None else self.tokens[place]
+        token_id = self.token_id(name)
+        return None if token_id is None else self.tokens[token_id]
 
     def merges(self) -> list[tuple[str, str]]:
         """Returns the pairs that are merged, the first ones first."""
         if self.model in ("gpt2", "gemma4"):
             # A space stands between the two, and neither is empty: one may begin with a space.
             pairs = ((text, text.find(" ", 1)) for text in self._texts("merges"))
-            return [(text[:place], text[place + 1 :]) for text, place in pairs]
+            return [(text[:space], text[space + 1 :]) for text, space in pairs]
         scores = self.get("scores")
         if not scores or len(scores) != len(self.tokens):
             raise GgufError(f"{self.path} has no tokenizer.ggml.scores for its tokens")
@@ -166,8 +166,8 @@ class Vocabulary:
     def end_ids(self) -> list[int]:
         """Returns the tokens that end a reply, the one of the metadata first."""
         named = [self.token_id(name) for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]
-        ends = ends_of_generation({self.tokens[place] for place in self.special})
-        found = [place for place in self.special if self.tokens[place] in ends]
+        ends = ends_of_generation({self.tokens[token_id] for token_id in self.special})
+        found = [token_id for token_id in self.special if self.tokens[token_id] in ends]
         return list(dict.fromkeys(token for token in (*named, *found) if token is not None))
 
     def _texts(self, name: str) -> list[str]:
@@ -186,15 +186,15 @@ def _type_of(text: str, kind: int) -> int:
 
 def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float], without: set[int]) -> list[tuple[str, str]]:
     """Returns the pairs that SentencePiece merges: those that make a token, by its score."""
-    places = {token: place for place, token in enumerate(tokens)}
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
     found: list[tuple[float, int, int, tuple[str, str]]] = []
-    for place, token in enumerate(tokens):
-        if place in without or places[token] != place:
+    for token_id, token in enumerate(tokens):
+        if token_id in without or vocab[token] != token_id:
             continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
-            if left in places and right in places:
-                found.append((-scores[place], places[left], places[right], (left, right)))
+            if left in vocab and right in vocab:
+                found.append((-scores[token_id], vocab[left], vocab[right], (left, right)))
     found.sort()
     return [pair for *_, pair in found]
 
@@ -213,10 +213,10 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
             f"{file.path} has a tokenizer of the kind {words.model!r}, which is not read; name a tokenizer "
             "with --tokenizer-name"
         )
-    added = [*((place, True) for place in words.special), *((place, False) for place in words.user_defined)]
+    added = [*((token_id, True) for token_id in words.special), *((token_id, False) for token_id in words.user_defined)]
     return {
         "version": "1.0",
-        "added_tokens": [_added(words, place, special=special) for place, special in sorted(added)],
+        "added_tokens": [_added(words, token_id, special=special) for token_id, special in sorted(added)],
         "post_processor": _word_pair(words) if words.model == "bert" else _ends(words),
         **own,
     }
@@ -242,7 +242,9 @@ def _word_pair(words: Vocabulary) -> dict[str, Any]:
     }
     if None in ids.values():
         raise GgufError(f"{words.path} has no tokens [CLS] and [SEP]; name a tokenizer with --tokenizer-name")
-    (begin, _), (end, _) = found = [(words.tokens[place], place) for place in ids.values() if place is not None]
+    (begin, _), (end, _) = found = [
+        (words.tokens[token_id], token_id) for token_id in ids.values() if token_id is not None
+    ]
     single = [(begin, 0), ("A", 0), (end, 0)]
     return _template(single, [*single, ("B", 1), (end, 1)], dict(found))
 
@@ -255,7 +257,7 @@ def _template(
     def parts(of: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
         return [{"SpecialToken" if name in ids else "Sequence": {"id": name, "type_id": kind}} for name, kind in of]
 
-    tokens = {name: {"id": name, "ids": [place], "tokens": [name]} for name, place in ids.items()}
+    tokens = {name: {"id": name, "ids": [token_id], "tokens": [name]} for name, token_id in ids.items()}
     return {"type": "TemplateProcessing", "single": parts(single), "pair": parts(pair), "special_tokens": tokens}
 
 
@@ -287,18 +289,18 @@ def _templates(metadata: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"name": name, "template": text} for name, text in named.items() if isinstance(text, str)]
 
 
-def _added(words: Vocabulary, place: int, *, special: bool) -> dict[str, Any]:
-    rstrip = words.rstrip and special and words.tokens[place] not in ("<unk>", "<s>", "<|endoftext|>")
+def _added(words: Vocabulary, token_id: int, *, special: bool) -> dict[str, Any]:
+    rstrip = words.rstrip and special and words.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")
     flags = {"single_word": False, "lstrip": False, "rstrip": rstrip, "normalized": False, "special": special}
-    return {"id": place, "content": words.tokens[place], **flags}
+    return {"id": token_id, "content": words.tokens[token_id], **flags}
 
 
 def _bpe(words: Vocabulary, **own: Any) -> dict[str, Any]:
-    places = {token: place for place, token in reversed(list(enumerate(words.tokens)))}
+    vocab = {token: token_id for token_id, token in reversed(list(enumerate(words.tokens)))}
     # A pair whose parts or result are no tokens is never merged; the library would refuse it.
-    merges = [pair for pair in words.merges() if pair[0] in places and pair[1] in places and "".join(pair) in places]
+    merges = [pair for pair in words.merges() if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
     plain = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    return {"type": "BPE", **plain, "vocab": places, "merges": merges, **own}
+    return {"type": "BPE", **plain, "vocab": vocab, "merges": merges, **own}
 
 
 def _byte_level(words: Vocabulary) -> dict[str, Any]:
@@ -335,8 +337,12 @@ def _word_piece(words: Vocabulary) -> dict[str, Any]:
     """Words of BERT, cut into the longest pieces. Files mark the first piece of a word, where others mark the rest."""
     special = {*words.special, *words.user_defined}
     pieces = {
-        token if place in special else token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}": place
-        for place, token in reversed(list(enumerate(words.tokens)))
+        token
+        if token_id in special
+        else token.removeprefix(_SPACE)
+        if token.startswith(_SPACE)
+        else f"##{token}": token_id
+        for token_id, token in reversed(list(enumerate(words.tokens)))
     }
     lower = bool(words.get("normalizer.lowercase", True))
     accents = bool(words.get("normalizer.strip_accents", lower))

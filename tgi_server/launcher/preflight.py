@@ -67,7 +67,7 @@ def _check_gguf_adapter(adapter_id: str, file: Path, config: Mapping[str, Any], 
     except GgufError as error:
         raise CannotStartError(f"--lora-adapters: {adapter_id}: {error}") from None
     for name, (a, _) in found.matrices.items():
-        weight = base.get(found.architecture.place(name) or "")
+        weight = base.get(found.architecture.name_in_model(name) or "")
         if weight and not _takes(weight, a.shape):
             raise CannotStartError(
                 f"--lora-adapters: {adapter_id}: {name}.lora_a is {list(a.shape)}, but that weight of the model is "
@@ -215,7 +215,7 @@ def _gguf_tensors(file: Path) -> Header:
 
     try:
         model = read_gguf(file, texts=False)
-        place = architecture_of(model).place
+        place = architecture_of(model).name_in_model
     except GgufError as error:
         raise CannotStartError(str(error)) from None
     return {

@@ -39,9 +39,9 @@ def read_gguf(file: Path, base: BaseModel) -> tuple[PeftConfig, dict[str, Tensor
 
 def _matrices(adapter: GgufAdapter, name: str, base: BaseModel) -> tuple[str, Tensor, Tensor]:
     """Returns the path of the layer that a pair is for, and the two matrices in the order of `transformers`."""
-    place = adapter.architecture.place(name)
+    path = adapter.architecture.name_in_model(name)
     change = adapter.architecture.changes(base.config.to_dict(), part_of(name))
-    if place is None or "{}" in place or not place.endswith(".weight") or change.beside is not None:
+    if path is None or "{}" in path or not path.endswith(".weight") or change.beside is not None:
         raise InvalidAdapter(
             f"{adapter.path}: tensor {name}.lora_a is of no linear layer that can have adapters; merge the adapter "
             "into the model, and serve that"
@@ -55,4 +55,4 @@ def _matrices(adapter: GgufAdapter, name: str, base: BaseModel) -> tuple[str, Te
             )
     a = a if change.columns is None else a[:, change.columns]
     b = b if change.rows is None else b[change.rows]
-    return place.removesuffix(".weight"), a, b
+    return path.removesuffix(".weight"), a, b

@@ -130,23 +130,23 @@ def gguf_tensors(file: Gguf) -> dict[str, GgufWeight]:
         if part in architecture.beside:
             continue  # read beside another tensor
         change = architecture.changes(config, part)
-        place = architecture.place(name)
-        if place is None:
+        own_name = architecture.name_in_model(name)
+        if own_name is None:
             raise InvalidWeights(f"{file.path}: tensor {name} has no place in a model of {architecture.class_name}")
         if part in architecture.float_experts and not _is_packed(file, tensor):
             whole = f"{architecture.layers}.{layer}.{architecture.float_experts[part]}.weight"
             found |= {} if part == "ffn_up_exps" else {whole: _experts_in_floats(file, tensor)}
-        elif "{}" in place:
+        elif "{}" in own_name:
             for expert in range(tensor.shape[0]):
-                found[place.format(expert)] = _matrix(tensor.kind.name, tensor.shape[1:], tensor.raw[expert])
+                found[own_name.format(expert)] = _matrix(tensor.kind.name, tensor.shape[1:], tensor.raw[expert])
         elif architecture.stacked_experts and "_exps." in name:
-            found[_parameter(place)] = _stacked(file, tensor)
+            found[_parameter(own_name)] = _stacked(file, tensor)
         elif "_exps.weight" in name:
-            found |= _experts_together(file, tensor, place)
+            found |= _experts_together(file, tensor, own_name)
         elif change.beside:
-            found[place] = _joined(file, architecture, tensor, change)
+            found[own_name] = _joined(file, architecture, tensor, change)
         else:
-            found[place] = _plain(file, architecture, tensor, change)
+            found[own_name] = _plain(file, architecture, tensor, change)
     return found
 
 
