@@ -12,10 +12,6 @@ from tgi_server.engine.parallel.layers import VocabParallelHead
 from tgi_server.engine.parallel.plan import ShardingPlan
 from tgi_server.engine.parallel.shares import Share, vocabulary
 
-# Names that attention modules of `transformers` have for the number of heads that they compute.
-_QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-
 
 class LocalConfig:
     """A model's configuration as one of its attention modules sees it: with the heads of this shard."""
@@ -51,7 +47,7 @@ def cut(model: nn.Module, plan: ShardingPlan, share: Share, config: PretrainedCo
     """
     for path, module in model.named_modules():
         if plan.is_attention(path):
-            _count_heads(module, plan.share(path, share))
+            _share_heads(module, plan.share(path, share))
         for name, parameter in list(module.named_parameters(recurse=False)):
             slice_ = plan.slice(f"{path}.{name}")
             if slice_ is not None:
@@ -68,19 +64,12 @@ def cut(model: nn.Module, plan: ShardingPlan, share: Share, config: PretrainedCo
                 setattr(module, name, sum(map(len, layout(share, getattr(module, name)))))
 
 
-def _count_heads(attention: nn.Module, share: Share) -> None:
-    queries, keys = len(share.queries), len(share.keys)
-    values: dict[str, Any] = dict.fromkeys(_QUERY_COUNTS, queries) | dict.fromkeys(_KEY_COUNTS, keys)
-    values["num_key_value_groups"] = queries // keys
-    head_dim: Any = getattr(attention, "head_dim", None)
-    if head_dim is not None:
-        values |= {"embed_dim": queries * head_dim, "split_size": queries * head_dim, "kv_dim": keys * head_dim}
-    for name, value in values.items():
-        if hasattr(attention, name):
-            setattr(attention, name, value)
+def _share_heads(attention: Any, share: Share) -> None:
+    if hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = len(share.queries) // len(share.keys)
     if hasattr(attention, "config"):
-        attention.config = LocalConfig(attention.config, share)  # type: ignore[assignment]
-    attention.share = share  # type: ignore[assignment]
+        attention.config = LocalConfig(attention.config, share)
+    attention.share = share
 
 
 def _count_features(module: Any) -> None:

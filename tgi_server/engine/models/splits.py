@@ -43,6 +43,11 @@ def attention(
     }
 
 
+def head_counts(*of_queries: str, of_keys: tuple[str, ...] = ()) -> Split:
+    """Returns the split of an attention module, by its attributes that count heads or the features of heads."""
+    return Split({}, sizes={**dict.fromkeys(of_queries, query_heads), **dict.fromkeys(of_keys, key_heads)})
+
+
 def feed_forward(*up: str, down: str) -> Splits:
     return {name: column_parallel() for name in up} | {down: row_parallel()}
 

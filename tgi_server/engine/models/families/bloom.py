@@ -3,7 +3,7 @@
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec
-from tgi_server.engine.models.splits import HEAD, feed_forward, heads_of
+from tgi_server.engine.models.splits import HEAD, feed_forward, head_counts, heads_of
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel, vocab_parallel_embedding
 from tgi_server.engine.parallel.shares import query_heads
 
@@ -37,6 +37,7 @@ def bloom(config: Any) -> DecoderSpec:
 def bloom_plan(config: Any) -> ShardingPlan:
     splits = {
         "word_embeddings": vocab_parallel_embedding(),
+        "self_attention": head_counts("num_heads"),
         "self_attention.query_key_value": column_parallel(query_heads),
         "self_attention.dense": row_parallel(query_heads),
         **feed_forward("dense_h_to_4h", down="dense_4h_to_h"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from tgi_server.engine.models.families.bloom import BLOOM, bloom_plan
 from tgi_server.engine.models.spec import DecoderSpec, Family, NoSpec, RopeSpec, activation
+from tgi_server.engine.models.splits import head_counts
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel
 from tgi_server.engine.parallel.shares import Heads, grouped_queries_keys_values, queries_keys_values, query_heads
 
@@ -41,7 +42,8 @@ def _plan(config: Any) -> ShardingPlan:
         heads, layout = Heads(queries, 1), queries_keys_values
     else:
         heads, layout = Heads(queries, queries), query_heads
-    splits = {**plan.splits, "self_attention.query_key_value": column_parallel(layout)}
+    counts = head_counts("num_heads", of_keys=("num_kv_heads",))
+    splits = {**plan.splits, "self_attention": counts, "self_attention.query_key_value": column_parallel(layout)}
     return replace(plan, heads=heads, splits=splits)
 
 

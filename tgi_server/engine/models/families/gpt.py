@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, RopeSpec, activation
-from tgi_server.engine.models.splits import HEAD, attention, feed_forward, heads_of
+from tgi_server.engine.models.splits import HEAD, attention, feed_forward, head_counts, heads_of
 from tgi_server.engine.parallel.plan import (
     ShardingPlan,
     column_parallel,
@@ -109,6 +109,7 @@ _EMBEDDING = {"wte": vocab_parallel_embedding()}
 def _gpt2(config: Any) -> ShardingPlan:
     splits = {
         **_EMBEDDING,
+        "attn": head_counts("split_size"),
         "attn.c_attn": column_parallel(queries_keys_values, transposed=True),
         "attn.c_proj": row_parallel(query_heads, transposed=True),
         "mlp.c_fc": column_parallel(transposed=True),
@@ -122,6 +123,7 @@ def _gpt_bigcode(config: Any) -> ShardingPlan:
     queries = config.num_attention_heads
     splits = {
         **_EMBEDDING,
+        "attn": head_counts("num_heads", "embed_dim", of_keys=("kv_dim",)),
         "attn.c_attn": column_parallel(queries_keys_values if config.multi_query else query_heads),
         "attn.c_proj": row_parallel(query_heads),
         **feed_forward("mlp.c_fc", down="mlp.c_proj"),
@@ -131,13 +133,20 @@ def _gpt_bigcode(config: Any) -> ShardingPlan:
 
 
 def _gptj(config: Any) -> ShardingPlan:
-    splits = {**_EMBEDDING, **attention("attn", "out_proj"), **feed_forward("fc_in", down="fc_out"), **HEAD}
+    splits = {
+        **_EMBEDDING,
+        "attn": head_counts("num_attention_heads"),
+        **attention("attn", "out_proj"),
+        **feed_forward("fc_in", down="fc_out"),
+        **HEAD,
+    }
     return ShardingPlan(heads_of(config), ("attn",), splits)
 
 
 def _gpt_neo(config: Any) -> ShardingPlan:
     splits = {
         **_EMBEDDING,
+        "attn.attention": head_counts("num_heads"),
         **attention("attn.attention", "out_proj"),
         **feed_forward("mlp.c_fc", down="mlp.c_proj"),
         **HEAD,
@@ -160,6 +169,7 @@ def _gpt_neox(config: Any) -> ShardingPlan:
 def _persimmon(config: Any) -> ShardingPlan:
     splits = {
         "embed_tokens": vocab_parallel_embedding(),
+        "self_attn": head_counts("num_heads"),
         "self_attn.query_key_value": column_parallel(query_heads),
         "self_attn.dense": row_parallel(query_heads),
         **feed_forward("dense_h_to_4h", down="dense_4h_to_h"),

@@ -9,7 +9,8 @@ from typing import Any
 
 from tgi_server.engine.models.families.olmo2 import olmo2
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
-from tgi_server.engine.models.splits import llama_plan
+from tgi_server.engine.models.splits import head_counts, llama_plan
+from tgi_server.engine.parallel.plan import ShardingPlan
 
 
 def llama(config: Any) -> DecoderSpec:
@@ -51,6 +52,10 @@ def stablelm(config: Any) -> DecoderSpec:
     )
 
 
+def _stablelm(config: Any) -> ShardingPlan:
+    return llama_plan(config, {"self_attn": head_counts("num_heads", of_keys=("num_key_value_heads",))})
+
+
 FAMILIES = {
     "arcee": Family(arcee, llama_plan),
     "cwm": Family(llama, llama_plan),
@@ -69,6 +74,6 @@ FAMILIES = {
     "qwen3_vl_text": Family(qwen3, llama_plan),
     "seed_oss": Family(llama, llama_plan),
     "smollm3": Family(smollm3, llama_plan),
-    "stablelm": Family(stablelm, llama_plan),
+    "stablelm": Family(stablelm, _stablelm),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Family(images=True)),
 }

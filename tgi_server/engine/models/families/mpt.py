@@ -3,7 +3,7 @@
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec
-from tgi_server.engine.models.splits import HEAD, feed_forward, heads_of
+from tgi_server.engine.models.splits import HEAD, feed_forward, head_counts, heads_of
 from tgi_server.engine.parallel.plan import ShardingPlan, column_parallel, row_parallel, vocab_parallel_embedding
 from tgi_server.engine.parallel.shares import queries_keys_values, query_heads
 
@@ -30,6 +30,7 @@ def mpt(config: Any) -> DecoderSpec:
 def _plan(config: Any) -> ShardingPlan:
     splits = {
         "wte": vocab_parallel_embedding(),
+        "attn": head_counts("n_heads"),
         "attn.Wqkv": column_parallel(queries_keys_values),
         "attn.out_proj": row_parallel(query_heads),
         **feed_forward("ffn.up_proj", down="ffn.down_proj"),

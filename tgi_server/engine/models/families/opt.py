@@ -3,7 +3,7 @@
 from typing import Any
 
 from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, NoSpec, activation
-from tgi_server.engine.models.splits import HEAD, attention, feed_forward, heads_of
+from tgi_server.engine.models.splits import HEAD, attention, feed_forward, head_counts, heads_of
 from tgi_server.engine.parallel.plan import ShardingPlan, vocab_parallel_embedding
 
 
@@ -36,6 +36,7 @@ def opt(config: Any) -> DecoderSpec:
 def _plan(config: Any) -> ShardingPlan:
     splits = {
         "embed_tokens": vocab_parallel_embedding(),
+        "self_attn": head_counts("num_heads"),
         **attention("self_attn", "out_proj"),
         **feed_forward("fc1", down="fc2"),
         **HEAD,

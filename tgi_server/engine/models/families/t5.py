@@ -3,7 +3,7 @@
 from typing import Any
 
 from tgi_server.engine.models.spec import Family
-from tgi_server.engine.models.splits import HEAD, attention, feed_forward, heads_of
+from tgi_server.engine.models.splits import HEAD, attention, feed_forward, head_counts, heads_of
 from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split, vocab_parallel_embedding
 from tgi_server.engine.parallel.shares import query_heads
 
@@ -13,6 +13,7 @@ _EMBEDDINGS = {"shared": vocab_parallel_embedding(), "embed_tokens": vocab_paral
 def _t5(config: Any) -> ShardingPlan:
     splits = {
         **_EMBEDDINGS,
+        **dict.fromkeys(("SelfAttention", "EncDecAttention"), head_counts("n_heads")),
         **attention("SelfAttention", "o", "q", "k", "v"),
         **attention("EncDecAttention", "o", "q", "k", "v"),
         "relative_attention_bias": Split({"weight": Slice(1, query_heads)}),
