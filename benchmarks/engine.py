@@ -137,21 +137,21 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
     made_here = arguments.model in MODELS and not folder.exists()
     shape = MODELS[arguments.model].config if made_here else read_config(folder)
     cost = cost_of(shape, dtype)
+    device = arguments.device or EngineConfig(folder).device
     config = EngineConfig(
         folder,
         dtype,
-        arguments.device,
+        device,
         quantize=arguments.quantize,
         linear_kernels=arguments.linear_kernels,
         packed_cache=arguments.packed_weights_cache,
     )
-    device = config.device
     machine = measure_machine(device, dtype)
     with tempfile.TemporaryDirectory() as empty:
         model = build_model(shape, device, dtype) if made_here else None
         if model is not None and arguments.quantize:
             cost = replace(cost, weight_bytes=cost.weight_bytes - round_weights(model, arguments.quantize))
-        engine = Engine(replace(config, model_path=Path(empty) if made_here else folder, device=device), model)
+        engine = Engine(replace(config, model_path=Path(empty) if made_here else folder), model)
     where = f"{engine.info.dtype} on {engine.info.device_type}, {torch.get_num_threads()} threads"
     where += f", linear layers: {engine.info.linear_kernels}" if arguments.quantize else ""
     print(f"{arguments.model}, prompts of {arguments.context} tokens, {where}; {machine.describe()}", flush=True)
