@@ -1,4 +1,4 @@
-"""What this machine can do at most: the instructions that the CPU kernels multiply with, and reading from memory.
+"""Measures a machine's peaks: the instructions that the CPU kernels multiply with, and reading from memory.
 
 peaks.cpp has the loops; it is compiled for each run, which takes a second.
 """

@@ -232,7 +232,7 @@ class Decoder:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What a token leaves in the cache, up to the last layer that attends; of latents, as `Latents` says."""
+        """The layout of a token in the cache, up to the last layer that attends; of latents, as `Latents` says."""
         attending = {layer.index: layer for layer in self.layers if layer.heads is not None}
         heads, sizes = [0] * (1 + max(attending, default=-1)), [0] * (1 + max(attending, default=-1))
         value_dim = None

@@ -65,7 +65,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is on disk of a prompt beyond what is in memory.
+    """Entries on disk that continue what is in memory of a prompt.
 
     text: up to the end of that. cached: its blocks in memory. places: of each further block. state: of the state after
     the text, if sequences have states and that one is not in memory. gained: tokens that need not be computed.

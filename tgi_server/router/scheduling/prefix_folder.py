@@ -32,7 +32,7 @@ _WIDTH = 4  # bytes of a token
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """What all shards have written of a part of a text.
+    """The files of all shards with consecutive entries of a text.
 
     stem: the name without the rank. namespace: of the texts that may share it, as names of files have it. ranks: that
     have written it. size: bytes of all. digests: of the text up to the end of each entry; none of

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: which there are, what they can do, and the embeddings of texts."""
+"""Ollama's routes about models: which there are, what they can do, and the embeddings of texts."""
 
 from collections.abc import Iterator
 from hashlib import sha256
