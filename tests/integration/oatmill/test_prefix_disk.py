@@ -11,7 +11,7 @@ import transformers  # noqa: F401  # as a whole: `LLM` would import the parts th
 
 from oatmill import LLM, LLMError, Result
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
-from tgi_server.router.scheduling import prefix_disk
+from tgi_server.router.scheduling.prefix_loader import PrefixLoader
 
 SENTENCE = "the quick brown fox jumps over the lazy dog, and then it rests in the shade of an old oak. "
 TEXT = SENTENCE * 20
@@ -175,7 +175,7 @@ def test_what_is_read_more_slowly_than_computed_is_computed(
     caplog.set_level(logging.INFO)
     first = answer(load(), cache_salt="a")
     llm = load()
-    monkeypatch.setattr(prefix_disk.PrefixDisk, "_is_worth_it", lambda *_: False)
+    monkeypatch.setattr(PrefixLoader, "is_worth_it", lambda *_: False)
     again = answer(llm, cache_salt="a")
     assert (told(again), again.usage.cached_tokens) == (told(first), 0)
 

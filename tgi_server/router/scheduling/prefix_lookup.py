@@ -1,0 +1,86 @@
+"""Looks up which files continue what memory has of a prompt."""
+
+from dataclasses import dataclass
+
+from tgi_server.router.scheduling.memory import PagedMemory, space_of
+from tgi_server.router.scheduling.prefix_cache import Space
+from tgi_server.router.scheduling.prefix_folder import PrefixFolder, StoredFile
+from tgi_server.router.scheduling.sequence import Sequence
+
+WIDTH = 4  # bytes of a token
+
+
+@dataclass(frozen=True, slots=True)
+class CachedText:
+    """A text whose blocks are cached. tokens: 4 bytes each. named: it is written whole."""
+
+    space: Space
+    namespace: str
+    tokens: bytes
+    named: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """Entries on disk that continue what is in memory of a prompt.
+
+    text: up to the end of that. cached: its blocks in memory. places: of each further block. state: of the state after
+    the text, if sequences have states and that one is not in memory. gained: tokens that need not be computed.
+    """
+
+    text: CachedText
+    cached: list[int]
+    places: list[tuple[StoredFile, int]]
+    digests: list[bytes]
+    state: tuple[StoredFile, bytes] | None
+    gained: int
+
+    @property
+    def length(self) -> int:
+        """The tokens of the text."""
+        return len(self.text.tokens) // WIDTH
+
+    @property
+    def files(self) -> list[StoredFile]:
+        state = [] if self.state is None else [self.state[0]]
+        return [*dict.fromkeys(file for file, _ in self.places), *state]
+
+    def runs(self) -> list[tuple[StoredFile, int, int]]:
+        """Returns which blocks follow each other in a file: the file, the entry of the first, and how many they are."""
+        runs: list[tuple[StoredFile, int, int]] = []
+        for file, place in self.places:
+            if runs and runs[-1][0] is file and runs[-1][1] + runs[-1][2] == place:
+                runs[-1] = file, runs[-1][1], runs[-1][2] + 1
+            else:
+                runs.append((file, place, 1))
+        return runs
+
+
+def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -> StoredPrefix | None:
+    """Returns None if the disk has nothing of the sequence that memory has not."""
+    if sequence.adapter is not None:
+        return None
+    namespace, snapshots = sequence.request.cache_namespace, memory.snapshots
+    space, size = space_of(sequence), memory.block_size
+    # The last token is computed. Its block may be read for those before it, but a state after it is of no use.
+    tokens = sequence.beginning(sequence.known if snapshots is None else sequence.known - 1)
+    cached = memory.cached_blocks(space, tokens)
+    states = None if snapshots is None else dict(snapshots.after(space, tokens[: len(cached) * size * WIDTH]))
+    usable = len(cached) if states is None else max(states, default=0) // size
+    digests: list[bytes] = []
+    places: list[tuple[StoredFile, int]] = []
+    end, state = 0, None  # of the longest beginning from which the prompt can continue
+    for number, digest in enumerate(folder.chain(folder.root("", namespace), tokens, size), start=1):
+        if number > len(cached):
+            if (place := folder.find(digest)) is None:
+                break
+            digests.append(digest)
+            places.append(place)
+        stored = None if states is None else folder.find(digest, state=True)
+        if number > usable and (states is None or stored is not None):
+            end, state = number, None if stored is None else (stored[0], digest)
+    if not end:
+        return None
+    read = max(0, end - len(cached))
+    text = CachedText(space, namespace, tokens[: end * size * WIDTH], named=False)
+    return StoredPrefix(text, cached[:end], places[:read], digests[:read], state, (end - usable) * size)

@@ -1,0 +1,156 @@
+"""Writes what the cache has of requests into files."""
+
+import asyncio
+import logging
+from collections import deque
+from time import perf_counter
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.prefix_files import MOST_ENTRIES
+from tgi_server.router.errors import InvalidRequest, RouterError
+from tgi_server.router.metrics import PrefixDiskMetrics
+from tgi_server.router.scheduling.lending import Lending
+from tgi_server.router.scheduling.prefix_folder import PrefixFolder, StoredFile
+from tgi_server.router.scheduling.prefix_lookup import WIDTH, CachedText
+from tgi_server.router.scheduling.shard_client import ShardedClient
+
+logger = logging.getLogger(__name__)
+
+# A text without a name is written once this many of its tokens are not on disk: files have some MB.
+_LEAST_TOKENS = 256
+# Ended requests that wait to be written; then the oldest is passed over.
+_MOST_WAITING = 256
+# Seconds without writing after a file could not be written.
+_PAUSE_S = 60.0
+# Snapshots of states of a text that are written, the last ones: a next turn may part from it a little before its end.
+_STATES = 3
+
+
+class PrefixWriter:
+    """Writes one text at a time.
+
+    block_bytes, snapshot_bytes: in all shards together. task: that writes, if one does.
+    """
+
+    def __init__(
+        self,
+        folder: PrefixFolder,
+        block_bytes: int,
+        snapshot_bytes: int,
+        shards: ShardedClient,
+        lending: Lending,
+        metrics: PrefixDiskMetrics,
+    ) -> None:
+        self._folder, self._block_bytes, self._snapshot_bytes = folder, block_bytes, snapshot_bytes
+        self._shards = shards
+        self._lending = lending
+        self._metrics = metrics
+        self._waiting: deque[CachedText] = deque(maxlen=_MOST_WAITING)
+        self._namespace: str | None = None  # of the text that is written
+        self._pause_until = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+    def add(self, text: CachedText) -> None:
+        """Has the blocks of a text written, unless the disk has them."""
+        self._waiting.append(text)
+        if self.task is None:
+            self.task = asyncio.create_task(self._write_all())
+
+    async def forget(self, namespace: str) -> int:
+        """Deletes the files of a namespace. Returns how many texts, or parts of a text, they were."""
+        kept = [text for text in self._waiting if text.namespace != namespace]
+        self._waiting.clear()
+        self._waiting.extend(kept)
+        if self._namespace == namespace:
+            self._namespace = None
+        return await self._delete(namespace)
+
+    async def _delete(self, namespace: str) -> int:
+        files = self._folder.forget(namespace)
+        await asyncio.to_thread(self._folder.delete, files)
+        self._metrics.held(self._folder.bytes)
+        return len(files)
+
+    async def _write_all(self) -> None:
+        try:
+            while self._waiting:
+                text = self._waiting.popleft()
+                if perf_counter() >= self._pause_until:
+                    self._namespace = text.namespace
+                    await self._write(text)
+                    if self._namespace is None:  # it was forgotten meanwhile
+                        await self._delete(text.namespace)
+        except RouterError as error:
+            logger.error("cached prefixes are not written to disk any more: %s", error)
+        finally:
+            self.task = None
+            self._lending.on_change()
+
+    async def _write(self, text: CachedText) -> None:
+        """Writes the blocks of a text that are not on disk, some at a time, as long as they are in memory."""
+        folder, memory = self._folder, self._lending.memory
+        root, size = folder.root("", text.namespace), memory.block_size
+        digests = list(folder.chain(root, text.tokens, size))
+        start = next((index for index, digest in enumerate(digests) if folder.find(digest) is None), len(digests))
+        if (len(digests) - start) * size < (1 if text.named else _LEAST_TOKENS):
+            return
+        while start < len(digests):
+            stop = min(start + MOST_ENTRIES, len(digests))
+            cached = memory.cached_blocks(text.space, text.tokens[: stop * size * WIDTH])
+            if len(cached) < stop:
+                return
+            before = digests[start - 1] if start else root
+            if not await self._store(text, before, digests[start:stop], cached[start:stop]):
+                return
+            start = stop
+        if memory.snapshots is not None:
+            for length, snapshot in memory.snapshots.after(text.space, text.tokens)[-_STATES:]:
+                digest = digests[length // size - 1]
+                if folder.find(digest, state=True) is None and not await self._store(
+                    text, root, [digest], [], snapshot
+                ):
+                    return
+
+    async def _store(
+        self, text: CachedText, before: bytes, digests: list[bytes], blocks: list[int], snapshot: int = 0
+    ) -> bool:
+        """Writes blocks, or a snapshot, into a file. Returns False if that is not possible. Raises RouterError."""
+        folder, lending = self._folder, self._lending
+        file = folder.new_file(folder.namespace(text.namespace), digests, state=snapshot > 0)
+        request = pb.PrefixFile(
+            path=str(folder.path(file)),
+            before=before,
+            digests=b"".join(digests),
+            block_ids=blocks,
+            snapshot=snapshot,
+        )
+        lending.lend(blocks, snapshot)
+        try:
+            stored = await lending.settled(lending.batch_id) and await self._write_file(file, request)
+            lending.give_back(blocks, snapshot)
+        finally:
+            lending.on_change()
+        return stored
+
+    async def _write_file(self, file: StoredFile, request: pb.PrefixFile) -> bool:
+        """Makes room for a file, and has it written. Returns False if that is not possible.
+
+        Raises RouterError if the shards may still read what they were to write.
+        """
+        folder = self._folder
+        needed = len(request.block_ids) * self._block_bytes or self._snapshot_bytes
+        if needed > folder.size:
+            return False
+        dropped = folder.make_room(needed)
+        await asyncio.to_thread(folder.delete, [*dropped, *folder.expired()])
+        try:
+            file.ranks, file.size = await self._shards.store_file(request)
+        except InvalidRequest as error:
+            logger.warning("cached prefixes are not written to disk for %d s: %s", _PAUSE_S, error)
+            self._metrics.failed("store")
+            self._pause_until = perf_counter() + _PAUSE_S
+            return False
+        folder.add(file)
+        self._metrics.stored(len(request.block_ids) * self._lending.memory.block_size)
+        self._metrics.held(folder.bytes)
+        return True
