@@ -127,6 +127,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "bloom": ("bloom", {}),
     "bloom_6_heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
     "code_llama": ("llama", _GATED | _rope("default", rope_theta=1000000.0)),
+    "codegen": ("codegen", {"rotary_dim": 8}),
     "cohere": ("cohere", _GATED),
     "cohere_qk_norm": ("cohere", _GATED | {"use_qk_norm": True}),
     "cohere2": ("cohere2", _GATED | _MIXED_WINDOWS),

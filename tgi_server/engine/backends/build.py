@@ -339,7 +339,7 @@ def _variant(
     """Returns how a layer attends. said: what it says when it calls attention; None: it does not call it."""
     variant = said or AttentionVariant(scaling=heads.size**-0.5)
     scaling = variant.scaling if spec.scaling is None else spec.scaling
-    variant = replace(variant, scaling=scaling, chunk=spec.chunk)
+    variant = replace(variant, scaling=scaling, chunk=spec.chunk, window=spec.window or variant.window)
     if spec.alibi is None:
         return variant
     slopes = slopes_of(attention, heads.heads, spec.alibi).to(next(attention.parameters()).device)

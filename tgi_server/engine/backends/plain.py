@@ -94,7 +94,7 @@ class PlainBackend(Backend):
         model = ReferenceModel(source, decoder, GatherAttention(decoder.kv_shape, source.device, source.dtype))
         model.positions = positions
         probe = LogitsProbe(model, self.group, expected=own.logits)
-        fault = window_objection(source, model.variants) or probe.fault(model, "its spec", linear.rounding)
+        fault = window_objection(source, model.variants, spec) or probe.fault(model, "its spec", linear.rounding)
         if fault is not None:
             raise UnsupportedModel(f"{name}: {fault}; start with --disable-custom-kernels")
         return model, probe

@@ -37,7 +37,7 @@ from tgi_server.engine.backends.base import PagedModel, PassInput
 from tgi_server.engine.backends.generic import GenericModel, install_paged_attention
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.errors import EngineError, PeerLost
-from tgi_server.engine.models.spec import Family
+from tgi_server.engine.models.spec import DecoderSpec, Family
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.parallel.layers import ShardedLayer
 from tgi_server.engine.parallel.shares import Share
@@ -186,9 +186,15 @@ def _own_biases(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def window_objection(model: PreTrainedModel, variants: Mapping[int, AttentionVariant]) -> str | None:
-    """Returns why layers do not attend as the configuration says, in words; None if they do."""
-    said = {layer: (variant.window, variant.chunk) for layer, variant in variants.items()}
+def window_objection(
+    model: PreTrainedModel, variants: Mapping[int, AttentionVariant], spec: DecoderSpec | None = None
+) -> str | None:
+    """Returns why layers do not attend as the configuration says, in words; None if they do.
+
+    spec: of the model; a window that a layer has from it is right, since the layer tells it nobody.
+    """
+    untold = set() if spec is None else {layer for layer, of_layer in enumerate(spec.layers) if of_layer.window}
+    said = {layer: (0 if layer in untold else each.window, each.chunk) for layer, each in variants.items()}
     return None if said == _windows(model) else "its layers look at other tokens than they tell the attention function"
 
 

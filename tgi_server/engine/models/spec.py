@@ -1,7 +1,7 @@
 """A decoder as data: what it is made of, and the names that its modules have in `transformers`.
 
 What the layers of `transformers` say when they call attention (scaling, window, soft cap, sinks) does not stand here:
-the probe notes it.
+the probe notes it. Layers that do not call attention through `AttentionInterface` have it in their spec.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,7 +124,8 @@ class LayerSpec:
     rope: which of the model's rotary tables turns queries and keys; None: none does. alibi: what is added to scores by
     the position of the key (Press et al. 2022), with slopes as in BLOOM ("geometric"), rounded as in Falcon
     ("rounded"), or ordered as in MPT ("interleaved"); None: nothing. chunk: a token attends to those of its own chunk
-    of so many tokens (Llama 4); 0: there are no chunks.
+    of so many tokens (Llama 4); 0: there are no chunks. window: a token attends to so many tokens, itself included,
+    where `transformers` does not say it in the call (GPT-Neo); 0: as it says there.
     value_scale: of values. scaling: of the scores, where `transformers` scales the query before it calls attention;
     None: as it says there. tuning: a floor and a scale, of the query at each position: it is multiplied by
     1 + scale * log(1 + floor((position + 1) / floor)) (Nakanishi 2025).
@@ -166,6 +167,7 @@ class LayerSpec:
     rope: int | None = 0
     alibi: Literal["geometric", "rounded", "interleaved"] | None = None
     chunk: int = 0
+    window: int = 0
     value_scale: float = 1.0
     scaling: float | None = None
     tuning: tuple[float, float] | None = None

@@ -23,7 +23,7 @@ IN_ONE_CALL = ["cohere", "cohere_qk_norm", "gemma", "gemma2", "gemma3_text", "gl
 IN_ONE_CALL += ["llama", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
 IN_ONE_CALL += ["bamba", "granitemoehybrid_dense", "lfm2", "olmo_hybrid", "qwen3_5_text"]
 IN_ONE_CALL += ["jamba", "qwen3_5_moe_text", "qwen3_next"]
-IN_ONE_CALL += ["bloom", "falcon_40b", "gpt2", "gptj", "mpt_6_heads", "nemotron"]
+IN_ONE_CALL += ["bloom", "falcon_40b", "gpt2", "gpt_neo", "gptj", "mpt_6_heads", "nemotron"]
 IN_ONE_CALL += ["deepseek_v3", "falcon_h1", "granitemoehybrid", "kimi_linear", "mimo_v2_flash", "nemotron_h"]
 IN_ONE_CALL += ["gemma3n_text", "gemma4_text", "gemma4_text_moe", "llama4_text"]
 # Their parts are those of others, so that they are slow tests.

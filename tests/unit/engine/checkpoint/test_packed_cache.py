@@ -233,7 +233,7 @@ def test_a_folder_that_is_not_there_is_named(cache: Path, tmp_path: Path) -> Non
         load_engine(tmp_path / "absent", packed_cache=cache)
 
 
-@pytest.mark.parametrize(("architecture", "quantize"), [("llama", None), ("gpt_neo", "int4")])
+@pytest.mark.parametrize(("architecture", "quantize"), [("llama", None), ("codegen", "int4")])
 def test_dense_models_and_those_in_the_layers_of_transformers_are_not_stored(
     architecture: str, quantize: str | None, cache: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.shares import share_of
 
-UNSPLIT = {"mamba", "rwkv"}
+UNSPLIT = {"codegen", "mamba", "rwkv"}
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 # Two shards get one and two KV heads, with two and four heads of queries.
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 101}

@@ -22,10 +22,10 @@ FAMILIES = (
     *("arcee", "gptj", "ministral", "mpt_6_heads", "nemotron", "olmoe", "persimmon", "santacoder"),
     *("bloom", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "exaone4", "falcon_40b"),
     *("falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe"),
-    *("glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid", "helium"),
-    *("kimi_linear", "lfm2", "lfm2_moe", "llama3", "llama4_text", "mimo_v2_flash", "minimax_m2", "mistral", "mixtral"),
-    *("nemotron_h", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "granite", "granitemoehybrid"),
+    *("helium", "kimi_linear", "lfm2", "lfm2_moe", "llama3", "llama4_text", "mimo_v2_flash", "minimax_m2", "mistral"),
+    *("mixtral", "nemotron_h", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
 (TEXT,) = prompts((70,))
 # Tokens of a chunk, and of the prefix that a later request finds.

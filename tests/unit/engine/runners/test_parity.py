@@ -13,8 +13,8 @@ from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, 
 
 PADDED = {
     "bart",
+    "codegen",
     "flan_t5",
-    "gpt_neo",
     "mamba",
     "t5",
 }

@@ -1,7 +1,4 @@
-"""GPT-2, GPTBigCode (SantaCoder, StarCoder), GPT-J, GPT-NeoX, Persimmon and Phi.
-
-GPT-Neo is computed by `transformers`.
-"""
+"""GPT-2, GPTBigCode (SantaCoder, StarCoder), GPT-J, GPT-Neo, GPT-NeoX, Persimmon and Phi."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,6 +33,13 @@ _GPTJ = LayerSpec(
     attention_norm="ln_1",
     feed_forward_norm=None,
 )
+_GPT_NEO = replace(
+    _GPT2,
+    attention="attn.attention",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    output="attn.attention.out_proj",
+    scaling=1.0,
+)
 _GPT_NEOX = LayerSpec(
     attention="attention",
     qkv=("attention.query_key_value",),
@@ -67,6 +71,12 @@ def gpt_bigcode(config: Any) -> DecoderSpec:
 def gptj(config: Any) -> DecoderSpec:
     rope = RopeSpec(table="half", rotated=config.rotary_dim or config.n_embd)
     return replace(gpt2(config, _GPTJ), positions=None, ropes=(rope,), interleaved=True, parallel=True)
+
+
+def gpt_neo(config: Any) -> DecoderSpec:
+    """Some layers attend to a window, which they do not tell the attention function."""
+    kinds = {"global": _GPT_NEO, "local": replace(_GPT_NEO, window=config.window_size)}
+    return replace(gpt2(config), layers=tuple(kinds[name] for name in config.attention_layers))
 
 
 def gpt_neox(config: Any) -> DecoderSpec:
@@ -191,7 +201,7 @@ def _phi(config: Any) -> ShardingPlan:
 FAMILIES = {
     "gpt2": Family(gpt2, _gpt2),
     "gpt_bigcode": Family(gpt_bigcode, _gpt_bigcode),
-    "gpt_neo": Family(plan=_gpt_neo),
+    "gpt_neo": Family(gpt_neo, _gpt_neo),
     "gpt_neox": Family(gpt_neox, _gpt_neox),
     "gptj": Family(gptj, _gptj),
     "persimmon": Family(persimmon, _persimmon),

@@ -16,7 +16,7 @@ def sequence(prompt: list[int], generated: list[int]) -> RunningSequence:
     return RunningSequence(1, prompt, StoppingParameters(4), generated_ids=generated)
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("gpt_neo", CausalPasses), ("flan_t5", Seq2SeqPasses)])
+@pytest.mark.parametrize(("architecture", "kind"), [("codegen", CausalPasses), ("flan_t5", Seq2SeqPasses)])
 @torch.inference_mode()
 def test_a_text_in_steps_has_the_logits_of_the_whole_text(architecture: str, kind: type[Passes]) -> None:
     passes = kind(build(architecture))

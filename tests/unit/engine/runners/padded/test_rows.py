@@ -15,7 +15,7 @@ PROMPTS = [[5, 6], list(range(10, 40)), [7], list(range(50, 75))]
 
 @pytest.fixture(scope="module")
 def passes() -> CausalPasses:
-    return CausalPasses(build("gpt_neo"))
+    return CausalPasses(build("codegen"))
 
 
 def chunks(prompts: list[list[int]], **options) -> list[PromptChunk]:
