@@ -15,6 +15,7 @@ from typing import Final
 from shared.control_groups import available_ram, usable_cores
 from shared.gpus import has_gpu
 from shared.settings import package_version
+from tgi_server.launcher.environment import output_of
 from tgi_server.launcher.machine import INSTALL
 
 _GIB: Final = 1 << 30
@@ -115,11 +116,8 @@ def _gpu() -> Iterator[Finding]:
     if not has_gpu():
         yield Finding(State.OK, "GPU: none; models run on the CPU")
         return
-    try:
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-        cards = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        cards = "nvidia-smi does not answer"
+    cards = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    cards = cards or "nvidia-smi does not answer"
     code = "import torch; torch.zeros(1, device='cuda'); print(torch.version.cuda)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     if result.returncode == 0:

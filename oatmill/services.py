@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import IO
+
+import httpx2
 
 from shared.processes import die_with_parent
 
@@ -79,9 +80,8 @@ def is_listening(port: int) -> bool:
 def is_ready(url: str) -> bool:
     """Returns True if the model server's /health answers with 200."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:  # noqa: S310  # always http
-            return bool(response.status == 200)
-    except OSError:
+        return httpx2.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
         return False
 
 

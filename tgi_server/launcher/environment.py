@@ -29,13 +29,13 @@ UNKNOWN = "unknown"
 def describe_environment() -> str:
     """Returns lines of `name: value`."""
     facts = {
-        "revision": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or UNKNOWN,
+        "revision": output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or UNKNOWN,
         "system": _system(),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         **{name: _version(name) for name in PACKAGES},
         "cpu": describe_cpu(),
         "memory": _memory(),
-        "nvidia-smi": _output("nvidia-smi") or "not there",
+        "nvidia-smi": output_of("nvidia-smi") or "not there",
     }
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
 
@@ -78,7 +78,7 @@ def _table(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Returns what a program prints; nothing when it is not there or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -5,7 +5,7 @@ Observations are made on the event loop's thread; each takes about a microsecond
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, repeat
@@ -82,6 +82,11 @@ class _Registry:
     def counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(name, meaning, labels, registry=self._registry)
 
+    def failures(self, name: str, meaning: str) -> Callable[[str], None]:
+        """Returns a function that counts a failure by the type of its error."""
+        failures = self.counter(name, meaning, "err")
+        return lambda error_type: failures.labels(error_type).inc()
+
     def gauge(self, name: str, meaning: str) -> Gauge:
         return Gauge(name, meaning, registry=self._registry)
 
@@ -106,7 +111,7 @@ class RequestMetrics:
         duration = "tgi_request_{}_duration".format
         self.received = made.counter("tgi_request_count", "Generation requests received.").inc
         self._success = made.counter("tgi_request_success", "Generation requests that succeeded.")
-        self._failure = made.counter("tgi_request_failure", "Generation requests that failed, by error type.", "err")
+        self.failed = made.failures("tgi_request_failure", "Generation requests that failed, by error type.")
         self._by_adapter = made.counter(
             "tgi_request_adapter_count",
             "Generation requests by adapter; an empty label means no adapter, `_other` all beyond the first 256.",
@@ -161,9 +166,6 @@ class RequestMetrics:
         self._success.inc()
         self._total.observe(seconds)
         self._input_length.observe(input_length)
-
-    def failed(self, error_type: str) -> None:
-        self._failure.labels(error_type).inc()
 
 
 class BatchMetrics:
@@ -250,14 +252,10 @@ class PrefixDiskMetrics:
         self.loaded = made.seconds(
             "tgi_prefix_disk_load_duration", "Time to read a prefix from disk, in the shard."
         ).observe
-        self._failure = made.counter(
+        self.failed = made.failures(
             "tgi_prefix_disk_failure",
             "Files that could not be written (store) or read (load), or that a request waited for too long (slow).",
-            "err",
         )
-
-    def failed(self, error_type: str) -> None:
-        self._failure.labels(error_type).inc()
 
 
 class ImageMetrics:
@@ -271,7 +269,7 @@ class ImageMetrics:
         self._known = made.counter(
             "tgi_image_known_count", "Images in requests that had been decoded for another request."
         )
-        self._failure = made.counter("tgi_image_failure", "Images that could not be used, by error type.", "err")
+        self.failed = made.failures("tgi_image_failure", "Images that could not be used, by error type.")
         self._length = made.tokens("tgi_image_length", "Number of prompt tokens of an image.")
         self.decoded = made.seconds(
             "tgi_image_decode_duration",
@@ -286,9 +284,6 @@ class ImageMetrics:
         self._length.observe(tokens)
         if known:
             self._known.inc()
-
-    def failed(self, error_type: str) -> None:
-        self._failure.labels(error_type).inc()
 
 
 class LoadMetrics(Collector):

@@ -39,6 +39,11 @@ def fault(text: str, *field: str) -> PydanticCustomError:
     return PydanticCustomError("fault", "{fault}", {"fault": text, "field": field})
 
 
+def as_parts(content: Any) -> Any:
+    """Returns content as a list of parts: a string is a text."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _read_schema(schema: Any) -> Any:
     try:
         schema = from_json(schema) if isinstance(schema, str) else schema

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, RootModel, model_validator
 
-from tgi_server.router.schemas.base import Items, Name, RequestModel, ResponseModel, fault, one_of
+from tgi_server.router.schemas.base import Items, Name, RequestModel, ResponseModel, as_parts, fault, one_of
 from tgi_server.router.schemas.response_input import (
     CallOutput,
     FunctionCall,
@@ -16,7 +16,6 @@ from tgi_server.router.schemas.response_input import (
     RefusalPart,
     ResponsesFreeFormCall,
     TextPart,
-    as_parts,
 )
 from tgi_server.router.schemas.validation import BY_TYPE
 

@@ -12,6 +12,7 @@ from tgi_server.router.schemas.base import (
     Refused,
     RefusingModel,
     RequestModel,
+    as_parts,
 )
 from tgi_server.router.schemas.validation import BY_TYPE
 
@@ -68,14 +69,9 @@ class NestedBlock(RootModel[Annotated[TextBlock | ImageBlock, BY_TYPE]]):
     """A block of a document."""
 
 
-def as_blocks(content: Any) -> Any:
-    """Returns content as a list of blocks: a string is a text."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class ContentSource(RequestModel):
     type: Literal["content"]
-    content: Annotated[Items[NestedBlock], BeforeValidator(as_blocks, json_schema_input_type=str | Items[NestedBlock])]
+    content: Annotated[Items[NestedBlock], BeforeValidator(as_parts, json_schema_input_type=str | Items[NestedBlock])]
 
 
 class FileSource(Refused):
@@ -183,7 +179,7 @@ class ToolResultBlock(RequestModel):
     tool_use_id: str
     content: Annotated[
         Items[ResultBlock],
-        BeforeValidator(as_blocks, json_schema_input_type=str | Items[ResultBlock]),
+        BeforeValidator(as_parts, json_schema_input_type=str | Items[ResultBlock]),
     ] = Field(default=[])
     is_error: bool | None = None
 

@@ -18,11 +18,12 @@ from tgi_server.router.schemas.base import (
     ResponseModel,
     ToolSchema,
     UnsignedInt,
+    as_parts,
     one_of,
     takes_options,
 )
 from tgi_server.router.schemas.context_management import AppliedEdits, ContextManagement, OriginalTokens
-from tgi_server.router.schemas.message_blocks import ContentBlock, TextBlock, as_blocks
+from tgi_server.router.schemas.message_blocks import ContentBlock, TextBlock
 from tgi_server.router.schemas.validation import BY_TYPE
 
 
@@ -31,7 +32,7 @@ class InputTurn(RequestModel):
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        Items[ContentBlock], BeforeValidator(as_blocks, json_schema_input_type=str | Items[ContentBlock])
+        Items[ContentBlock], BeforeValidator(as_parts, json_schema_input_type=str | Items[ContentBlock])
     ] = Field(default=[])
     clear_at: Literal["next_user_message", "never"] = Field(
         default="never", description="With `next_user_message` the system's message is left out after that."
@@ -142,7 +143,7 @@ class MessagesParameters(RefusingModel):
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     messages: Items[InputTurn] = Field(json_schema_extra=SEVERAL)
     system: Annotated[
-        Items[TextBlock] | None, BeforeValidator(as_blocks, json_schema_input_type=str | Items[TextBlock] | None)
+        Items[TextBlock] | None, BeforeValidator(as_parts, json_schema_input_type=str | Items[TextBlock] | None)
     ] = Field(default=None, description="What the system says.")
     tools: Items[MessageTool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: MessagesToolSelection | None = Field(

@@ -1,9 +1,9 @@
 """The input of /v1/responses: messages, calls and their results, thoughts."""
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, RootModel
-from pydantic_core import to_json
 
 from tgi_server.router.media.images import Detail
 from tgi_server.router.schemas.base import (
@@ -14,6 +14,7 @@ from tgi_server.router.schemas.base import (
     RefusingModel,
     RequestModel,
     UnsignedInt,
+    as_parts,
 )
 from tgi_server.router.schemas.response_tools import ResponseTool
 from tgi_server.router.schemas.validation import BY_TYPE
@@ -50,7 +51,7 @@ class JsonPart(RequestModel):
 
     @property
     def text(self) -> str:
-        return to_json(self.data).decode()
+        return json.dumps(self.data, ensure_ascii=False, separators=(",", ":"))
 
 
 class InputImage(RefusingModel):
@@ -70,11 +71,6 @@ class InputFile(Refused):
     reason: ClassVar[str] = "send its text"
 
     type: Literal["input_file"]
-
-
-def as_parts(value: Any) -> Any:
-    """Returns content as a list of parts: a string is a text."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 _Text = Annotated[TextPart | RefusalPart, BY_TYPE]

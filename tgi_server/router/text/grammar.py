@@ -1,10 +1,11 @@
 """Grammars: the form that clients ask a text to have, as the shards compile it."""
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.answers.schema_reading import CLOSED_OBJECTS, JSON_SCHEMA, with_closed_objects
@@ -57,7 +58,7 @@ def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = F
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("the JSON schema of a grammar must be an object", param=place)
     read = schema if strict else with_closed_objects(schema)
-    text = to_json(read, inf_nan_mode="constants").decode()
+    text = json.dumps(read)
     reading = JSON_SCHEMA if strict else CLOSED_OBJECTS
     return Grammar(GrammarKind.JSON_SCHEMA, text, lenient=lenient, reading=reading, place=place)
 
