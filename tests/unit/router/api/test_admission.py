@@ -1,8 +1,12 @@
-"""A request is admitted, generates, and gives everything back once, however it ends."""
+"""A request is admitted, generates, and gives everything back once, however it ends.
+
+Its body is read no further than the limit.
+"""
 
 import asyncio
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import httpx
@@ -12,11 +16,19 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
-from tgi_server.router.api.admission import Admission, respond_to
+from tgi_server.router.api.admission import Admission, read_body, read_json, respond_to
 from tgi_server.router.api.generation import RequestGeneration
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.api.routes.generate import prepare_tgi
-from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
+from tgi_server.router.errors import (
+    ClientGone,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    RouterError,
+    UnsupportedMediaType,
+)
 from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
@@ -168,3 +180,74 @@ async def test_a_request_that_counts_no_tokens_has_succeeded(caplog: pytest.LogC
     assert line.message.endswith("answered")
     assert line.prompt_tokens == 0
     assert "tgi_request_failure_total" not in router.service.metrics.expose().decode()
+
+
+LIMIT = 10
+
+
+class Sender:
+    """Sends a body in pieces; None: goes away instead. unread: the pieces that nobody has asked for."""
+
+    def __init__(self, *pieces: bytes | None, **headers: str) -> None:
+        self.unread: list[bytes | None] = list(pieces)
+        encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        self.lease = Lease(Account(2**20, 0.5), "10.0.0.1", lambda: None)
+        scope = {"type": "http", "headers": encoded, "state": {LEASE: self.lease}}
+        self.request = Request(scope, self._receive)
+
+    async def _receive(self) -> Message:
+        piece = self.unread.pop(0)
+        if piece is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": piece, "more_body": bool(self.unread)}
+
+
+@pytest.mark.parametrize("pieces", [[b"0123456789"], [b"01234", b"", b"56789"], [b""]])
+async def test_a_body_within_the_limit_is_read_whole(pieces: Sequence[bytes]):
+    assert await read_body(Sender(*pieces).request, LIMIT) == b"".join(pieces)
+
+
+async def test_the_memory_that_a_body_takes_is_counted():
+    client = Sender(b"[{},", b"{}]")
+    await read_body(client.request, LIMIT)
+    assert client.lease.held > 500
+    with pytest.raises(PayloadTooLarge, match="--max-client-memory"):
+        await read_body(Sender(b"{" * 2_000).request, 2_000)
+
+
+async def test_a_body_that_is_compressed_is_refused():
+    assert await read_body(Sender(b"{}", content_encoding="identity").request, LIMIT) == b"{}"
+    with pytest.raises(UnsupportedMediaType, match="the content encoding is 'gzip'"):
+        await read_body(Sender(b"{}", content_encoding="GZIP").request, LIMIT)
+
+
+async def test_a_body_that_is_announced_as_too_long_is_refused_after_it_has_come():
+    client = Sender(b"0" * 6, b"0" * 6, content_length="12")
+    with pytest.raises(PayloadTooLarge, match=r"more than 10 bytes \(--payload-limit\)"):
+        await read_body(client.request, LIMIT)
+    assert not client.unread
+
+
+async def test_a_body_that_turns_out_too_long_is_refused_after_it_has_come():
+    client = Sender(b"0" * 6, b"0" * 6, b"0")
+    with pytest.raises(PayloadTooLarge):
+        await read_body(client.request, LIMIT)
+    assert not client.unread
+
+
+async def test_a_client_that_waits_for_leave_is_refused_before_it_sends_a_body():
+    client = Sender(b"0" * 12, content_length="12", expect="100-continue")
+    with pytest.raises(PayloadTooLarge):
+        await read_body(client.request, LIMIT)
+    assert client.unread
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_gone():
+    with pytest.raises(ClientGone, match="before its request was complete"):
+        await read_body(Sender(b"01", None).request, LIMIT)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"{'a': 1}", b"\xff", b"[" * 100_000])
+def test_what_is_not_json_is_refused_in_one_line(body: bytes):
+    with pytest.raises(InvalidRequest, match=r"^the request is not JSON: .+$"):
+        read_json(body)

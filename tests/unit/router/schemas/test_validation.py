@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tests.fakes.router_service import PAYLOAD_LIMIT, RouterService
 from tests.integration.router.filled_bodies import Member, Schemas
 from tgi_server.router.api import documentation
 from tgi_server.router.api.access import AccessRules
+from tgi_server.router.api.admission import read_json
 from tgi_server.router.api.app import create_app
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.base import Items, RequestModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.responses import ResponsesRequest
@@ -231,3 +233,44 @@ async def test_every_route_refuses_unknown_members_on_demand_and_names_them_othe
             elif path.endswith(("tokenize", "count_tokens")):
                 response = await client.post(path, json=body)
                 assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "misspelled")
+
+
+class Order(RequestModel):
+    name: str
+    number: int = Field(ge=1, le=5)
+    parts: Items[int] = []
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"[]", "the request: Input should be an object"),
+        (b'{"number": 1}', "`name`: Field required"),
+        (b'{"name": "a", "number": 9}', "`number` is 9; it must be at most 5"),
+        (b'{"name": "a", "number": 0}', "`number` is 0; it must be at least 1"),
+        (b'{"name": 1, "number": "2"}', "`name`: Input should be a valid string; `number`: Input should be a valid "),
+        (b'{"name": "a", "number": 1, "parts": [1, "x", "y"]}', "`parts[1]`: Input should be a valid integer"),
+    ],
+)
+def test_each_fault_of_a_body_is_told_by_the_field_and_the_bound(body: bytes, told: str):
+    with pytest.raises(InvalidRequest) as refusal:
+        validate(Order, read_json(body))
+    assert str(refusal.value).startswith(told)
+
+
+def test_a_long_number_is_cut_and_texts_of_the_client_are_not_repeated():
+    with pytest.raises(InvalidRequest) as refusal:
+        validate(Order, read_json(b'{"name": ["secret"], "number": ' + b"9" * 1000 + b"}"))
+    told = str(refusal.value)
+    assert "secret" not in told
+    assert len(told) < 200
+
+
+def test_of_very_many_faults_the_first_ones_are_told():
+    class Many(RequestModel):
+        parts: list[Order]
+
+    with pytest.raises(InvalidRequest) as refusal:
+        validate(Many, read_json(b'{"parts": [' + b",".join([b"{}"] * 50) + b"]}"))
+    assert str(refusal.value).count("Field required") == 10
+    assert str(refusal.value).endswith("; and more")
