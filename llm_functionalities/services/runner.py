@@ -1,5 +1,6 @@
 """`LLMRunner`: sends prompts to the model as they are, and summarizes texts."""
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,6 +12,7 @@ from llm_functionalities.services.context import CallContext, ModelClient, gramm
 from llm_functionalities.services.echo import EchoedAnswer
 from llm_functionalities.services.prompts import alpaca, with_images
 from llm_functionalities.settings import PromptEcho
+from shared.partial_json import Member, MemberReader
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 SUMMARISE = "Summarise the text in the input. Use at most three sentences, and nothing that the text does not say."
@@ -28,6 +30,8 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self._echo: PromptEcho = echo
 
     async def call_model(self, request: llm_pb2.ModelRequest, context: CallContext) -> llm_pb2.ModelResponse:
+        if request.members:
+            raise InvalidArgument("`members` is for stream_model; leave it out")
         (response,) = await self._responses(request, [request.formatted_prompt], context, request.images)
         return response
 
@@ -59,18 +63,23 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         deadline = self._model.deadline(context, request.timeout)
         generation = self._generation(request)
         prompt = with_images(request.images, request.formatted_prompt)
+        if request.members and not request.grammar.json_schema:
+            raise InvalidArgument("`members` needs an answer in JSON; give `grammar.json_schema`")
+        members = MemberReader() if request.members else None
         answer = EchoedAnswer(request.formatted_prompt, self._echo, has_grammar=generation.grammar is not None)
         async with aclosing(self._model.pieces(context, prompt, generation, deadline)) as pieces:
             async for piece in pieces:
                 part, generated = answer.add(piece.value or ""), piece.generated
                 reason = _OBJECT_ENDED if answer.ended else generated.finish_reason
-                if part or reason:
-                    yield llm_pb2.ModelResponse(
-                        text=part,
-                        finish_reason=reason,
-                        prompt_tokens=generated.prompt_tokens,
-                        generated_tokens=generated.generated_tokens,
-                    )
+                responses = [llm_pb2.ModelResponse(text=part)] if part or reason else []
+                if members is not None:
+                    responses += [llm_pb2.ModelResponse(member=_member(each)) for each in members.read(part)]
+                for response in responses:
+                    if response is responses[-1]:
+                        response.finish_reason = reason
+                        response.prompt_tokens = generated.prompt_tokens
+                        response.generated_tokens = generated.generated_tokens
+                    yield response
                 if answer.ended:
                     return
 
@@ -125,3 +134,8 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         deadline = self._model.deadline(context)
         answers = await self._model.answers(context, len(texts), ask, self._model.generation(0), deadline)
         return [answer.value or "" for answer in answers]
+
+
+def _member(member: Member) -> llm_pb2.Member:
+    """Returns a member as gRPC has it: its texts have no halves of surrogate pairs."""
+    return llm_pb2.Member(name=json.loads(member.name).encode(errors="replace").decode(), value=member.value)

@@ -186,7 +186,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
-    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id", "images", "sampling", "stop")
+    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id", "images", "sampling", "stop", "members")
     FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class ModelRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     formatted_prompt: str
     max_tokens: int
     timeout: int
@@ -203,19 +204,30 @@ class ModelRequest(_message.Message):
     images: _containers.RepeatedScalarFieldContainer[bytes]
     sampling: Sampling
     stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+    members: bool
+    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., members: _Optional[bool] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class ModelResponse(_message.Message):
-    __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens")
+    __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens", "member")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     text: str
     finish_reason: str
     prompt_tokens: int
     generated_tokens: int
-    def __init__(self, text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+    member: Member
+    def __init__(self, text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class ModelBatchRequest(_message.Message):
     __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar", "adapter_id", "sampling", "stop")

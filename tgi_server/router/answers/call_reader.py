@@ -7,6 +7,7 @@ from enum import Enum
 
 import regex
 
+from shared.partial_json import JsonReader
 from tgi_server.router.answers.formats import (
     JSON_FORMAT,
     NUMBER,
@@ -15,7 +16,7 @@ from tgi_server.router.answers.formats import (
     ToolFormat,
     json_name,
 )
-from tgi_server.router.answers.partial_text import BLANKS, Beginnings, JsonReader, beginning_held
+from tgi_server.router.answers.partial_text import BLANKS, Beginnings, beginning_held
 from tgi_server.router.answers.reader import AnswerPart, BodyReader, Piece
 from tgi_server.router.answers.tagged_arguments import Arguments, TaggedArgumentsReader, Tags
 

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tgi_server.router.answers.partial_text import BLANKS, Beginnings, JsonReader, beginning_held
+from shared.partial_json import JsonReader
+from tgi_server.router.answers.partial_text import BLANKS, Beginnings, beginning_held
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
 _ANNOTATIONS = frozenset(

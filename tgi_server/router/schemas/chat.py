@@ -21,7 +21,7 @@ from tgi_server.router.schemas.base import (
 )
 from tgi_server.router.schemas.chat_tools import ChatTool, PastToolCall, ToolChoice
 from tgi_server.router.schemas.generate import SimpleToken
-from tgi_server.router.schemas.openai import SharedParameters, Usage
+from tgi_server.router.schemas.openai import CompletedMember, SharedParameters, Usage
 from tgi_server.router.schemas.validation import BY_TYPE
 
 
@@ -255,6 +255,7 @@ class ChatCompletionChoice(ResponseModel, kw_only=True):
     logprobs: ChatCompletionLogprobs | None
     finish_reason: str | None
     token_ids: list[int] | UnsetType = UNSET
+    member: CompletedMember | UnsetType = UNSET
 
 
 class ChatCompletionChunk(ResponseModel, kw_only=True):

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.base import Items, ResponseModel, UnsignedInt, takes_options
-from tgi_server.router.schemas.openai import SharedParameters, Usage
+from tgi_server.router.schemas.openai import CompletedMember, SharedParameters, Usage
 
 # A prompt as tokens, which may be as long as a body can be.
 PromptIds = Annotated[list[UnsignedInt], Field(min_length=1, max_length=10_000_000, fail_fast=True)]
@@ -82,7 +82,10 @@ class CompletionLogprobs(ResponseModel, kw_only=True):
 
 
 class CompletionComplete(ResponseModel, kw_only=True):
-    """`token_ids`, `prompt_token_ids`: with `return_token_ids`; in streams, a choice's first chunk has the latter."""
+    """`token_ids`, `prompt_token_ids`: with `return_token_ids`; in streams, a choice's first chunk has the latter.
+
+    `member`: in streams with `include_members`.
+    """
 
     index: int
     text: str
@@ -90,6 +93,7 @@ class CompletionComplete(ResponseModel, kw_only=True):
     finish_reason: str | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    member: CompletedMember | UnsetType = UNSET
 
 
 class CompletionFinal(ResponseModel, kw_only=True):

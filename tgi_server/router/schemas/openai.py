@@ -1,10 +1,12 @@
 """The members that bodies of /v1/completions and /v1/chat/completions share."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from msgspec import Meta, Raw
 from pydantic import Field
 
+from shared.partial_json import Member
 from tgi_server.router.schemas.base import Items, RefusingModel, RequestModel, ResponseModel
 from tgi_server.router.schemas.grammar import GrammarType
 
@@ -16,12 +18,27 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = Field(
         default=False, description="With `include_usage`: send the usage so far in every chunk."
     )
+    include_members: bool = Field(
+        default=False, description="Send each member of an answer in JSON in a chunk of its own, once it is complete."
+    )
 
 
 class PromptTokensDetails(ResponseModel, kw_only=True):
     """`cached_tokens` had been computed for another prompt; in steps of 128 where everybody shares the cache."""
 
     cached_tokens: int
+
+
+class CompletedMember(ResponseModel, kw_only=True):
+    """A member of an answer that is a JSON object."""
+
+    name: Annotated[Any, Meta(extra_json_schema={"type": "string"})]
+    value: Any
+
+    @classmethod
+    def of(cls, member: Member) -> "CompletedMember":
+        """Returns the member as it was written."""
+        return cls(name=Raw(member.name.encode()), value=Raw(member.value.encode()))
 
 
 class Usage(ResponseModel, kw_only=True):

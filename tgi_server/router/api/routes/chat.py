@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shared.partial_json import MemberReader
 from tgi_server.router.answers.reader import AnswerPart, Piece
 from tgi_server.router.answers.tools import ClientTool
 from tgi_server.router.api.admission import Admission, PostRoutes
@@ -23,7 +24,7 @@ from tgi_server.router.api.routes.chat_answer import (
     delta_of,
 )
 from tgi_server.router.api.routes.chat_prompt import prepare_chat, requested_chat
-from tgi_server.router.api.routes.openai import DONE, envelope, usage_of
+from tgi_server.router.api.routes.openai import DONE, envelope, usage_of, wants_members
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.chat import (
     ChatCompletion,
@@ -32,8 +33,9 @@ from tgi_server.router.schemas.chat import (
     ChatCompletionLogprob,
     ChatCompletionLogprobs,
     ChatRequest,
+    TextDelta,
 )
-from tgi_server.router.schemas.openai import Usage
+from tgi_server.router.schemas.openai import CompletedMember, Usage
 from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.conversation import Conversation
@@ -164,7 +166,9 @@ def _stream(
         generation,
         conversation,
         prepared,
-        lambda index: _StreamedChoice(chunks, index, conversation.use.client_tools),
+        lambda index: _StreamedChoice(
+            chunks, index, conversation.use.client_tools, MemberReader() if wants_members(request) else None
+        ),
         end,
         token_ids=request.return_token_ids,
     )
@@ -185,10 +189,17 @@ class _Chunks:
     token_ids: Callable[[int], list[int]] | None
     logprobs: bool
 
-    def write(self, index: int, delta: Delta, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
-        """Writes a chunk with the next piece of a choice."""
+    def write(
+        self,
+        index: int,
+        delta: Delta,
+        logprobs: Sequence[ChatCompletionLogprob],
+        reason: str | None,
+        member: CompletedMember | UnsetType = UNSET,
+    ) -> None:
+        """Writes a chunk with the next piece of a choice, or with a member that is complete."""
         entries = ChatCompletionLogprobs(content=list(logprobs)) if self.logprobs else None
-        choice = ChatCompletionChoice(index=index, delta=delta, logprobs=entries, finish_reason=reason)
+        choice = ChatCompletionChoice(index=index, delta=delta, logprobs=entries, finish_reason=reason, member=member)
         if self.token_ids is not None:
             choice.token_ids = self.token_ids(index)
         self.chunk.choices = [choice]
@@ -200,11 +211,12 @@ class _Chunks:
 
 @dataclass(slots=True)
 class _StreamedChoice:
-    """Writes the pieces of one choice."""
+    """Writes the pieces of one choice. members: finds the members of its text; None: they are not sent."""
 
     chunks: _Chunks
     index: int
     tools: Mapping[str, ClientTool]
+    members: MemberReader | None = None
     begun: bool = False
     free_form: bool = False  # the last call
 
@@ -212,5 +224,9 @@ class _StreamedChoice:
         if piece.part is AnswerPart.CALL:
             self.free_form = piece.text in self.tools
         delta = delta_of(piece, first=not self.begun, free_form=self.free_form)
-        self.chunks.write(self.index, delta, logprobs, reason)
+        members = self.members.read(piece.text) if self.members and piece.part is AnswerPart.TEXT else []
+        self.chunks.write(self.index, delta, logprobs, None if members else reason)
+        for place, member in enumerate(members, 1):
+            last = reason if place == len(members) else None
+            self.chunks.write(self.index, TextDelta(content=""), (), last, CompletedMember.of(member))
         self.begun = True

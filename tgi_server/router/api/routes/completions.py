@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shared.partial_json import MemberReader
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason, GenerationOptions
 from tgi_server.router.api.admission import Admission, PostRoutes
@@ -22,6 +23,7 @@ from tgi_server.router.api.routes.openai import (
     openai_options,
     requested_form,
     usage_of,
+    wants_members,
 )
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.errors import ContextOverflow, InvalidRequest
@@ -34,7 +36,7 @@ from tgi_server.router.schemas.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from tgi_server.router.schemas.openai import Usage
+from tgi_server.router.schemas.openai import CompletedMember, Usage
 from tgi_server.router.service import Service
 from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.special_tokens import RenderedPrompt
@@ -256,7 +258,7 @@ class _CompletionChunks:
     Of a prompt that is shown, the first chunk has all.
     """
 
-    __slots__ = ("_chunk", "_entries", "_index", "_outbox", "_plan", "_prompt_ids", "_token_ids", "_told")
+    __slots__ = ("_chunk", "_entries", "_index", "_members", "_outbox", "_plan", "_prompt_ids", "_token_ids", "_told")
 
     def __init__(
         self,
@@ -273,6 +275,7 @@ class _CompletionChunks:
         self._index = index
         self._entries = entries
         self._told = False
+        self._members = MemberReader() if wants_members(plan.request) else None
         ids = plan.request.return_token_ids
         self._token_ids: list[int] | None = [] if ids else None
         self._prompt_ids: list[int] | UnsetType = plan.sequences[index].input_ids if ids else UNSET
@@ -301,11 +304,20 @@ class _CompletionChunks:
 
     def _write(self, stream: AnyStream, text: str, reason: FinishReason | None) -> None:
         if self._plan.generates:
-            self._send(stream, text, reason)
+            members = self._members.read(text) if self._members is not None else []
+            self._send(stream, text, None if members else reason)
+            for place, member in enumerate(members, 1):
+                self._send(stream, "", reason if place == len(members) else None, CompletedMember.of(member))
         elif reason is not None:
             self._send(stream, "", FinishReason.LENGTH)
 
-    def _send(self, stream: AnyStream, text: str, reason: FinishReason | None) -> None:
+    def _send(
+        self,
+        stream: AnyStream,
+        text: str,
+        reason: FinishReason | None,
+        member: CompletedMember | UnsetType = UNSET,
+    ) -> None:
         options = self._plan.request.stream_options
         usage: Usage | UnsetType | None = UNSET
         if options is not None and options.include_usage and not options.continuous_usage_stats:
@@ -314,6 +326,7 @@ class _CompletionChunks:
             usage = self._plan.usage([stream], stream.input_length)
         logprobs = None if self._entries is None else self._entries.take()
         choice = _choice(self._index, text, logprobs, reason)
+        choice.member = member
         if self._token_ids is not None:
             choice.token_ids, choice.prompt_token_ids = self._token_ids, self._prompt_ids
             self._token_ids, self._prompt_ids = [], UNSET

@@ -19,6 +19,7 @@ from tgi_server.router.text.token_stream import AnyStream
 
 DONE = b"data: [DONE]\n\n"
 _PIECE = 32_768  # characters
+_MEMBERS = "stream_options.include_members"
 
 _FINISH_REASONS = {
     FinishReason.LENGTH: "length",
@@ -61,7 +62,7 @@ def named_adapter(service: Service, model: str | None) -> str | None:
 def requested_form(request: SharedParameters) -> Grammar | None:
     """Returns the form that the answer must have, whichever of the fields asks for it; None for any text.
 
-    Raises InvalidRequest when several do.
+    Raises InvalidRequest when several do, and when members are wanted of an answer that has none.
     """
     outputs = request.structured_outputs or StructuredOutputs()
     schemas = {
@@ -89,7 +90,17 @@ def requested_form(request: SharedParameters) -> Grammar | None:
             "form the answer has",
             param="response_format",
         )
-    return forms[0] if forms else None
+    form = forms[0] if forms else None
+    if wants_members(request) and not request.stream:
+        raise InvalidRequest.at(_MEMBERS, "needs `stream`")
+    if wants_members(request) and (form is None or form.type is not GrammarKind.JSON_SCHEMA):
+        raise InvalidRequest.at(_MEMBERS, "needs an answer in JSON: give `response_format` a JSON schema")
+    return form
+
+
+def wants_members(request: SharedParameters) -> bool:
+    """Returns True if the members of answers in JSON are to be sent as they are complete."""
+    return request.stream_options is not None and request.stream_options.include_members
 
 
 def _choice(texts: Sequence[str], place: str) -> Grammar:
