@@ -20,11 +20,12 @@ from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import REFUSE
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
+from tgi_server.router.limits import Limits
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, RequestPolicy, Service, TextParts
-from tgi_server.router.submission import Limits, PreparedRequest, Sink
+from tgi_server.router.submission import PreparedRequest, Sink
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads

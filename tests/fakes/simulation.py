@@ -9,6 +9,7 @@ from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import RecordingSink, recorded_request
 from tests.fakes.simulated_shard import SimulatedShard, expected_tokens
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
+from tgi_server.router.limits import Limits
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.pace import PromptPace
@@ -16,7 +17,7 @@ from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
-from tgi_server.router.submission import Limits, PreparedRequest
+from tgi_server.router.submission import PreparedRequest
 
 # Methods of memory, batch and queue that a simulation can break for one request.
 BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")

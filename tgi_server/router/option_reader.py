@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from tgi_server.contract import GenerationOptions, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.limits import Limits
 from tgi_server.router.options import (
     BESIDE_OPTIONS,
     PART_OF,
@@ -25,7 +26,6 @@ from tgi_server.router.options import (
     refusal,
     rows,
 )
-from tgi_server.router.submission import Limits
 
 # Maximum number of characters in a stop sequence.
 _LONGEST_STOP = 1_000

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.errors import Overloaded
+from tgi_server.router.limits import Limits
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
-from tgi_server.router.submission import Limits, Submitter
+from tgi_server.router.submission import Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.decisions import DecisionConfig
 from tgi_server.router.text.encoder import Encoders

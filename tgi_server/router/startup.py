@@ -27,6 +27,7 @@ from tgi_server.router.api.app import ReplaceableApp, create_app, loading_app, m
 from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
+from tgi_server.router.limits import Limits
 from tgi_server.router.media.images import MOST_SENT, ImageReader
 from tgi_server.router.metrics import ImageMetrics, Metrics
 from tgi_server.router.option_reader import OptionReader
@@ -42,7 +43,6 @@ from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import UNLIMITED, Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.settings import PipelineSettings, RouterSettings, ServingSettings
-from tgi_server.router.submission import Limits
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.decisions import read_decision_config
 from tgi_server.router.text.encoder import Encoders, ServedEncoder

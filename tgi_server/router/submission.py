@@ -5,10 +5,10 @@ and pushes each step's tokens into the sink, from its own task, while the shards
 must be quick: it appends, detokenizes, formats; it never waits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, Image
@@ -112,41 +112,3 @@ class Submitter(Protocol):
 
         Returns how far it had come, for the log; nothing if the id is unknown.
         """
-
-
-# Limits of OpenAI's interface. It takes 4 stop sequences; evaluation suites send more.
-OPENAI = {"max_best_of": 128, "max_client_batch_size": 128, "max_stop_sequences": 16, "max_top_n_tokens": 20}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits of the server, known once the shards have warmed up. All in tokens or requests.
-
-    given: names of the limits that the operator chose. They hold in all interfaces; the defaults of some are TGI's.
-    """
-
-    max_concurrent_requests: int
-    max_best_of: int = 2
-    max_stop_sequences: int = 4
-    max_top_n_tokens: int = 5
-    max_client_batch_size: int = 4
-    given: frozenset[str] = frozenset()
-    max_input_tokens: int
-    max_total_tokens: int
-    max_batch_prefill_tokens: int
-    max_batch_total_tokens: int
-    max_waiting_tokens: int
-    waiting_served_ratio: float
-    max_batch_size: int
-
-    @classmethod
-    def chosen(cls, values: Mapping[str, int | None], **others: Any) -> Self:
-        """Returns the limits. values: of limits with another default in each interface; None: not chosen."""
-        given = {name: value for name, value in values.items() if value is not None}
-        return cls(**given, given=frozenset(given), **others)
-
-    def of_openai(self) -> Self:
-        """Returns the limits of the interfaces that are not TGI's: OpenAI's, where the operator chose none."""
-        usual: dict[str, Any] = {name: value for name, value in OPENAI.items() if name not in self.given}
-        limits = replace(self, **usual)
-        return replace(limits, max_client_batch_size=min(limits.max_client_batch_size, self.max_concurrent_requests))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tgi_server.contract import GenerationOptions
-from tgi_server.router import submission
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.limits import OPENAI, Limits
 from tgi_server.router.option_reader import OptionReader, check_company
 from tgi_server.router.options import Dialect, rows
 from tgi_server.router.schemas.chat import ChatRequest
@@ -17,7 +17,6 @@ from tgi_server.router.schemas.messages import MessagesRequest
 from tgi_server.router.schemas.ollama import OllamaOptions
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.router.schemas.validation import validate
-from tgi_server.router.submission import Limits
 
 LIMITS = Limits(
     max_concurrent_requests=8,
@@ -35,7 +34,7 @@ LIMITS = Limits(
 )
 
 
-OTHER_LIMITS = [each.name for each in fields(Limits) if each.name not in (*submission.OPENAI, "given")]
+OTHER_LIMITS = [each.name for each in fields(Limits) if each.name not in (*OPENAI, "given")]
 VOCAB_SIZE = 100
 BODIES = {
     Dialect.TGI: (GenerateParameters, {}),

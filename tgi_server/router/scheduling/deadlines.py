@@ -10,9 +10,9 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
 
+from tgi_server.router.limits import Limits
 from tgi_server.router.scheduling.pace import Average, StepTimes
 from tgi_server.router.scheduling.sequence import Sequence
-from tgi_server.router.submission import Limits
 
 # Of the answers that ended lately, one in ten is shorter: so long an answer is at the least expected to be.
 _RECENT_ANSWERS, _SHORT_SHARE = 64, 10

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import StateSave
+from tgi_server.router.limits import Limits
 from tgi_server.router.metrics import ConcatReason
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapters
@@ -18,7 +19,6 @@ from tgi_server.router.scheduling.order import Order, ShortPrompts
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.prefix_disk import PrefixDisk
 from tgi_server.router.scheduling.sequence import Sequence
-from tgi_server.router.submission import Limits
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from tgi_server.router.errors import (
     RequestTimedOut,
     RouterError,
 )
+from tgi_server.router.limits import Limits
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
@@ -34,7 +35,7 @@ from tgi_server.router.scheduling.prefix_disk import DiskPrefixes, PrefixDisk
 from tgi_server.router.scheduling.report import BatchReport
 from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
-from tgi_server.router.submission import Limits, PreparedRequest, Sink
+from tgi_server.router.submission import PreparedRequest, Sink
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 from tgi_server.contract import GenerationOptions, Grammar, ThoughtBudget
 from tgi_server.router.answers.reasoning import ReasoningTags
 from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
+from tgi_server.router.limits import Limits
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.option_reader import check_company
 from tgi_server.router.options import Dialect
 from tgi_server.router.scheduling.adapter_registry import Adapters
-from tgi_server.router.submission import Limits, PreparedRequest
+from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.grammar import token_grammar, with_text
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
