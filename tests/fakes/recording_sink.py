@@ -7,7 +7,7 @@ from typing import Any
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, ReportParameters, StoppingParameters
 from tgi_server.router.errors import RouterError
-from tgi_server.router.submission import PreparedRequest
+from tgi_server.router.submission import KeptPrefix, PreparedRequest
 
 
 class RecordingSink:
@@ -70,6 +70,7 @@ def recorded_request(
     first_token_by: float = inf,
     tenant: str = "",
     weight: float = 1.0,
+    keep: KeptPrefix | None = None,
     **options: Any,
 ) -> tuple[PreparedRequest, RecordingSink]:
     """Returns a request, and a sink for it. It ignores the end-of-sequence token by default."""
@@ -87,5 +88,6 @@ def recorded_request(
         first_token_by=first_token_by,
         tenant=tenant,
         weight=weight,
+        keep=keep,
     )
     return request, sink

@@ -3,10 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import RecordingSink, recorded_request
+from tests.fakes.simulated_disk import SimulatedDisk
 from tests.fakes.simulated_shard import SimulatedShard, expected_tokens
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.limits import Limits
@@ -14,10 +16,13 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
+from tgi_server.router.scheduling.prefix_disk import forget
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.submission import PreparedRequest
+
+T = TypeVar("T")
 
 # Methods of memory, batch and queue that a simulation can break for one request.
 BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")
@@ -81,9 +86,11 @@ class _InProcess:
     The shard runs calls in the order in which they were sent, so it makes no difference when it runs them.
     """
 
-    def __init__(self, shard: SimulatedShard) -> None:
+    def __init__(self, shard: SimulatedShard, disk: SimulatedDisk | None) -> None:
         self.shard = shard
         self.calls: deque[pb.Call] = deque()
+        if disk is not None:
+            self.store_file, self.load_file = disk.store_file, disk.load_file
 
     def send(self, call: pb.Call, timeout_s: float | None = None) -> _Pending:
         self.calls.append(call)
@@ -156,9 +163,13 @@ class Simulation:
         adapters: Adapters | None = None,
         fair: bool = False,
         admission: bool = True,
+        disk: tuple[Path, int] | None = None,
         **limits: Any,
     ) -> None:
-        """prefill_chunk_tokens: that ride along, unless there is a `pace`. adapters: None: `a` and `b`, both ready."""
+        """prefill_chunk_tokens: that ride along, unless there is a `pace`. adapters: None: `a` and `b`, both ready.
+
+        disk: a folder for cached prefixes, and the bytes that they may take; it needs `close` in the end.
+        """
         self.seconds = 0.0
         self._step_seconds = step_seconds
         self.shard = SimulatedShard(
@@ -170,24 +181,28 @@ class Simulation:
             speculate=speculate,
             num_snapshots=num_snapshots,
         )
-        self._shards = _InProcess(self.shard)
+        self.disk = None if disk is None else SimulatedDisk(self.shard, *disk, clock=lambda: self.seconds)
+        self._shards = _InProcess(self.shard, self.disk)
         total = num_blocks * block_size
-        self.scheduler = Scheduler(
-            cast(ShardedClient, self._shards),
-            pb.InfoResponse(paged=paged, block_size=block_size, speculate=speculate, states=num_snapshots > 0),
-            pb.WarmupResponse(
-                num_blocks=num_blocks,
-                max_total_tokens=total,
-                max_batch_total_tokens=total,
-                num_snapshots=num_snapshots,
-            ),
-            batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
-            self._metrics,
-            pace or FixedPace(prefill_chunk_tokens),
-            adapters=_ready_adapters() if adapters is None else adapters,
-            fair=fair,
-            admission=admission,
-            clock=lambda: self.seconds,
+        self.scheduler = self._do(
+            lambda: Scheduler(
+                cast(ShardedClient, self._shards),
+                pb.InfoResponse(paged=paged, block_size=block_size, speculate=speculate, states=num_snapshots > 0),
+                pb.WarmupResponse(
+                    num_blocks=num_blocks,
+                    max_total_tokens=total,
+                    max_batch_total_tokens=total,
+                    num_snapshots=num_snapshots,
+                ),
+                batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
+                self._metrics,
+                pace or FixedPace(prefill_chunk_tokens),
+                adapters=_ready_adapters() if adapters is None else adapters,
+                disk=None if self.disk is None else self.disk.prefixes,
+                fair=fair,
+                admission=admission,
+                clock=lambda: self.seconds,
+            )
         )
         self.waiting, self.batch = self.scheduler.waiting, self.scheduler.batch
         self.memory = self.batch.memory
@@ -207,7 +222,7 @@ class Simulation:
             len(self.requests) + 1, input_ids, max_new_tokens, stop_after=stop_after, **parameters
         )
         self.requests[request.id] = (request, sink, stop_after)
-        self.scheduler.submit(request, sink)
+        self._do(lambda: self.scheduler.submit(request, sink))
         assert not isinstance(sink.error, InvalidRequest), f"the test asks for too much: {sink.error}"
         return sink
 
@@ -216,11 +231,16 @@ class Simulation:
         self._faults[request_id] = (method, done)
 
     def cancel(self, request_id: int) -> str:
-        return self.scheduler.cancel(request_id)
+        return self._do(lambda: self.scheduler.cancel(request_id))
+
+    def forget(self, namespace: str) -> None:
+        """Begins to forget what is cached under a namespace."""
+        assert self.disk is not None
+        self.disk.start(forget(self.memory, self.scheduler.disk, namespace))
 
     def send(self) -> list[FilterPlan | StepPlan]:
         """Sends the next call, if there is one. Returns what was sent."""
-        plans = self.scheduler.send()
+        plans = self._do(self.scheduler.send)
         self.sent += plans
         self._unanswered += plans
         return plans
@@ -232,17 +252,28 @@ class Simulation:
         plan = self._unanswered.popleft()
         if isinstance(plan, StepPlan):
             self.seconds += self._step_seconds(plan.replies, plan.prompt_tokens)
+        self._do(self._receive)
+        return True
+
+    def _receive(self) -> None:
         try:
             self.scheduler.receive().send(None)
         except StopIteration:
-            return True
+            return
         raise AssertionError("a response that is there was waited for")
+
+    def _do(self, work: Callable[[], T]) -> T:
+        return work() if self.disk is None else self.disk.within(work)
+
+    def close(self) -> None:
+        if self.disk is not None:
+            self.disk.close()
 
     def fail(self) -> None:
         """A step fails: the shard loses its batch."""
         self._unanswered.clear()
         self.shard.clear_cache(pb.ClearCacheRequest())
-        self.scheduler.fail_running(GenerationFailed("a step failed"))
+        self._do(lambda: self.scheduler.fail_running(GenerationFailed("a step failed")))
 
     def turn(self) -> bool:
         """Does once what the scheduler's task does again and again. Returns False if there was nothing to do."""
@@ -256,7 +287,9 @@ class Simulation:
         for _ in range(turns):
             if not self.turn():
                 assert not self._unanswered
-                return
+                if self.disk is None or not self.disk.transfers:
+                    return
+                self.disk.finish(0, well=True)
         raise AssertionError("the requests do not end")
 
     def check_tokens(self) -> None:

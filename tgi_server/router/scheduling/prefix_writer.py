@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections import deque
-from time import perf_counter
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.prefix_files import MOST_ENTRIES
@@ -75,7 +74,7 @@ class PrefixWriter:
         try:
             while self._waiting:
                 text = self._waiting.popleft()
-                if perf_counter() >= self._pause_until:
+                if asyncio.get_running_loop().time() >= self._pause_until:
                     self._namespace = text.namespace
                     await self._write(text)
                     if self._namespace is None:  # it was forgotten meanwhile
@@ -148,7 +147,7 @@ class PrefixWriter:
         except InvalidRequest as error:
             logger.warning("cached prefixes are not written to disk for %d s: %s", _PAUSE_S, error)
             self._metrics.failed("store")
-            self._pause_until = perf_counter() + _PAUSE_S
+            self._pause_until = asyncio.get_running_loop().time() + _PAUSE_S
             return False
         folder.add(file)
         self._metrics.stored(len(request.block_ids) * self._lending.memory.block_size)

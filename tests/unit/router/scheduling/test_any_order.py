@@ -1,7 +1,9 @@
 """Whatever happens in whatever order, requests get the tokens that they would have got alone, and no block is lost."""
 
 import asyncio
+import tempfile
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +20,7 @@ from hypothesis.stateful import (
 from tests.fakes.simulation import BREAKABLE, Fault, Simulation
 from tgi_server.contract import Grammar, GrammarKind, SamplingParameters
 from tgi_server.router.errors import CannotBeInTime, RequestTimedOut
+from tgi_server.router.submission import KeptPrefix
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)
@@ -51,6 +54,7 @@ class AnyOrder(RuleBasedStateMachine):
         speculate=st.sampled_from((0, 0, 1, 4)),
         num_snapshots=st.sampled_from((0, 0, 1, 3, 20)),
         order=st.sampled_from(("as they come", "by class", "by class and share")),
+        disk=st.sampled_from((None, None, 300, 1000, 100_000)),
     )
     def start(
         self,
@@ -63,7 +67,10 @@ class AnyOrder(RuleBasedStateMachine):
         speculate: int,
         num_snapshots: int,
         order: str,
+        disk: int | None,
     ) -> None:
+        """disk: bytes of files with cached prefixes; None: there are none."""
+        self.folder = tempfile.TemporaryDirectory()
         self.in_order = order == "as they come"
         self.late: set[int] = set()  # requests that have a deadline
         self.harmed: set[int] = set()  # requests that need not end as they should
@@ -78,6 +85,7 @@ class AnyOrder(RuleBasedStateMachine):
             speculate=speculate,
             num_snapshots=num_snapshots,
             fair=order == "by class and share",
+            disk=None if disk is None else (Path(self.folder.name), disk),
         )
 
     @rule(
@@ -92,6 +100,7 @@ class AnyOrder(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         tenant=st.sampled_from("pq"),
         seconds=st.none() | st.integers(0, 40),
+        namespace=st.sampled_from(("", "", "n")),
     )
     def submit(
         self,
@@ -106,6 +115,7 @@ class AnyOrder(RuleBasedStateMachine):
         priority: int,
         tenant: str,
         seconds: int | None,
+        namespace: str,
     ) -> None:
         prompt = prompt[: self.largest - 1]
         if self.in_order:
@@ -125,15 +135,42 @@ class AnyOrder(RuleBasedStateMachine):
             tenant=tenant,
             weight=2.0 if tenant == "p" else 1.0,
             deadline=inf if seconds is None else self.simulation.seconds + seconds,
+            cache_namespace=namespace,
+            keep=KeptPrefix(namespace, 20.0),  # so that it is stored, however short
         )
 
     @precondition(lambda self: self.simulation.requests)
-    @rule(data=st.data(), more=TOKENS, max_new_tokens=st.integers(1, 8))
-    def follow_up(self, data: st.DataObject, more: int, max_new_tokens: int) -> None:
-        """A conversation goes on: the prompt is what was said so far, and a token more."""
+    @rule(data=st.data(), more=TOKENS, max_new_tokens=st.integers(1, 8), lost=st.booleans())
+    def follow_up(self, data: st.DataObject, more: int, max_new_tokens: int, lost: bool) -> None:
+        """A conversation goes on: the prompt is what was said so far, and a token more.
+
+        lost: nothing is in memory any more, so that it is read from disk.
+        """
+        if lost and self.simulation.disk is not None:
+            self.simulation.memory.rebuild(self.simulation.batch)
         request, sink, _ = self.simulation.requests[data.draw(st.sampled_from(sorted(self.simulation.requests)))]
         prompt = [*request.input_ids, *sink.tokens, more][: self.largest - 1]
-        self.simulation.submit(prompt, min(max_new_tokens, self.largest - len(prompt)))
+        longest = min(max_new_tokens, self.largest - len(prompt))
+        self.simulation.submit(prompt, longest, cache_namespace=request.cache_namespace, keep=request.keep)
+
+    @precondition(lambda self: self.simulation.disk is not None and self.simulation.disk.transfers)
+    @rule(data=st.data(), well=st.sampled_from((True, True, True, False)))
+    def transfer(self, data: st.DataObject, well: bool) -> None:
+        """A file has been read or written, or could not be."""
+        disk = self.simulation.disk
+        assert disk is not None
+        disk.finish(data.draw(st.integers(0, disk.transfers - 1)), well=well)
+
+    @precondition(lambda self: self.simulation.disk is not None)
+    @rule(seconds=st.integers(1, 60))
+    def time_passes(self, seconds: int) -> None:
+        """What is read is late, or files are written again after a failure."""
+        self.simulation.seconds += seconds
+
+    @precondition(lambda self: self.simulation.disk is not None)
+    @rule(namespace=st.sampled_from(("", "n")))
+    def forget(self, namespace: str) -> None:
+        self.simulation.forget(namespace)
 
     @rule()
     def send(self) -> None:
@@ -143,10 +180,13 @@ class AnyOrder(RuleBasedStateMachine):
     def receive(self) -> None:
         self.simulation.receive()
 
-    @rule(turns=st.integers(1, 12))
-    def go_on(self, turns: int) -> None:
+    @rule(turns=st.integers(1, 12), quick_disk=st.booleans())
+    def go_on(self, turns: int, quick_disk: bool) -> None:
+        disk = self.simulation.disk
         for _ in range(turns):
             self.simulation.turn()
+            while quick_disk and disk is not None and disk.transfers:
+                disk.finish(0, well=True)
             self.books_are_in_order()
 
     @precondition(lambda self: self.simulation.requests)
@@ -198,6 +238,8 @@ class AnyOrder(RuleBasedStateMachine):
             return
         simulation = self.simulation
         simulation.run()
+        simulation.close()
+        self.folder.cleanup()
         simulation.check_tokens()
         for request_id, (_, sink, _) in simulation.requests.items():
             assert sink.ended or request_id in self.harmed, f"request {request_id} was lost"

@@ -341,6 +341,19 @@ async def test_stopping_fails_what_has_not_ended(shards: int) -> None:
         assert sink.error is not None
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_stopping_just_after_a_request_came_stops(turns: int) -> None:
+    """A cancellation is not lost in any turn of the event loop between the request and the step for it."""
+    async with house() as there:
+        for _ in range(3):
+            await asyncio.sleep(0)  # until the task sleeps
+        _, sink, _ = there.submit([1, 2, 3], 100)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(there.scheduler.stop(), 5)
+        assert isinstance(sink.error, GenerationFailed)
+
+
 async def test_padded_models_are_served() -> None:
     async with house(SimulatedShard(64, 4, paged=False)) as there:
         submitted = [there.submit([1 + token] * (3 + token), 6) for token in range(8)]
