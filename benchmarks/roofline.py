@@ -74,7 +74,7 @@ class StepPart:
 
 def linear_layers(decoder: Decoder) -> dict[str, list[PackedLinear]]:
     """Returns the linear layers by their names in passes."""
-    layers = {name: [getattr(layer, name) for layer in decoder.layers] for name in _LINEARS}
+    layers = {name: [layer.linears.get(name) for layer in decoder.layers] for name in _LINEARS}
     named = {name: [inner(each) for each in found if each is not None] for name, found in layers.items()}
     return {name: found for name, found in named.items() if found} | {"head": [inner(decoder.head)]}
 

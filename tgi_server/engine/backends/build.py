@@ -48,11 +48,6 @@ _NORMS = (
     *("attention_norm", "query_norm", "key_norm", "value_norm", "attended_norm", "feed_forward_norm"),
     *("mixture_norm", "router_norm", "mixed_norm", "shared_norm", "fed_norm", "input_norm"),
 )
-# The linear layers that a decoder layer may have.
-_LINEARS = (
-    *("qkv", "query", "output", "mixer_in", "mixer_out", "up", "down", "shared_gate"),
-    *("input_gate", "input_projection"),
-)
 # The norms that a layer without attention has not, of heads.
 _OF_ATTENTION = ("query_norm", "key_norm", "value_norm")
 # Modules of Gemma 3n, for its streams of hidden states: of the model, and linear layers of a layer.
@@ -228,14 +223,14 @@ def _check(
 
 def _layer(
     module: nn.Module,
-    index: int,
+    number: int,
     spec: LayerSpec,
     variant: AttentionVariant | None,
     mixer: MixerKernel | None,
     linear: LinearFactory,
 ) -> DecoderLayer:
     """Returns a layer with the weights of one of `transformers`; those of a mixture are not packed yet."""
-    linears: dict[str, Any] = dict.fromkeys(_LINEARS)
+    linears: dict[str, Any] = {}
     parts: dict[str, list[tuple[str, int]]] = {}
     scales: dict[str, Tensor] = {}
     for part, names in _linear_names(spec).items():
@@ -244,37 +239,29 @@ def _layer(
         linears[part] = _joined(own, linear)
         if spec.scales.keys() & set(names):
             scales[part] = torch.cat([_scales(module, spec, *each) for each in parts[part]])
-    norms, mixture = _norms(module, spec), _mixture(module, spec)
     heads, latents = None, None
     if spec.attends and spec.attention is not None:
         attention = module.get_submodule(spec.attention)
-        latents = _latents(attention, linears["query"]) if spec.latents else None
+        index = linears["index_key"].out_features if "index_key" in linears else 0
+        latents = _latents(attention, index) if spec.latents else None
         heads = _heads(attention, spec, linears) if latents is None else _heads_of(latents)
         variant = _variant(attention, spec, heads, variant)
     else:
         variant = None
     return DecoderLayer(
         spec,
-        index,
-        heads,
-        variant,
-        mixer,
-        latents,
-        norms,
-        linears["qkv"],
-        linears["output"],
-        linears["mixer_in"],
-        linears["mixer_out"],
-        linears["up"],
-        linears["down"],
-        linears["shared_gate"],
-        mixture,
+        number,
+        linears,
         parts,
         scales,
-        linears["input_gate"],
-        linears["input_projection"],
-        1.0 if spec.output_scale is None else float(module.get_buffer(spec.output_scale)),
-        _altup(module, linear) if hasattr(module, "altup") else None,
+        _norms(module, spec),
+        heads=heads,
+        variant=variant,
+        latents=latents,
+        mixer=mixer,
+        mixture=_mixture(module, spec),
+        scale=1.0 if spec.output_scale is None else float(module.get_buffer(spec.output_scale)),
+        altup=_altup(module, linear) if hasattr(module, "altup") else None,
     )
 
 
@@ -339,19 +326,25 @@ def _variant(
     """Returns how a layer attends. said: what it says when it calls attention; None: it does not call it."""
     variant = said or AttentionVariant(scaling=heads.size**-0.5)
     scaling = variant.scaling if spec.scaling is None else spec.scaling
-    variant = replace(variant, scaling=scaling, chunk=spec.chunk, window=spec.window or variant.window)
+    variant = replace(
+        variant,
+        scaling=scaling,
+        chunk=spec.chunk,
+        window=spec.window or variant.window,
+        chosen=spec.index.tokens if spec.index else 0,
+    )
     if spec.alibi is None:
         return variant
     slopes = slopes_of(attention, heads.heads, spec.alibi).to(next(attention.parameters()).device)
     return replace(variant, alibi_slopes=slopes, rounded_alibi=spec.alibi == "rounded")
 
 
-def _latents(attention: Any, query: PackedLinear | None) -> LatentLayers:
+def _latents(attention: Any, index: int) -> LatentLayers:
     weights = latents_of(attention)
     on_cpu = weights.keys.device == HOST and FloatLinear.supports(weights.keys.dtype)
     kind = FloatLinear if on_cpu else BlasLinear
     keys, values = ([kind(each.contiguous()) for each in part.mT] for part in (weights.keys, weights.values))
-    return LatentLayers(int(attention.qk_rope_head_dim), query, keys, values)
+    return LatentLayers(int(attention.qk_rope_head_dim), keys, values, index)
 
 
 def _heads_of(latents: LatentLayers) -> AttentionHeads:
@@ -382,6 +375,9 @@ def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
     names: dict[str, tuple[str, ...]] = {}
     if spec.attends:
         names = {"qkv": spec.qkv, "output": (spec.output,)} | ({"query": (spec.query,)} if spec.query else {})
+        if spec.index is not None and not spec.index.shared:
+            index = spec.index
+            names |= {"index_query": (index.query,), "index_key": (index.key,), "index_weights": (index.weights,)}
     if (mixer := spec.mixer) is not None:
         names |= {
             "mixer_in": tuple(f"{mixer.name}.{name}" for name in mixer.projections),
@@ -396,6 +392,8 @@ def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
 def _norm_names(spec: LayerSpec) -> dict[str, str]:
     """Returns the names in `transformers` of the norms that there are, by those in the spec."""
     norms = {kind: name for kind in _NORMS if (name := getattr(spec, kind)) is not None}
+    if spec.index is not None and not spec.index.shared:
+        norms["index_norm"] = spec.index.norm
     return norms if spec.attends else {kind: name for kind, name in norms.items() if kind not in _OF_ATTENTION}
 
 

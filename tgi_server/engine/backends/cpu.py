@@ -89,6 +89,8 @@ class CpuBackend(PlainBackend):
         source, shape, kv_format = self.source, reference.kv_shape, self._kv_format()
         joined = shape.joined() if spec.has_latents else shape
         try:
+            if spec.has_index:
+                raise UnsupportedModel("there is no kernel for the index of its attention")
             if not CpuAttention.supports(joined, source.dtype):
                 raise UnsupportedModel("there is no kernel for its attention")
             attention = CpuAttention(joined, source.device, source.dtype, kv_format)

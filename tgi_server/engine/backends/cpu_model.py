@@ -33,11 +33,8 @@ from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.group import peers
 from tgi_server.engine.parallel.layers import RowParallel, VocabParallelEmbedding, VocabParallelHead
 
-# Linear layers of a layer, by the names that the kernel has for them, too.
-_LINEARS = (
-    *("qkv", "output", "mixer_in", "mixer_out", "up", "down", "shared_gate"),
-    *("input_gate", "input_projection"),
-)
+# The linear layer that the kernel has in `Latents`, not beside the others.
+_OF_LATENTS = "query"
 
 
 class CpuModel(PagedModel):
@@ -94,7 +91,7 @@ class CpuModel(PagedModel):
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         self.adapted = True
         places = []
-        for linear, parts in self.decoder.linears():
+        for linear, parts in self.decoder.adaptable():
             backend = cast(CpuLora, lora(linear.out_features, len(parts)))
             linear.kernel().adapt(backend.kernel)
             places.append(AdaptedLinear(parts, linear.in_features, backend))
@@ -257,13 +254,13 @@ def _layers_kernel(decoder: Decoder) -> Any:
     )
     for layer in decoder.layers:
         norms = {name: _norm_kernel(norm) for name, norm in layer.norms.items()}
-        found = {name: getattr(layer, name) for name in _LINEARS}
-        linears = {name: _linear_kernel(each) for name, each in found.items() if each is not None}
+        linears = {name: _linear_kernel(each) for name, each in layer.linears.items() if name != _OF_LATENTS}
         attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None
         mixer = layer.mixer.kernel() if layer.mixer else None
         mixture = _mixture_kernel(layer) if layer.mixture is not None else None
         altup = _altup_kernel(layer.altup) if layer.altup else None
-        whole = isinstance(layer.output, RowParallel) and isinstance(layer.down, PackedLinear) and mixture is None
+        output, down = map(layer.linears.get, ("output", "down"))
+        whole = isinstance(output, RowParallel) and isinstance(down, PackedLinear) and mixture is None
         kernel.add_layer(
             norms, attention, mixer, mixture, altup, linears, layer.scales, layer.scale, layer.spec.deviations, whole
         )
@@ -286,7 +283,7 @@ def _attention_kernel(layer: DecoderLayer, heads: AttentionHeads, variant: Atten
     spec, latents = layer.spec, None
     if layer.latents is not None:
         of_heads = ([_linear_kernel(each) for each in part] for part in (layer.latents.keys, layer.latents.values))
-        query = None if layer.latents.query is None else _linear_kernel(layer.latents.query)
+        query = _linear_kernel(layer.linears[_OF_LATENTS]) if _OF_LATENTS in layer.linears else None
         rotated = layer.latents.rotated
         latents = torch.classes.oatmill.Latents(heads.size - rotated, rotated, query, *of_heads)
     return structure(

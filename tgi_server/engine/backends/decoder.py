@@ -104,14 +104,15 @@ class AttentionHeads:
 class LatentLayers:
     """Holds what a layer with latents has beside its first and last projection; heads are the shard's.
 
-    rotated: elements of a head that are turned. query: makes queries; None: the first projection does. keys: make a
-    head's query one for latents, of its other elements. values: make a head's output of the latents attended to.
+    rotated: elements of a head that are turned. keys: make a head's query one for latents, of its other elements.
+    values: make a head's output of the latents attended to. index: elements of a key of the index, which is cached
+    beside the turned ones; 0: there is no index.
     """
 
     rotated: int
-    query: PackedLinear | None
     keys: Sequence[PackedLinear]
     values: Sequence[PackedLinear]
+    index: int = 0
 
     def weights(self) -> Latents:
         """Returns the weights of keys and values, for attention that makes these itself."""
@@ -140,42 +141,35 @@ class AltUpLayer:
 class DecoderLayer:
     """A layer, with the query, key and value projections joined into one, and gate and up projection.
 
-    index: its place among the layers. heads, variant, qkv, output: of its attention; None: it does not attend. mixer,
-    mixer_in, mixer_out: of its states, with the first projections and the last one; None: it has none. latents: those
-    that it attends to; None: it attends to keys and values. norms: by their names in LayerSpec, those that there are.
-    mixture: a module of `transformers` whose experts may be packed; None: there is none. up, down: the feed-forward
-    part, or the expert that all tokens have; None: there is none. shared_gate: of that expert. parts: what each linear
-    layer is made of in `transformers`, with the numbers of outputs. scales: what the outputs of these linear layers are
-    multiplied by, [outputs] float32, where that is not 1. input_gate, input_projection: of its further input; None: it
-    has none. scale: of its output. altup: of its streams; None: there is one.
+    index: its place among the layers. linears: by their names, those that there are: "qkv", "query" (of latents),
+    "output", "index_query", "index_key", "index_weights" of its attention; "mixer_in" and "mixer_out" of its states;
+    "up" and "down" of the feed-forward part or of the expert that all tokens have, whose gate is "shared_gate";
+    "input_gate" and "input_projection" of its further input. parts: the modules of `transformers` in each of these,
+    with their numbers of outputs. scales: what the outputs of linear layers are multiplied by, [outputs] float32, where
+    that is not 1. norms: by their names in LayerSpec, those that there are. heads, variant: of its attention; None: it
+    does not attend. latents: those that it attends to; None: it attends to keys and values. mixer: of its states; None:
+    it has none. mixture: a module of `transformers` whose experts may be packed; None: there is none. scale: of its
+    output. altup: of its streams; None: there is one.
     """
 
     spec: LayerSpec
     index: int
-    heads: AttentionHeads | None
-    variant: AttentionVariant | None
-    mixer: MixerKernel | None
-    latents: LatentLayers | None
-    norms: dict[str, Norm]
-    qkv: PackedLinear | None
-    output: PackedLinear | RowParallel | None
-    mixer_in: PackedLinear | None
-    mixer_out: PackedLinear | RowParallel | None
-    up: PackedLinear | None
-    down: PackedLinear | RowParallel | None
-    shared_gate: PackedLinear | None
-    mixture: Any
+    linears: dict[str, Any]
     parts: dict[str, list[tuple[str, int]]]
     scales: dict[str, Tensor]
-    input_gate: PackedLinear | None = None
-    input_projection: PackedLinear | None = None
+    norms: dict[str, Norm]
+    heads: AttentionHeads | None = None
+    variant: AttentionVariant | None = None
+    latents: LatentLayers | None = None
+    mixer: MixerKernel | None = None
+    mixture: Any = None
     scale: float = 1.0
     altup: AltUpLayer | None = None
 
-    def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
+    def adaptable(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
         for name, parts in self.parts.items():
-            yield inner(self.latents.query if self.latents and name == "query" else getattr(self, name)), parts
+            yield inner(self.linears[name]), parts
         if self.spec.mixture is not None:
             router = operator.attrgetter(self.spec.mixture.router)(self.mixture)
             if isinstance(router, PackedLinear):
@@ -240,15 +234,15 @@ class Decoder:
             assert layer.heads is not None
             heads[index], sizes[index] = layer.heads.kv_heads, layer.heads.size if layer.heads.kv_heads else 0
             if layer.latents is not None:
-                value_dim = layer.latents.rotated
-                sizes[index] -= value_dim
+                value_dim = max(value_dim or 0, layer.latents.rotated + layer.latents.index)
+                sizes[index] -= layer.latents.rotated
         alike = len({size for size in sizes if size}) == 1
         return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes), value_dim)
 
-    def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
+    def adaptable(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the paths of those that it is made of, and their numbers of outputs."""
         for layer in self.layers:
-            for linear, parts in layer.linears():
+            for linear, parts in layer.adaptable():
                 yield linear, [(f"{self.layers_path}.{layer.index}.{name}", outputs) for name, outputs in parts]
         for path, linear in self.others.items():
             yield linear, [(path, linear.out_features)]

@@ -3,7 +3,7 @@
 import operator
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from tgi_server.engine.backends.attention.base import (
     AttentionBackend,
     AttentionVariant,
     ForwardMetadata,
+    Selection,
     rotate,
     rotate_pairs,
 )
@@ -30,7 +31,8 @@ Rotation = tuple[Tensor, Tensor]
 class LayerPass:
     """The tokens of a pass as layers see them. rotations: of each of the model's ropes.
 
-    further: the further inputs of layers, [tokens, layers, size]; None: there are none.
+    further: the further inputs of layers, [tokens, layers, size]; None: there are none. selections: of the layers with
+    an index so far, the last of which holds.
     """
 
     positions: Tensor
@@ -38,6 +40,7 @@ class LayerPass:
     metadata: ForwardMetadata
     rows: AdapterRows | None
     further: Tensor | None
+    selections: list[Selection] = field(default_factory=list)
 
 
 class LayerParts(PagedModel):
@@ -80,11 +83,12 @@ class LayerParts(PagedModel):
         else:
             output = layer.mixture.experts(of_experts, chosen, shares)
         output = self._normed(norms.get("mixed_norm"), output)
-        if layer.up is None or layer.down is None:
+        if "up" not in layer.linears:
             return output
         shared = self._projected(layer, "down", self._widened(layer, x, rows), rows)
         shared = self._normed(norms.get("shared_norm"), shared)
-        return output + (shared if layer.shared_gate is None else layer.shared_gate.adapted(x, rows).sigmoid() * shared)
+        gate = layer.linears.get("shared_gate")
+        return output + (shared if gate is None else gate.adapted(x, rows).sigmoid() * shared)
 
     def _attend_to_latents(self, layer: DecoderLayer, x: Tensor, variant: AttentionVariant, step: LayerPass) -> Tensor:
         """Returns the same for a layer that caches of a token what all heads share: a latent, and what is turned."""
@@ -93,27 +97,53 @@ class LayerParts(PagedModel):
         rank = latents.keys[0].out_features
         joined = self._projected(layer, "qkv", x, step.rows)
         query, latent, turned = joined.split((joined.shape[1] - rank - latents.rotated, rank, latents.rotated), 1)
-        if latents.query is not None:
-            query = latents.query.adapted(self._normed(layer.norms.get("query_norm"), query), step.rows)
+        if "query" in layer.linears:
+            query = normed = self._normed(layer.norms.get("query_norm"), query)
+            query = self._projected(layer, "query", query, step.rows)
         plain, of_positions = query.unflatten(1, (len(latents.keys), -1)).split(
             (latents.keys[0].in_features, latents.rotated), 2
         )
         latent = self._normed(layer.norms.get("key_norm"), latent)
         turned = self._turned(turned.unsqueeze(1), spec.rope, step)
         query = torch.cat([plain, self._turned(of_positions, spec.rope, step)], 2)
+        if spec.index is not None:
+            variant, index_key = self._select(layer, x, normed, variant, step)
+            turned = torch.cat([turned, index_key], 2)
         self.attention.write(layer.index, latent.unsqueeze(1), turned, step.metadata)
         return self.attention.attend(layer.index, query, step.metadata, variant).flatten(1)
 
-    def _turned(self, x: Tensor, rope: int | None, step: LayerPass) -> Tensor:
-        """x: [tokens, heads, size]."""
+    def _select(
+        self, layer: DecoderLayer, x: Tensor, queries: Tensor, variant: AttentionVariant, step: LayerPass
+    ) -> tuple[AttentionVariant, Tensor]:
+        """Returns how a layer attends to chosen tokens, and the keys of its index, [tokens, 1, size].
+
+        queries: what the queries are made of. The keys of a layer without an index are zeros.
+        """
+        index, rope = layer.spec.index, layer.spec.rope
+        assert index is not None
+        if index.shared:
+            last = step.selections[-1]
+            return replace(variant, selection=last), last.query.new_zeros(len(x), 1, last.query.shape[2])
+        of_weights = layer.linears["index_weights"].weight.dtype  # mostly more than the model's
+        query = self._projected(layer, "index_query", queries, step.rows).unflatten(1, (index.heads, -1))
+        key = self._normed(layer.norms["index_norm"], self._projected(layer, "index_key", x, step.rows)).unsqueeze(1)
+        weights = self._projected(layer, "index_weights", x.to(of_weights), step.rows).float()
+        weights = weights * (index.heads * query.shape[2]) ** -0.5
+        query, key = (self._turned(each, rope, step, interleaved=index.interleaved) for each in (query, key))
+        step.selections.append(Selection(layer.index, query, weights))
+        return replace(variant, selection=step.selections[-1]), key
+
+    def _turned(self, x: Tensor, rope: int | None, step: LayerPass, *, interleaved: bool | None = None) -> Tensor:
+        """x: [tokens, heads, size]. interleaved: None: as the spec says."""
         if rope is None:
             return x
         cosine, sine = (table[0].unsqueeze(1) for table in step.rotations[rope])
-        return (rotate_pairs if self._spec.interleaved else rotate)(x, cosine, sine)
+        pairs = self._spec.interleaved if interleaved is None else interleaved
+        return (rotate_pairs if pairs else rotate)(x, cosine, sine)
 
     def _projected(self, layer: DecoderLayer, name: str, x: Tensor, rows: AdapterRows | None) -> Tensor:
         """Returns the output of a linear layer, scaled where the spec says so."""
-        y: Tensor = getattr(layer, name).adapted(x, rows)
+        y: Tensor = layer.linears[name].adapted(x, rows)
         scale = layer.scales.get(name)
         return y if scale is None else (y.float() * scale).to(y.dtype)
 
@@ -136,11 +166,10 @@ class LayerParts(PagedModel):
 
     def _of_input(self, layer: DecoderLayer, x: Tensor, step: LayerPass) -> Tensor:
         """Returns what a layer makes of x and of its further input."""
-        assert layer.input_gate is not None
-        assert layer.input_projection is not None
         assert step.further is not None
-        gate = ACTIVATIONS[self._spec.activation](layer.input_gate.adapted(x, step.rows))
-        return layer.input_projection.adapted(gate * step.further[:, layer.index], step.rows)
+        gate = ACTIVATIONS[self._spec.activation](layer.linears["input_gate"].adapted(x, step.rows))
+        output: Tensor = layer.linears["input_projection"].adapted(gate * step.further[:, layer.index], step.rows)
+        return output
 
     def _streams(self, hidden: Tensor, rows: AdapterRows | None) -> Tensor | None:
         """Returns the streams of hidden states, [streams, tokens, hidden_size] (Baykal et al. 2023); None: just one."""

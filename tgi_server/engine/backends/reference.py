@@ -69,13 +69,13 @@ class ReferenceModel(LayerParts):
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         self.adapted = True
         places = []
-        for layer, parts in self.decoder.linears():
+        for layer, parts in self.decoder.adaptable():
             layer.lora = AdaptedLinear(parts, layer.in_features, lora(layer.out_features, len(parts)))
             places.append(layer.lora)
         return places
 
     def rounding_modules(self) -> list[nn.Module]:
-        return [layer for layer, _ in self.decoder.linears()]
+        return [layer for layer, _ in self.decoder.adaptable()]
 
     def _embedded(self, inputs: PassInput) -> Tensor:
         hidden: Tensor = self.decoder.embedding(inputs.tokens)
@@ -107,11 +107,11 @@ class ReferenceModel(LayerParts):
             residual = (residual + laurel) / 2**0.5
         if mixed is not None:
             residual = self._added(layer, residual, "mixer_out", mixed, norms.get("attended_norm"), step.rows)
-        if layer.up is not None or layer.mixture is not None:
+        if "up" in layer.linears or layer.mixture is not None:
             if not spec.parallel:
                 normed = self._normed(norms.get("feed_forward_norm"), residual)
             residual = self._fed(layer, normed, residual, step.rows)
-        if layer.input_gate is not None and layer.altup is None:
+        if "input_gate" in layer.linears and layer.altup is None:
             residual = self._sum(residual, self._of_input(layer, residual, step), norms.get("input_norm"))
         return residual if layer.scale == 1 else residual * layer.scale
 
@@ -181,7 +181,7 @@ class ReferenceModel(LayerParts):
     ) -> Tensor:
         """Returns residual and the linear layer's output for x, normalised and scaled where the spec says so."""
         if norm is None and self._spec.residual_scale == 1 and name not in layer.scales:
-            added: Tensor = getattr(layer, name).adapted(x, rows, residual=residual)
+            added: Tensor = layer.linears[name].adapted(x, rows, residual=residual)
             return added
         return self._sum(residual, self._projected(layer, name, x, rows), norm)
 

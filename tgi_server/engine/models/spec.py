@@ -81,6 +81,25 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """An index, which chooses the tokens that a query attends to (DeepSeek-V3.2, 2025), by the names of its modules.
+
+    tokens: how many are chosen. heads: of its queries. query: makes these of what the layer makes its own queries of.
+    key, norm: of a token, once for all heads. weights: of the heads in the sum of their scores. interleaved: rotary
+    positions pair neighbouring elements. shared: the layer has no index, but attends to what the last one chose.
+    """
+
+    tokens: int
+    heads: int
+    interleaved: bool = False
+    shared: bool = False
+    query: str = "self_attn.indexer.wq_b"
+    key: str = "self_attn.indexer.wk"
+    norm: str = "self_attn.indexer.k_norm"
+    weights: str = "self_attn.indexer.weights_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class MixerSpec:
     """A module with states, such as a gated delta net: the kernel that computes it, and the names of its modules.
 
@@ -110,6 +129,7 @@ class LayerSpec:
     keys. query: makes queries of what the first of `qkv` gives; None: that gives them.
     query_norm, key_norm, value_norm: of each head, or of all together, as their weights say; with latents, of what
     `query` takes, and of latents.
+    index: of the latents attended to, where there is a `query`; None: all are.
     attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
     up: the gate's projection first, where there is a gate; none: there is no feed-forward part but the mixture, if any.
     mixture: in the place of `up` and `down`.
@@ -142,6 +162,7 @@ class LayerSpec:
     clip: float = 0.0
     latents: bool = False
     query: str | None = None
+    index: IndexSpec | None = None
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -250,6 +271,11 @@ class DecoderSpec:
     def has_states(self) -> bool:
         """True if there are layers with states."""
         return any(layer.mixer for layer in self.layers)
+
+    @property
+    def has_index(self) -> bool:
+        """True if there are layers that attend to chosen tokens alone."""
+        return any(layer.index for layer in self.layers)
 
     @property
     def has_latents(self) -> bool:

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from tests.tiny_models import build
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.backends import PagedModel, create_backend
+from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.models.families import family_of, spec_of
 from tgi_server.engine.models.spec import DecoderSpec, NoSpec
@@ -40,12 +42,19 @@ def test_a_spec_is_run_outside_the_modules_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "custom_kernels", "attention"),
-    [("deepseek_v32", True, GatherAttention), ("gpt2", False, GatherAttention), ("llama", False, GatherAttention)],
+    [("opt_350m", True, CpuAttention), ("gpt2", False, GatherAttention), ("llama", False, GatherAttention)],
 )
 def test_without_a_spec_or_kernels_transformers_computes(architecture, custom_kernels, attention) -> None:
     paged = made(build(architecture), custom_kernels=custom_kernels)
     assert isinstance(paged, GenericModel)
     assert type(paged.attention) is attention
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_spec_that_the_kernels_cannot_compute_runs_in_plain_torch(architecture: str) -> None:
+    paged = made(build(architecture))
+    assert isinstance(paged, ReferenceModel)
+    assert type(paged.attention) is GatherAttention
 
 
 def test_models_that_cannot_be_paged_are_left_as_they_are() -> None:

@@ -134,13 +134,12 @@ class Selection:
 
     A token's key of the index is cached behind what its layer caches as a value; `layer` is the one that has it, which
     may be an earlier one. query: [tokens, heads, size] of this pass. weights: [tokens, heads] float32, of the heads in
-    the sum of their scores. most: number of tokens that are attended to.
+    the sum of their scores.
     """
 
     layer: int
     query: Tensor
     weights: Tensor
-    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,8 @@ class AttentionVariant:
     sinks: [heads] float32; a score for each head that belongs to no token but counts in the softmax (gpt-oss).
     keys_of: the earlier layer whose keys and values are attended to (Gemma 3n); None: the layer's own.
     latents: how keys and values are made of what is cached; None: they are cached.
-    selection: of the tokens attended to, where there are latents; None: all.
+    chosen: tokens that a query attends to, which the index chooses, where there are latents; 0: all. selection: the
+    index in this pass.
     """
 
     scaling: float
@@ -167,6 +167,7 @@ class AttentionVariant:
     sinks: Tensor | None = None
     keys_of: int | None = None
     latents: Latents | None = None
+    chosen: int = 0
     selection: Selection | None = None
 
     def source(self, layer: int) -> int:

@@ -40,7 +40,7 @@ class LatentAttention(GatherAttention):
         """Returns why the kernel cannot compute layers that attend in these ways, in words; None if it can."""
         if self.kv_format.fp8:
             return "the kernel does not take latents in FP8"
-        if any(variant.selection is not None for variant in variants):
+        if any(variant.chosen for variant in variants):
             return "the kernel has no index of sparse attention"
         return None
 

@@ -119,31 +119,32 @@ def _absorbed(
     of_latents, rotated, index = cached
     heads = query.shape[1]
     queries = query[span].unflatten(0, (-1, count))
+    mask = scores_mask(places, torch.arange(of_latents.shape[1], device=query.device), variant, query)
+    if index is not None and variant.selection is not None and variant.chosen < len(index[0]):
+        chosen = _chosen(mask[:, 0], variant.selection, variant.chosen, span, index)
+        if count == 1:  # so that no other token is read
+            of_latents, rotated = (each.take_along_dim(chosen.mT, 1) for each in (of_latents, rotated))
+            mask = mask.gather(3, chosen.unsqueeze(1))
+        else:
+            mask = mask + torch.full_like(mask, float("-inf")).scatter_(3, chosen.unsqueeze(1), 0)
     plain, turned = queries.split((latents.keys.shape[1], rotated.shape[2]), dim=3)
     in_latents = torch.einsum("sqhd,hdr->shqr", plain, latents.keys).flatten(1, 2)
     scores = in_latents @ of_latents.mT + turned.transpose(1, 2).flatten(1, 2) @ rotated.mT
     scores = scores.mul_(variant.scaling).unflatten(1, (heads, count))
-    mask = scores_mask(places, torch.arange(of_latents.shape[1], device=query.device), variant, query)
-    if index is not None and variant.selection is not None:
-        mask = _selected(mask, variant.selection, span, index)
     weights = torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
     attended = (weights.flatten(1, 2) @ of_latents).unflatten(1, (heads, count))
     return torch.einsum("shqr,hrv->sqhv", attended, latents.values)
 
 
-def _selected(mask: Tensor, selection: Selection, span: slice, keys: Tensor) -> Tensor:
-    """Returns a mask, [sequences, 1, queries, keys], that hides all tokens but those with the highest scores.
+def _chosen(mask: Tensor, selection: Selection, tokens: int, span: slice, keys: Tensor) -> Tensor:
+    """Returns the tokens with the highest scores of the index, in ascending order: [sequences, queries, tokens].
 
-    keys: of the index, [sequences, keys, size].
+    mask: [sequences, queries, keys]. keys: of the index, [sequences, keys, size].
     """
-    if mask.shape[3] <= selection.most:
-        return mask
-    query, weights = (part[span].unflatten(0, mask.shape[::2]) for part in (selection.query, selection.weights))
+    query, weights = (rows[span].unflatten(0, mask.shape[:2]) for rows in (selection.query, selection.weights))
     scores = torch.einsum("sqhd,skd->sqhk", query.float(), keys.float()).relu_()
-    total = torch.einsum("sqhk,sqh->sqk", scores, weights) + mask[:, 0]
-    chosen = total.topk(selection.most, dim=-1).indices
-    hidden = torch.full_like(mask[:, 0], float("-inf")).scatter_(-1, chosen, 0)
-    return mask + hidden.unsqueeze(1)
+    total = torch.einsum("sqhk,sqh->sqk", scores, weights) + mask
+    return total.topk(tokens, dim=-1).indices.sort(dim=-1).values
 
 
 def _expanded_chunk(

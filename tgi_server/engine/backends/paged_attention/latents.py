@@ -54,7 +54,7 @@ class _PagedIndexer(nn.Module):
         key = turn(own.k_norm(own.wk(hidden_states))[0].unsqueeze(1), cosine, sine)
         weights = own.weights_proj(hidden_states.to(self.weights_dtype))[0].float()
         weights = weights * (own.n_heads**-0.5 * own.softmax_scale)
-        selection = Selection(own.layer_idx, query, weights, own.index_topk)
+        selection = Selection(own.layer_idx, query, weights)
         return _Indexed(selection, key.transpose(0, 1).unsqueeze(0))
 
 
@@ -68,8 +68,9 @@ class _PagedLatentAttention(nn.Module):
         own: Any = self
         latents = latents_of(own)
         self._modules = {name: module for name, module in self._modules.items() if name != "kv_b_proj"}
-        self.variant = AttentionVariant(scaling=float(own.scaling), latents=latents)
         self.writes_cache = hasattr(own, "indexer")
+        chosen = int(own.config.index_topk) if self.writes_cache else 0
+        self.variant = AttentionVariant(scaling=float(own.scaling), latents=latents, chosen=chosen)
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Returns both as they are: attention finds them in the cache."""

@@ -1,14 +1,20 @@
-"""DeepSeek-V2, and families with its attention over latents.
+"""DeepSeek-V2, and families with its attention over latents; DeepSeek-V3.2 and GLM-5 choose the tokens attended to."""
 
-Those that choose the tokens attended to (DeepSeek-V3.2, GLM-5), `transformers` computes.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tgi_server.engine.models.families.glm import with_experts
-from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, MixerSpec, MixtureSpec, RopeSpec, activation
+from tgi_server.engine.models.spec import (
+    DecoderSpec,
+    Family,
+    IndexSpec,
+    LayerSpec,
+    MixerSpec,
+    MixtureSpec,
+    RopeSpec,
+    activation,
+)
 from tgi_server.engine.models.splits import EXPERTS, GATED, HEAD, Splits
 from tgi_server.engine.parallel.plan import (
     ShardingPlan,
@@ -53,6 +59,15 @@ def deepseek_v3(config: Any) -> DecoderSpec:
     return replace(spec, interleaved=config.rope_interleave)
 
 
+def deepseek_v32(config: Any) -> DecoderSpec:
+    return _with_index(config, ["full"] * config.num_hidden_layers, interleaved=False)
+
+
+def glm_moe_dsa(config: Any) -> DecoderSpec:
+    """GLM-5, some of whose layers attend to the tokens that an earlier one has chosen."""
+    return _with_index(config, config.indexer_types, interleaved=True)
+
+
 def kimi(config: Any) -> DecoderSpec:
     """Most layers have Kimi's delta attention; the others attend to latents. Nothing is turned."""
     attending = replace(_layer(config), rope=None)
@@ -93,6 +108,15 @@ def _with_experts(config: Any, mixed: Callable[[LayerSpec], LayerSpec]) -> Decod
     plain, first = _layer(config), config.first_k_dense_replace
     layers = (plain if index < first else mixed(plain) for index in range(config.num_hidden_layers))
     return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+
+
+def _with_index(config: Any, types: Sequence[str], *, interleaved: bool) -> DecoderSpec:
+    """Returns the spec of a model whose layers have an index, or share one. types: of the layers' indices."""
+    plain, own = _layer(config), IndexSpec(config.index_topk, config.index_n_heads, interleaved)
+    kinds = {"full": replace(plain, index=own), "shared": replace(plain, index=replace(own, shared=True))}
+    layers = zip((kinds[name] for name in types), config.mlp_layer_types, strict=True)
+    mixed = (with_experts(layer, config) if feeds == "sparse" else layer for layer, feeds in layers)
+    return DecoderSpec(tuple(mixed), activation=activation(config.hidden_act), interleaved=True)
 
 
 def _plan(config: Any) -> ShardingPlan:
@@ -138,9 +162,9 @@ _OF_KIMI_HEADS = (
 FAMILIES = {
     "deepseek_v2": Family(deepseek_v2, _plan, attention="latents"),
     "deepseek_v3": Family(deepseek_v3, _plan, attention="latents", mtp=True),
-    "deepseek_v32": Family(plan=_plan, attention="latents", mtp=True),
+    "deepseek_v32": Family(deepseek_v32, _plan, attention="latents", mtp=True),
     "glm4_moe_lite": Family(deepseek_v3, _plan, attention="latents", mtp=True),
-    "glm_moe_dsa": Family(plan=_plan, attention="latents", mtp=True),
+    "glm_moe_dsa": Family(glm_moe_dsa, _plan, attention="latents", mtp=True),
     "minicpm3": Family(minicpm3, _plan, attention="latents"),
     "youtu": Family(dense, _plan, attention="latents"),
     "kimi_linear": Family(kimi, _kimi_plan, attention="latents"),
