@@ -30,7 +30,6 @@ from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
-from tgi_server.router.tracing import RequestTracer
 from tgi_server.wire import finish_reason_to_message
 
 LIMITS = Limits(
@@ -140,7 +139,7 @@ class RouterService:
             "submitter": self.scheduler,
             "capacity": Capacity(LIMITS.max_concurrent_requests),
             "metrics": Metrics(),
-            "tracer": RequestTracer(enabled=False),
+            "tracer": None,
             "check_health": self.shards.check,
             "options": OptionReader(LIMITS, VOCAB_SIZE),
             "adapters": adapters,

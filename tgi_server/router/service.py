@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from opentelemetry.trace import Tracer
+
 from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.errors import Overloaded
 from tgi_server.router.limits import Limits
@@ -21,7 +23,6 @@ from tgi_server.router.text.preparation import Preparer
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import TokenizerConfig
-from tgi_server.router.tracing import RequestTracer
 
 # Bytes, and number, of requests that come from this process itself.
 UNLIMITED = 2**40
@@ -171,7 +172,7 @@ class Service:
     submitter: Submitter
     capacity: Capacity
     metrics: Metrics
-    tracer: RequestTracer
+    tracer: Tracer | None
     check_health: Callable[[], Awaitable[None]]
     decisions: DecisionConfig = field(default_factory=DecisionConfig)
     encoders: Encoders = field(default_factory=Encoders)

@@ -12,6 +12,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from opentelemetry.trace import get_tracer
+
 from shared.addresses import is_loopback
 from shared.event_loop import watch_event_loop
 from shared.settings import package_version
@@ -50,7 +52,6 @@ from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_json, read_tokenizer_config
-from tgi_server.router.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ async def assembled(
                 submitter=scheduler,
                 capacity=Capacity(UNLIMITED if serving is None else limits.max_concurrent_requests),
                 metrics=metrics,
-                tracer=RequestTracer(enabled=serving is not None and serving.otlp_endpoint is not None),
+                tracer=None if serving is None or serving.otlp_endpoint is None else get_tracer("tgi_server.router"),
                 check_health=HealthCheck(scheduler, shards),
                 decisions=decisions,
                 encoders=encoders,

@@ -103,7 +103,7 @@ class RequestGeneration:
                 prepared,
                 id=request_id,
                 cache_namespace=cache_namespace(admission.tenant, options.cache_salt),
-                trace_context=service.tracer.context(self._record.span),
+                trace_context=self._record.trace_context,
                 deadline=deadline,
                 first_token_by=first_token_by,
                 tenant=admission.tenant,

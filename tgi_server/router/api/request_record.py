@@ -3,13 +3,17 @@
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from time import perf_counter
+from time import perf_counter, perf_counter_ns, time_ns
 from uuid import uuid4
 
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
 from starlette.requests import Request
 
+from shared.tracing import extract_context, trace_headers
 from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.encoding import shortened
 from tgi_server.router.errors import (
@@ -51,7 +55,7 @@ class RequestRecord:
         self.path: str = request.scope["path"]
         self.request_id = request_id(request)
         self.arrived = perf_counter()
-        self.span = service.tracer.start(self.path, request.headers)
+        self._span = self._begun_span(request)
         self.read_tokens = 0
         self.progress = ""
         self._requested: Fields = {}
@@ -106,6 +110,11 @@ class RequestRecord:
         return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes.items() if lines}
 
     @property
+    def trace_context(self) -> dict[str, str]:
+        """What a shard needs to carry the trace on."""
+        return {} if self._span is None else trace_headers(self._span)
+
+    @property
     def total_time(self) -> float:
         """Seconds since the request came."""
         return perf_counter() - self.arrived
@@ -153,14 +162,9 @@ class RequestRecord:
             "generated_tokens": generated,
         }
         logger.info("%s answered", self.path, extra=fields | self._identity(200))
-        self._service.tracer.phases(
-            self.span,
-            {
-                "validation": (self.arrived, slowest.queued_at),
-                "queue": (slowest.queued_at, slowest.started_at),
-                "inference": (slowest.started_at, slowest.ended_at),
-            },
-        )
+        self._add_span("validation", self.arrived, slowest.queued_at)
+        self._add_span("queue", slowest.queued_at, slowest.started_at)
+        self._add_span("inference", slowest.started_at, slowest.ended_at)
         # OpenTelemetry's semantic conventions for generative AI.
         conventional: dict[str, str | int | float | Sequence[str]] = {
             "gen_ai.operation.name": "chat" if self.path in _CHATS else "text_completion",
@@ -172,14 +176,14 @@ class RequestRecord:
                 stream.finish_reason.value for stream in self._streams if stream.finish_reason is not None
             ],
         }
-        self._service.tracer.end(self.span, {**fields, **conventional, **self._requested}, None)
+        self._end_span({**fields, **conventional, **self._requested})
 
     def _computed(self) -> None:
         seconds, tokens = self.total_time, self.read_tokens
         self._metrics.answered(seconds, tokens)
         fields: Fields = {"total_time": Milliseconds.of(seconds), "prompt_tokens": tokens}
         logger.info("%s answered", self.path, extra=fields | self._identity(200))
-        self._service.tracer.end(self.span, {**fields, **self._requested, "gen_ai.usage.input_tokens": tokens}, None)
+        self._end_span({**fields, **self._requested, "gen_ai.usage.input_tokens": tokens})
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):  # requests are cancelled when the time to finish them is up
@@ -199,16 +203,39 @@ class RequestRecord:
             extra=fields | self._identity(status),
             exc_info=shown.__cause__ if type(shown) is RouterError else None,
         )
-        self._service.tracer.end(self.span, {**fields, "error.type": shown.error_type, **self._requested}, message)
+        self._end_span({**fields, "error.type": shown.error_type, **self._requested}, message)
 
     def _identity(self, status: int) -> Fields:
         """Returns the fields that identify the request in its log line."""
         fields: Fields = {"request_id": self.request_id, "status": status, "model": self._service.model.names[0]}
         if adapters := sorted(filter(None, self._adapters)):
             fields["adapter"] = ",".join(adapters)
-        if trace_id := self._service.tracer.trace_id(self.span):
-            fields["trace_id"] = trace_id
+        if self._span is not None:
+            fields["trace_id"] = trace.format_trace_id(self._span.get_span_context().trace_id)
         return fields
+
+    def _begun_span(self, request: Request) -> Span | None:
+        """Begins the request's span in the caller's trace. Returns None where no spans are collected."""
+        if (tracer := self._service.tracer) is None:
+            return None
+        return tracer.start_span(self.path, context=extract_context(request.headers), kind=SpanKind.SERVER)
+
+    def _add_span(self, phase: str, began: float, ended: float) -> None:
+        """Adds a span for what the request waited for, between two times of `perf_counter`."""
+        if self._span is None or (tracer := self._service.tracer) is None:
+            return
+        offset = time_ns() - perf_counter_ns()
+        parent = trace.set_span_in_context(self._span)
+        tracer.start_span(phase, context=parent, start_time=offset + int(began * 1e9)).end(offset + int(ended * 1e9))
+
+    def _end_span(self, attributes: Mapping[str, AttributeValue], error: str | None = None) -> None:
+        """Ends the request's span. error: why the request failed."""
+        if self._span is None:
+            return
+        self._span.set_attributes(attributes)
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
 
 
 class Milliseconds(float):

@@ -12,7 +12,7 @@ import httpcore2
 import httpx2
 
 from shared.addresses import is_ip_address
-from tgi_server.router.fairness import FairQueue
+from tgi_server.fairness import FairQueue
 from tgi_server.router.media.data_urls import check_size
 from tgi_server.router.media.messages import UnusableImage
 

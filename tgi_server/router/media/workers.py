@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from shared.pipes import WorkerProcess, read, receive, send
 from tgi_server.contract import Tensor
+from tgi_server.fairness import FairQueue
 from tgi_server.router.errors import DecodingFailed
-from tgi_server.router.fairness import FairQueue
 from tgi_server.router.media.messages import ImageResult, ImageTask, UnusableImage
 from tgi_server.shared_bytes import MemoryPlace, SharedBytes, SharedMemory
 

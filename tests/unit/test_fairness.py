@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tgi_server.router.fairness import FairQueue
+from tgi_server.fairness import FairQueue
 
 
 class Work:
