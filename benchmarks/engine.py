@@ -15,7 +15,6 @@ lie in MODEL-adapters) or a JSON grammar, in turns with steps without.
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import torch
 from benchmarks.bench import EXTRAS, Bench
 from benchmarks.floor import Machine, ModelCost
 from benchmarks.machine import cost_of, measure_machine, read_config
-from benchmarks.report import finish, number, table, tell
+from benchmarks.report import finish_run, number, table, tell
 from benchmarks.synthetic import MODELS, build_model, round_weights
 from benchmarks.workloads import positive
 from tgi_server.engine.config import DTYPES, EngineConfig
@@ -176,12 +175,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    try:
-        finish(_run(arguments), arguments.output)
-    except (EngineError, ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    finish_run(_run, arguments, EngineError, ValueError, RuntimeError)
 
 
 if __name__ == "__main__":

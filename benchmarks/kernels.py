@@ -15,7 +15,6 @@ import argparse
 import datetime
 import math
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks import trials
 from benchmarks.machine import read_config
-from benchmarks.report import finish, number, table, tell
+from benchmarks.report import finish_run, number, table, tell
 from benchmarks.workloads import positive
 from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.cpu import CpuAttention
@@ -229,12 +228,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, help="of torch; default: one for each core")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    try:
-        finish(_run(arguments), arguments.output)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    finish_run(_run, arguments, ValueError, RuntimeError)
 
 
 if __name__ == "__main__":

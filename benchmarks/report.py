@@ -3,7 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def finish(results: object, output: Path | None) -> None:
     print(line)
     if output is not None:
         output.write_text(line + "\n")
+
+
+def finish_run(run: Callable[[Namespace], object], arguments: Namespace, *errors: type[Exception]) -> None:
+    """Finishes with what `run` measures, or exits with one of `errors`. An argument `threads` is for torch."""
+    if threads := getattr(arguments, "threads", None):
+        import torch  # which most commands do without
+
+        torch.set_num_threads(threads)
+    try:
+        results = run(arguments)
+    except errors as error:
+        sys.exit(f"error: {error}")
+    finish(results, arguments.output)
 
 
 def tell(line: str) -> None:

@@ -18,7 +18,6 @@ and 32 bits.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch.nn.functional import linear
 
 from benchmarks.bench import Bench
 from benchmarks.peaks import Peaks, measure_peaks
-from benchmarks.report import finish, number, table, tell
+from benchmarks.report import finish_run, number, table, tell
 from benchmarks.workloads import positive
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.decoder import Decoder, inner
@@ -282,12 +281,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, help="of torch; default: one for each core")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    try:
-        finish(_run(arguments), arguments.output)
-    except (EngineError, ModelUnavailable, ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    finish_run(_run, arguments, EngineError, ModelUnavailable, ValueError, RuntimeError)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import psutil
 import uvloop
 
 from benchmarks.connection import Connection, ServerUnavailable
-from benchmarks.report import finish, number, table
+from benchmarks.report import finish_run, number, table
 from benchmarks.servers import ServerDidNotStart, wait_until_healthy
 from tgi_server import demo_model
 
@@ -132,10 +132,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18_080, help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
-    try:
-        finish(uvloop.run(_run(arguments)), arguments.output)
-    except (ServerDidNotStart, ServerUnavailable) as error:
-        sys.exit(f"error: {error}")
+    finish_run(lambda arguments: uvloop.run(_run(arguments)), arguments, ServerDidNotStart, ServerUnavailable)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import ast
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from benchmarks.perplexity import DOCUMENTATION, model_folder
-from benchmarks.report import finish, number, table
+from benchmarks.report import finish_run, number, table
 from benchmarks.workloads import positive
 from llm_functionalities.services.workflows import summary
 from llm_functionalities.services.workflows.rewriting import Replacement, rewriting
@@ -209,10 +208,7 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=40, help="of each workflow (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
-    try:
-        finish(_run(arguments), arguments.output)
-    except EngineError as error:
-        sys.exit(str(error))
+    finish_run(_run, arguments, EngineError)
 
 
 if __name__ == "__main__":

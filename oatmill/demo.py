@@ -17,13 +17,15 @@ from oatmill.services import (
     is_listening,
     is_ready,
     llm_functionalities,
+    loading_progress,
     text_generation_server,
 )
 from shared.addresses import free_ports
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
 
-START_SECONDS = 120.0
+# Seconds without progress.
+PATIENCE_SECONDS = 120.0
 PROGRESS_SECONDS = 2.0
 POLL_SECONDS = 0.05
 TIMEOUT_MS = 30_000
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str]) -> int:
             with _services(logs) as (services, url, stub):
                 _ask_too_early(stub)
                 print("\nloading: the demo model", flush=True)
-                seconds = _wait_until("a call is answered", lambda: _is_answered(url, stub), services)
+                seconds = wait_until(
+                    "a call is answered", lambda: _is_answered(url, stub), services, lambda: loading_progress(url)
+                )
                 print(f"ready: after {seconds:.1f} s", flush=True)
                 _ask_one(stub)
                 _ask_many(stub)
@@ -81,7 +85,7 @@ def _services(logs: Path) -> Iterator[tuple[list[RunningService], str, llm_pb2_g
         try:
             print(f"starting: llm_functionalities (gRPC) on port {grpc_port}", flush=True)
             services.append(llm_functionalities(grpc_port, url, output=front_log))
-            _wait_until("llm_functionalities listens", lambda: is_listening(grpc_port), services)
+            wait_until("llm_functionalities listens", lambda: is_listening(grpc_port), services)
             print(f"starting: the model server (HTTP) on port {http_port}", flush=True)
             flags = (f"--model-id={demo_model.PATH}", "--hostname=127.0.0.1", "--prometheus-port=0")
             services.append(text_generation_server(f"--port={http_port}", *flags, output=model_log))
@@ -149,18 +153,27 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
     return call(), time.monotonic() - start
 
 
-def _wait_until(what: str, condition: Callable[[], bool], services: list[RunningService]) -> float:
-    """Returns the seconds until `condition` holds. Raises DemoError when a service ends, or it takes too long."""
-    start = time.monotonic()
+def wait_until(
+    what: str, condition: Callable[[], bool], services: Sequence[RunningService], progress: Callable[[], str] = str
+) -> float:
+    """Returns the seconds until `condition` holds.
+
+    progress: returns how far the services are. Raises DemoError when a service ends, or nothing changes for too long.
+    """
+    start = changed = time.monotonic()
     report = start + PROGRESS_SECONDS
+    reached = ""
     while not condition():
         for service in services:
             if service.exit_code() is not None:
                 raise DemoError(f"{service.name} ended with exit code {service.exit_code()}")
-        if time.monotonic() - start > START_SECONDS:
-            raise DemoError(f"no result within {START_SECONDS:.0f} s: waited until {what}")
-        if time.monotonic() > report:
-            print(f"  {time.monotonic() - start:.0f} s", flush=True)
+        now = time.monotonic()
+        if (current := progress()) != reached:
+            reached, changed = current, now
+        if now - changed > PATIENCE_SECONDS:
+            raise DemoError(f"no progress within {PATIENCE_SECONDS:.0f} s: waited until {what}")
+        if now > report:
+            print(f"  {now - start:.0f} s{f', {reached}' if reached else ''}", flush=True)
             report += PROGRESS_SECONDS
         time.sleep(POLL_SECONDS)
     return time.monotonic() - start

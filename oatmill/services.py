@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -79,10 +80,23 @@ def is_listening(port: int) -> bool:
 
 def is_ready(url: str) -> bool:
     """Returns True if the model server's /health answers with 200."""
+    return _health(url)[0] == httpx2.codes.OK
+
+
+def loading_progress(url: str) -> str:
+    """Returns how far the model server is, in its own words; nothing before it listens and once it is ready."""
+    status, text = _health(url)
+    found = re.search(r"\d+ %: [a-z ]+", text) if status == httpx2.codes.SERVICE_UNAVAILABLE else None
+    return found[0] if found else ""
+
+
+def _health(url: str) -> tuple[int, str]:
+    """Returns status and body of /health; 0 and nothing if the model server does not answer."""
     try:
-        return httpx2.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+        response = httpx2.get(f"{url}/health", timeout=5, trust_env=False)
     except httpx2.HTTPError:
-        return False
+        return 0, ""
+    return response.status_code, response.text
 
 
 def first_to_end(services: Sequence[RunningService], poll_seconds: float = 0.2) -> RunningService:

@@ -7,6 +7,9 @@ import sys
 import uuid
 
 import psutil
+import pytest
+
+from oatmill import demo
 
 STAGES = ("starting", "loading", "ready", "stopping", "stopped")
 
@@ -42,3 +45,29 @@ def test_the_demo_shows_real_answers_and_leaves_nothing_running() -> None:
     assert [stage for stage in STAGES if not re.search(f"^{stage}", result.stdout, re.MULTILINE)] == []
     assert not result.stderr
     assert not processes_of(run)
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, a minute each time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, _: float) -> None:
+        self.seconds += 60
+
+
+def test_the_demo_waits_for_a_slow_machine_as_long_as_loading_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(demo, "time", clock)
+    percents = iter(range(100))
+    assert demo.wait_until("it answers", lambda: clock.seconds >= 1200, [], lambda: f"{next(percents)} %") == 1200
+    assert "1140 s, 19 %" in capsys.readouterr().out
+    with pytest.raises(demo.DemoError, match="no progress within 120 s: waited until it answers"):
+        demo.wait_until("it answers", lambda: clock.seconds >= 2400, [], lambda: "19 %")
+    assert clock.seconds == 1200 + 180
