@@ -81,7 +81,7 @@ class InfoRequest(_message.Message):
     def __init__(self, probe: _Optional[_Union[SharedBytes, _Mapping]] = ...) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity", "kv_cache_dtype", "run_is_open", "running_sequences", "states", "images", "no_images", "whole_images", "shares_memory", "forward_pass", "encoders", "encoders_only")
+    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity", "kv_cache_dtype", "run_is_open", "running_sequences", "states", "images", "no_images", "whole_images", "shares_memory", "forward_pass", "encoders", "encoders_only", "weight_bytes")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class InfoResponse(_message.Message):
     FORWARD_PASS_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_FIELD_NUMBER: _ClassVar[int]
     ENCODERS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     revision: str
     model_type: str
@@ -144,10 +145,11 @@ class InfoResponse(_message.Message):
     forward_pass: str
     encoders: _containers.RepeatedCompositeFieldContainer[Encoder]
     encoders_only: bool
-    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ..., kv_cache_dtype: _Optional[str] = ..., run_is_open: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., states: _Optional[bool] = ..., images: _Optional[bool] = ..., no_images: _Optional[str] = ..., whole_images: _Optional[bool] = ..., shares_memory: _Optional[bool] = ..., forward_pass: _Optional[str] = ..., encoders: _Optional[_Iterable[_Union[Encoder, _Mapping]]] = ..., encoders_only: _Optional[bool] = ...) -> None: ...
+    weight_bytes: int
+    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ..., kv_cache_dtype: _Optional[str] = ..., run_is_open: _Optional[bool] = ..., running_sequences: _Optional[int] = ..., states: _Optional[bool] = ..., images: _Optional[bool] = ..., no_images: _Optional[str] = ..., whole_images: _Optional[bool] = ..., shares_memory: _Optional[bool] = ..., forward_pass: _Optional[str] = ..., encoders: _Optional[_Iterable[_Union[Encoder, _Mapping]]] = ..., encoders_only: _Optional[bool] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class Encoder(_message.Message):
-    __slots__ = ("task", "model_id", "folder", "model_type", "dtype", "vocab_size", "max_tokens", "columns", "labels", "answers", "pooling")
+    __slots__ = ("task", "model_id", "folder", "model_type", "dtype", "vocab_size", "max_tokens", "columns", "labels", "answers", "pooling", "weight_bytes")
     TASK_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +161,7 @@ class Encoder(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     task: str
     model_id: str
     folder: str
@@ -170,7 +173,8 @@ class Encoder(_message.Message):
     labels: _containers.RepeatedScalarFieldContainer[str]
     answers: bool
     pooling: str
-    def __init__(self, task: _Optional[str] = ..., model_id: _Optional[str] = ..., folder: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., columns: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., answers: _Optional[bool] = ..., pooling: _Optional[str] = ...) -> None: ...
+    weight_bytes: int
+    def __init__(self, task: _Optional[str] = ..., model_id: _Optional[str] = ..., folder: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., columns: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., answers: _Optional[bool] = ..., pooling: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("task", "inputs", "dimensions", "normalize", "target_gap_ms")

@@ -9,6 +9,7 @@ from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.checkpoint.load_model import check_shards, load_model, load_vision
 from tgi_server.engine.checkpoint.model_folder import ModelFolder
 from tgi_server.engine.checkpoint.packed_cache import packed_file, read_packed, write_packed
+from tgi_server.engine.checkpoint.weight_files import weight_bytes
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
@@ -36,7 +37,7 @@ class LoadedModel:
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
     at most. For people: forward_pass: how a step is computed. quantization: of the weights; empty: none.
-    linear_kernels: what computes linear layers.
+    linear_kernels: what computes linear layers. weight_bytes: of the model's files.
     kv_cache_dtype: of keys and values. images: prompts may have images. no_images: why a model that reads images does
     not; empty where it does, or never could. whole_images: no chunk of a prompt may end inside an image.
     """
@@ -62,6 +63,7 @@ class LoadedModel:
     images: bool = False
     no_images: str = ""
     whole_images: bool = False
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,4 +184,5 @@ def _facts(
         images=tower is not None,
         no_images=no_images,
         whole_images=tower is not None and bool(tower.two_way),
+        weight_bytes=weight_bytes(folder.path),
     )

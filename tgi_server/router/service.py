@@ -32,13 +32,12 @@ UNLIMITED = 2**40
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    model_type: of the model's configuration, such as llama.
-    names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
-    `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
-    of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers.
-    forward_pass: how a step is computed. speculate:
-    tokens drafted for a sequence in one step, at most. device: cpu or cuda. dtype: of activations. paged: the KV cache
-    is in blocks that sequences share; else batches are padded.
+    model_type: of the model's configuration, such as llama. names: by which OpenAI's routes call it; answers have the
+    first. compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a
+    slower way than the device has. quantization: of the weights. weight_bytes: of the model's files; 0: not known.
+    kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers. forward_pass: how a step is
+    computed. speculate: tokens drafted for a sequence in one step, at most. device: cpu or cuda. dtype: of activations.
+    paged: the KV cache is in blocks that sequences share; else batches are padded.
     """
 
     model_id: str
@@ -57,6 +56,7 @@ class ModelDescription:
     device: str = "cpu"
     dtype: str = "float32"
     paged: bool = True
+    weight_bytes: int = 0
     fallbacks: tuple[str, ...] = ()
 
     def is_named(self, name: str) -> bool:

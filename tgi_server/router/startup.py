@@ -498,6 +498,7 @@ def _describe(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Wa
         device=info.device_type,
         dtype=info.dtype,
         paged=info.paged,
+        weight_bytes=info.weight_bytes,
         fallbacks=tuple(capacity.fallbacks),
     )
 

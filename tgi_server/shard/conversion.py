@@ -46,6 +46,7 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         images=model.images,
         no_images=model.no_images,
         whole_images=model.whole_images,
+        weight_bytes=model.weight_bytes,
     )
 
 

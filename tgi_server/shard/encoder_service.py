@@ -9,6 +9,7 @@ import torch
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
+from tgi_server.engine.checkpoint.weight_files import weight_bytes
 from tgi_server.engine.encoders import Encoder
 from tgi_server.shard.encoder_queue import EncoderQueue
 
@@ -28,6 +29,7 @@ def encoder_message(encoder: Encoder, model_id: str, folder: Path) -> pb.Encoder
         labels=info.labels,
         answers=info.answers,
         pooling=info.pooling,
+        weight_bytes=weight_bytes(folder),
     )
 
 

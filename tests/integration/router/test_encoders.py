@@ -133,6 +133,26 @@ def test_embed_of_tei(url: str, models: Models) -> None:
     assert close(prompted, models.embed("search: oak"))
 
 
+def test_embed_of_ollama(url: str, models: Models) -> None:
+    texts = [TEXTS[0], TEXTS[1]]
+    answer = post(url, "/api/embed", model=f"{models.embedder.name}:latest", input=texts).json()
+    assert answer["model"] == models.embedder.name
+    for embedding, text in zip(answer["embeddings"], texts, strict=True):
+        assert close(embedding, unit(models.embed(text)))
+    assert answer["prompt_eval_count"] == sum(len(models.embed.tokenizer.encode(text).ids) for text in texts)
+    (short,) = post(url, "/api/embed", model=str(models.embedder), input="oak", dimensions=5).json()["embeddings"]
+    assert close(short, unit(models.embed("oak")[:5]))
+    older = post(url, "/api/embeddings", model=str(models.embedder), prompt="oak").json()
+    assert close(older["embedding"], models.embed("oak"))
+    assert post(url, "/api/embed", model=str(models.embedder), input="").json()["embeddings"] == []
+
+
+def test_models_of_ollama_have_the_bytes_of_their_weights(url: str, models: Models) -> None:
+    sizes = {each["name"]: each["size"] for each in httpx.get(f"{url}/api/ps", timeout=60).json()["models"]}
+    for folder in (models.embedder, models.ranker):
+        assert sizes[folder.name] == sum(file.stat().st_size for file in folder.glob("*.safetensors")) > 0
+
+
 def test_long_texts_are_cut_at_the_end_that_is_named(url: str, models: Models) -> None:
     long = "abcdefgh" * 40
     ids = models.embed.tokenizer.encode(long, add_special_tokens=False).ids

@@ -179,6 +179,8 @@ async def test_every_route_takes_images(router: Router) -> None:
             },
             1,
         ),
+        ("/api/chat", {"messages": [{"role": "user", "content": "What?", "images": [data["data"]] * 2}]}, 2),
+        ("/api/generate", {"prompt": "What is it?", "images": [data["data"]], "stream": False}, 1),
         ("/generate", {"inputs": f"![]({url})What is it?"}, 1),
         ("/generate_stream", {"inputs": f"One ![]({url})\nand ![]({url})?"}, 2),
         ("/invocations", {"inputs": f"![]({url})"}, 1),

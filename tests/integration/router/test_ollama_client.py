@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.router.conftest import Router, RouterFactory
 from tests.servers import TextGenerationServer
+from tgi_server import demo_model
 
 ollama: Any = pytest.importorskip("ollama")
 
@@ -81,6 +82,25 @@ async def test_a_tool_is_called_and_its_result_read(router: Router, client: Any)
     answer = await client.chat("any", [*HELLO, answer.message, result], tools=[get_weather])
     assert answer.message.content == "It is sunny."
     assert "Sunny, 21 degrees." in prompt_of(router)
+
+
+async def test_a_result_has_the_prompt_that_it_has_on_the_chat_route(router: Router) -> None:
+    function = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
+    tools = [{"type": "function", "function": function}]
+    arguments = {"place": "Paris"}
+    result = {"role": "tool", "content": "Sunny, 21 degrees."}
+    call: dict[str, Any] = {"function": {"name": "get_weather", "arguments": arguments}}
+    named = result | {"tool_name": "get_weather"}
+    prompts = []
+    for made, answered in ((call, result), (call, named), (call | {"id": "a"}, result | {"tool_call_id": "a"})):
+        messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [made]}, answered]
+        assert (await router.post("/api/chat", messages=messages, tools=tools)).status_code == 200
+        prompts.append(prompt_of(router))
+    made = {"id": "a", "type": "function", "function": call["function"] | {"arguments": json.dumps(arguments)}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [made]}, result | {"tool_call_id": "a"}]
+    assert (await router.post("/v1/chat/completions", messages=messages, tools=tools)).status_code == 200
+    assert set(prompts) == {prompt_of(router)}
+    assert prompts[0].count("get_weather") >= 2
 
 
 async def test_a_call_that_is_cut_off_has_what_there_is_of_its_arguments(router: Router, client: Any) -> None:
@@ -243,6 +263,10 @@ async def test_the_demo_model(demo_server: TextGenerationServer) -> None:
         assert isinstance(json.loads(told.message.content)["minutes"], int)
         called = await client.chat(model.model, HELLO, tools=[get_weather], options=options)
         assert called.done
+        (loaded,) = (await client.ps()).models
+        weights = sum(file.stat().st_size for file in demo_model.PATH.glob("*.safetensors"))
+        assert loaded.size == model.size == weights > 0
+        assert loaded.size_vram in (0, weights)  # of a GPU
     async with httpx.AsyncClient(base_url=demo_server.url) as http:
         version = (await http.get("/api/version")).json()
         assert version["version"]

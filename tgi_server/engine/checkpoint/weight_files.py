@@ -44,6 +44,15 @@ def weight_files(folder: Path) -> list[Path]:
     return named_files(folder, names)
 
 
+def weight_bytes(folder: Path) -> int:
+    """Returns the bytes of the files that have the weights of a model's folder; 0 if it has none."""
+    try:
+        files = weight_files(folder)
+    except (ModelNotFound, InvalidWeights):
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+    return sum(file.stat().st_size for file in files)
+
+
 def gguf_of(folder: Path) -> Gguf | None:
     """Returns the GGUF file that has the weights of a model's folder; None for other folders. Raises InvalidWeights."""
     files = sorted(file for file in folder.glob(f"*{SUFFIX}") if first_part(file.name))

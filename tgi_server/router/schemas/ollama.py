@@ -215,14 +215,14 @@ class OllamaDetails(ResponseModel, kw_only=True):
 
 
 class OllamaModel(ResponseModel, kw_only=True):
-    """`digest`: SHA-256 of the model's id and revision. `size`: 0, for it is not known. `expires_at`, `size_vram` and
-    `context_length`: in /api/ps.
+    """`digest`: SHA-256 of the model's id and revision. `size`: bytes of the files of weights; 0 if they are not known.
+    `size_vram`: the same on a GPU, 0 on a CPU. `expires_at`, `size_vram` and `context_length`: in /api/ps.
     """
 
     name: str
     model: str
     modified_at: str
-    size: int = 0
+    size: int
     digest: str
     details: OllamaDetails
     capabilities: list[str]

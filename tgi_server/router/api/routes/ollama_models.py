@@ -53,7 +53,12 @@ def ollama_model_routes(service: Service) -> list[Route]:
         ready |= {encoder.name for encoder in service.encoders.by_task.values()}
         models = [each for each in _models(service, started) if each.name in ready]
         stay = [
-            structs.replace(each, expires_at=_NEVER, size_vram=0, context_length=each.details.context_length)
+            structs.replace(
+                each,
+                expires_at=_NEVER,
+                size_vram=0 if service.model.device == "cpu" else each.size,
+                context_length=each.details.context_length,
+            )
             for each in models
         ]
         return json_response(OllamaModels(models=stay))
@@ -96,10 +101,16 @@ def _known(service: Service) -> str:
 def _models(service: Service, started: str) -> Iterator[OllamaModel]:
     """Yields the models by all their names, and the adapters. started: when the server did."""
 
-    def described(name: str, model_id: str, capabilities: list[str], details: OllamaDetails) -> OllamaModel:
+    def described(name: str, model_id: str, capabilities: list[str], details: OllamaDetails, size: int) -> OllamaModel:
         digest = sha256(model_id.encode()).hexdigest()
         return OllamaModel(
-            name=name, model=name, modified_at=started, digest=digest, details=details, capabilities=capabilities
+            name=name,
+            model=name,
+            modified_at=started,
+            size=size,
+            digest=digest,
+            details=details,
+            capabilities=capabilities,
         )
 
     model = service.model
@@ -108,16 +119,17 @@ def _models(service: Service, started: str) -> Iterator[OllamaModel]:
         details = _details(model.model_type, model.quantization or model.dtype, service.limits.max_total_tokens)
         model_id = f"{model.model_id}@{model.revision or ''}"
         for name in model.names:
-            yield described(name, model_id, capabilities, details)
+            yield described(name, model_id, capabilities, details, model.weight_bytes)
         adapted = structs.replace(details, parent_model=model.names[0])
         for adapter in service.adapters:
-            yield described(adapter.id, f"{model_id}+{adapter.id}", capabilities, adapted)
+            yield described(adapter.id, f"{model_id}+{adapter.id}", capabilities, adapted, model.weight_bytes)
     for encoder in service.encoders.by_task.values():
         info = encoder.info
         details = _details(info.model_type, info.dtype, info.max_tokens)
         if info.task == "embed":
             details.embedding_length = info.columns
-        yield described(encoder.name, info.model_id, ["embedding"] if info.task == "embed" else [], details)
+        capabilities = ["embedding"] if info.task == "embed" else []
+        yield described(encoder.name, info.model_id, capabilities, details, info.weight_bytes)
 
 
 def _capabilities(service: Service) -> list[str]:
