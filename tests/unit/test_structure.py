@@ -46,8 +46,13 @@ def test_what_shows_the_promises_of_security_is_there():
         for rows in re.findall(r"\| promise \| [a-z ]+ \|\n\|[-|]+\|\n((?:\|.+\n)+)", page)
     )
     assert shown == promised
-    for path in re.findall(r"`(tests/[^`]+)`", page):
-        assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda page: page.stem)
+def test_tests_that_a_page_names_are_there(page: Path):
+    assert [
+        path for path in re.findall(r"`(tests/[\w/]+\.\w+)`", page.read_text()) if not (ROOT / path).is_file()
+    ] == []
 
 
 def test_the_spine_can_be_read_in_an_evening():
