@@ -1,6 +1,11 @@
 """Cached prefixes outlive the server: a real one is killed, and started again."""
 
+import os
+import random
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,9 @@ from tests.servers import TextGenerationServer
 from tests.tiny_models import make_llama
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it rests in the shade of an old oak. " * 20
+BLOCK = 32  # tokens
+# Kills of the slow test at random moments.
+KILLS = int(os.environ.get("OATMILL_KILLS", "8"))
 Start = Callable[..., TextGenerationServer]
 
 
@@ -91,3 +99,60 @@ def forgotten(server: TextGenerationServer, key: str) -> int:
     response = httpx.post(f"{server.url}/v1/forget", json={"cache_salt": "a"}, headers=headers, timeout=30)
     number: int = response.json()["files"]
     return number
+
+
+@pytest.mark.slow
+def test_several_shards_have_files_of_their_own(start: Start, tmp_path: Path) -> None:
+    first = start("--num-shard=2")
+    fresh = answer(first, cache_salt="a")
+    stored(first, 384)
+    kill(first)
+    ranks = {file.suffix for file in (tmp_path / "disk" / "oatmill-prefixes").glob("*.blocks.*")}
+    assert ranks == {".0", ".1"}
+    second = start("--num-shard=2")
+    again = answer(second, cache_salt="a")
+    assert (again["answer"], again["text"]) == (fresh["answer"], fresh["text"])
+    assert again["cached"] >= 384
+
+
+def _ask_until_killed(server: TextGenerationServer, rng: random.Random, expected: dict[str, Any]) -> int:
+    """Asks for random texts until the server is gone. Returns the number of answers, all of which were right."""
+    answers = 0
+    with suppress(httpx.TransportError):
+        while True:
+            text = rng.choice(list(expected))
+            found = answer(server, text, prompt_cache_key=text[:8])
+            assert (found["answer"], found["text"]) == expected[text]
+            answers += 1
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 60 * KILLS)
+def test_kills_at_random_moments_lose_nothing(server: ServerFactory, start: Start, model: Path) -> None:
+    """Whatever a server was doing when it was killed, the next one has all that was on disk, and answers the same."""
+    rng = random.Random(72)
+    texts = [f"{number}. {TEXT}"[: rng.randrange(200, len(TEXT))] for number in range(24)]
+    plain = server(f"--model-id={model}", "--dtype=float32").wait_until_ready()
+    expected = {text: (found["answer"], found["text"]) for text in texts for found in [answer(plain, text)]}
+    plain.stop()
+    known: dict[str, int] = {}  # tokens that were read from disk
+    answers = lost = 0
+    for _ in range(KILLS):
+        running = start()
+        assert "damaged files" not in running.lines()
+        # As the first ones of a server: what they find is on disk.
+        for text in rng.sample(texts, 3):
+            found = answer(running, text, prompt_cache_key=text[:8])
+            assert (found["answer"], found["text"]) == expected[text]
+            whole = found["cached"] // BLOCK * BLOCK
+            lost += whole < known.get(text, 0)
+            known[text] = max(known.get(text, 0), whole)
+        with ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(_ask_until_killed, running, random.Random(rng.random()), expected) for _ in range(3)]
+            time.sleep(rng.uniform(0.0, 1.5))
+            kill(running)
+            answers += sum(each.result() for each in asking)
+    print(f"{KILLS} kills, {answers + 3 * KILLS} right answers, {lost} texts lost, {sum(known.values())} tokens found")
+    assert lost == 0
+    assert sum(known.values()) > 0
