@@ -69,7 +69,7 @@ class SimulatedDisk:
 
         async def do() -> T:
             result = work()
-            for _ in range(8):
+            for _ in range(20):
                 await asyncio.sleep(0)
             return result
 
@@ -91,6 +91,7 @@ class SimulatedDisk:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
+        self.prefixes.folder.close()
 
     async def store_file(self, request: pb.PrefixFile) -> tuple[set[int], int]:
         await self._transfer()

@@ -142,7 +142,8 @@ class RequestSettings(ServiceSettings):
     prefix_cache_disk: str | None = Field(
         default=None,
         description="SIZE or SIZE:FOLDER: also store cached prefixes on disk, such as 20GiB:/var/cache/oatmill, so "
-        "that they outlive restarts; on CPUs. Default: off; FOLDER: ~/.cache/oatmill/prefixes.",
+        "that they outlive restarts; servers on one machine may share them; on CPUs. Default: off; FOLDER: "
+        "~/.cache/oatmill/prefixes.",
     )
     prefix_cache_disk_days: PositiveFloat = Field(
         default=30, description="Days after which stored prefixes that were not used are deleted."

@@ -344,7 +344,8 @@ async def _open_disk(settings: PipelineSettings, shards: ShardedClient) -> DiskP
         described = await shards.describe_files()
     except RouterError as error:
         raise StartupError(f"--prefix-cache-disk: {error}") from error
-    folder = PrefixFolder(place, size, described[0].layout, settings.prefix_cache_disk_days * 86400)
+    max_age_s = settings.prefix_cache_disk_days * 86400
+    folder = PrefixFolder(place, size, described[0].layout, max_age_s, len(described))
     try:
         damaged = await asyncio.to_thread(folder.open)
     except OSError as error:

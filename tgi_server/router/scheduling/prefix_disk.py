@@ -1,6 +1,7 @@
 """Cached prefixes on disk: written when a request has ended, read before one joins that begins with them."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,14 +12,18 @@ from tgi_server.router.scheduling.deadlines import Forecast
 from tgi_server.router.scheduling.lending import Lending
 from tgi_server.router.scheduling.memory import Memory, space_of
 from tgi_server.router.scheduling.prefix_folder import PrefixFolder
+from tgi_server.router.scheduling.prefix_listing import Listing
 from tgi_server.router.scheduling.prefix_loader import PrefixLoader
 from tgi_server.router.scheduling.prefix_lookup import CachedText, find_stored
 from tgi_server.router.scheduling.prefix_writer import PrefixWriter
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
 
+logger = logging.getLogger(__name__)
+
 _EXPIRY_S = 3600.0
 _LAST_WRITES_S = 5.0
+_LONGEST_REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +61,43 @@ class PrefixDisk:
         self._metrics = metrics.prefixes
         sizes = disk.folder, disk.block_bytes, disk.snapshot_bytes
         self._loader = PrefixLoader(*sizes, shards, lending, forecast, self._metrics)
-        self._writer = PrefixWriter(*sizes, shards, lending, self._metrics)
-        self.prepare = self._loader.prepare
+        self._writer = PrefixWriter(*sizes, shards, lending, self._refresh, self._metrics)
+        self._unsure: dict[int, Sequence] = {}  # that came when another server had changed the folder
+        self._refreshing: asyncio.Task[None] | None = None
+        self._listing: asyncio.Task[Listing] | None = None  # that goes on although it was late
         self._expiring = asyncio.create_task(self._expire())
         self._metrics.held(self._folder.bytes)
 
     @property
     def busy(self) -> bool:
-        return self._loader.task is not None or self._writer.task is not None
+        return any(task is not None for task in (self._loader.task, self._writer.task, self._refreshing))
 
     async def stop(self) -> None:
         """Waits a moment for what is to be written."""
         if self._writer.task is not None:
             await asyncio.wait([self._writer.task], timeout=_LAST_WRITES_S)
-        for task in (self._loader.task, self._writer.task, self._expiring):
-            if task is not None:
-                task.cancel()
+        tasks = self._loader.task, self._writer.task, self._refreshing, self._expiring
+        running = [task for task in tasks if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._folder.close()
 
     def look_up(self, sequence: Sequence) -> None:
         """Notes how many of the sequence's known tokens disk and memory have, if the disk has some more of them."""
         if sequence.reports_prompt:
             return
+        if self._folder.changed and not self._folder.writing:  # while this server writes, no other one does
+            self._unsure[sequence.id] = sequence
+            if self._refreshing is None:
+                self._refreshing = asyncio.create_task(self._refresh_for_waiting())
+        self._note(sequence)
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Returns True if the sequence may join. If files are to be read for it first, that begins when it can."""
+        return sequence.id not in self._unsure and self._loader.prepare(sequence)
+
+    def _note(self, sequence: Sequence) -> None:
         if (stored := find_stored(self._folder, self._lending.memory, sequence)) is not None:
             sequence.on_disk = stored.length
             sequence.likely_cached = max(sequence.likely_cached, sequence.on_disk)
@@ -92,7 +113,36 @@ class PrefixDisk:
 
     async def forget(self, namespace: str) -> int:
         """Deletes the files of a namespace. Returns how many texts, or parts of a text, they were."""
+        if self._folder.changed:
+            with suppress(OSError):
+                await self._refresh()
         return await self._writer.forget(namespace)
+
+    async def _refresh_for_waiting(self) -> None:
+        """Lists the folder, and looks up for requests again; those that wait too long are computed."""
+        try:
+            async with asyncio.timeout(_LONGEST_REFRESH_S):
+                await self._refresh()
+            for sequence in self._unsure.values():
+                self._note(sequence)
+        except OSError as error:  # TimeoutError is one
+            reason = str(error) or f"it took more than {_LONGEST_REFRESH_S:g} s"
+            logger.warning("the folder with cached prefixes could not be read: %s", reason)
+            self._metrics.failed("slow")
+        finally:
+            self._unsure.clear()
+            self._refreshing = None
+            self._lending.on_change()
+
+    async def _refresh(self) -> None:
+        """Notes what other servers have done in the folder. Raises OSError."""
+        folder = self._folder
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(asyncio.to_thread(folder.listing))
+        listing = await asyncio.shield(self._listing)
+        if damaged := folder.take(listing):
+            await asyncio.to_thread(folder.delete, damaged)
+        self._metrics.held(folder.bytes)
 
     async def _expire(self) -> None:
         while True:

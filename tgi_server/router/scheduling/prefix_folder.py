@@ -5,59 +5,33 @@ The first is made of what tells apart texts that share nothing. All are keyed wi
 of files say nothing to who cannot read them. `tgi_server/prefix_files.py` has the form of a file.
 """
 
+import fcntl
 import hashlib
 import os
-import re
 import stat
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from tgi_server.prefix_files import DIGEST_BYTES, Header, UnusableFile, file_of
+from tgi_server.prefix_files import DIGEST_BYTES, file_of
+from tgi_server.router.scheduling.prefix_listing import Listing, StoredFile, changed_at, list_files
 
-# The folder within the one that the settings name. Nothing else is ever deleted than files in it with such names.
-_FOLDER, _KEY = "oatmill-prefixes", "key"
-_NAME = re.compile(
-    r"(?P<stem>(?P<layout>[0-9a-f]{16})-(?P<namespace>[0-9a-f]{16})-[0-9a-f]{32}\.(blocks|state))\.(?P<rank>\d{1,4})"
-)
-_UNFINISHED = re.compile(r"[A-Za-z0-9_]+\.unfinished")
+# The folder within the one that the settings name, and what it has beside files with prefixes.
+_FOLDER, _KEY, _LOCK = "oatmill-prefixes", "key", "lock"
 _KEY_BYTES = 32
-_DAY = 86400
 _WIDTH = 4  # bytes of a token
-
-
-@dataclass(slots=True, eq=False)
-class StoredFile:
-    """The files of all shards with consecutive entries of a text.
-
-    stem: the name without the rank. namespace: of the texts that may share it, as names of files have it. ranks: that
-    have written it. size: bytes of all. digests: of the text up to the end of each entry; none of
-    a file that this model cannot use.
-    """
-
-    stem: str
-    namespace: str
-    ranks: set[int] = field(default_factory=set)
-    size: int = 0
-    used_at: float = 0.0
-    digests: tuple[bytes, ...] = ()
-
-    @property
-    def has_state(self) -> bool:
-        """True for a snapshot of states, False for blocks."""
-        return self.stem.endswith(".state")
 
 
 class PrefixFolder:
     """Knows the files in a folder, for one model, and has those of others deleted with its own, the oldest first.
 
-    bytes: of all files. size: the most that they may have.
+    bytes: of all files. size: the most that they may have. writing: this server may write, and no other one.
 
-    Methods do not touch the disk, but for `open`, `delete` and `note_use`, which may wait for it.
+    Several servers may use a folder: each reads what all have written, and one at a time writes. Methods do not wait
+    for the disk, but for `open`, `listing`, `exists`, `delete` and `note_use`.
     """
 
     def __init__(
@@ -66,16 +40,21 @@ class PrefixFolder:
         size: int,
         layout: bytes,
         max_age_s: float,
+        shards: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """layout: of the blocks of the model. max_age_s: since a file was used last."""
+        """layout: of the blocks of the model. max_age_s: since a file was used last. shards: that write one each."""
         self.folder = folder / _FOLDER
         self.bytes = 0
         self.size = size
         self._layout = layout
         self._max_age_s = max_age_s
+        self._shards = shards
         self._clock = clock
         self._key = b""
+        self._lock = -1  # a descriptor
+        self._listed_at = 0
+        self.writing = False
         self._files: OrderedDict[str, StoredFile] = OrderedDict()  # by stem, the least recently used first
         self._entries: dict[tuple[bool, bytes], tuple[StoredFile, int]] = {}  # by (is a state, digest)
 
@@ -89,13 +68,71 @@ class PrefixFolder:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise OSError(f"{self.folder} is not a folder that only this user can read and write")
         self._key = self._read_key()
-        for entry in os.scandir(self.folder):
-            with suppress(FileNotFoundError):  # another server may delete, too
-                self._note(entry)
-        self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_at))
-        damaged = [file for file in self._files.values() if self._is_own(file) and not self._read(file)]
-        self.delete([*map(self.drop, damaged), *self.expired(), *self.make_room(0)])
-        return len(damaged)
+        self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        alone = self.lock()
+        listing = self.listing()
+        self.delete(self.take(listing))
+        if alone:  # or what lacks files of some shards may be written now
+            self.delete([*map(self.drop, listing.incomplete), *self.expired(), *self.make_room(0)])
+            self.unlock()
+        return len(listing.damaged) + (len(listing.incomplete) if alone else 0)
+
+    def close(self) -> None:
+        """Gives up the lock for good."""
+        self.writing = False
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def lock(self) -> bool:
+        """Returns False if another server writes now. Otherwise none may until `unlock`, or until this one ends."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.writing = True
+        return True
+
+    def unlock(self) -> None:
+        """Lets others write. What came meanwhile is known: this server wrote it."""
+        with suppress(OSError):
+            self._listed_at = changed_at(self.folder)
+        self.writing = False
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    @property
+    def changed(self) -> bool:
+        """True if files may have come or gone since the folder was listed."""
+        try:
+            return changed_at(self.folder) != self._listed_at
+        except OSError:
+            return False
+
+    def listing(self) -> Listing:
+        """Reads the folder, for `take`. Raises OSError."""
+        known = {stem: file.size for stem, file in list(self._files.items())}
+        return list_files(self.folder, self._own, self._shards, known, self._clock())
+
+    def take(self, listing: Listing) -> list[StoredFile]:
+        """Notes which files have come and gone, and when others have used them. Returns damaged ones, to be deleted."""
+        for stem in listing.known - listing.files.keys():
+            if (gone := self._files.get(stem)) is not None:
+                self.drop(gone)
+        used = False
+        for stem, file in listing.files.items():
+            known = self._files.get(stem)
+            if known is not None and known.size == file.size:
+                used |= file.used_at > known.used_at
+                known.used_at = max(known.used_at, file.used_at)
+            elif known is None or stem in listing.known:  # or this server has written it meanwhile
+                if known is not None:
+                    self.drop(known)
+                self._note(file)
+                used = True
+        if used:
+            self._files = OrderedDict(sorted(self._files.items(), key=lambda item: item[1].used_at))
+        self._listed_at = listing.changed_at
+        return [self.drop(file) for file in listing.damaged]
 
     def secret(self, purpose: str) -> bytes:
         """Returns a secret that stays the same as long as the folder does, another for each purpose."""
@@ -124,7 +161,7 @@ class PrefixFolder:
     def new_file(self, namespace: str, digests: Iterable[bytes], *, state: bool = False) -> StoredFile:
         """Returns a file that is about to be written. It counts once it is added."""
         digests = tuple(digests)
-        name = f"{self._layout.hex()[:16]}-{namespace}-{digests[-1].hex()}.{'state' if state else 'blocks'}"
+        name = f"{self._own}-{namespace}-{digests[-1].hex()}.{'state' if state else 'blocks'}"
         return StoredFile(name, namespace, digests=digests)
 
     def path(self, file: StoredFile) -> Path:
@@ -136,9 +173,7 @@ class PrefixFolder:
         if (earlier := self._files.get(file.stem)) is not None:
             self.drop(earlier)
         file.used_at = self._clock()
-        self._files[file.stem] = file
-        self.bytes += file.size
-        self._index(file)
+        self._note(file)
 
     def use(self, files: Iterable[StoredFile]) -> list[StoredFile]:
         """Notes that a text was read from these files, in its order. Returns those that are still there.
@@ -190,6 +225,10 @@ class PrefixFolder:
                 with suppress(OSError):
                     file_of(self.path(file), rank).unlink()
 
+    def exists(self, file: StoredFile) -> bool:
+        """Returns False if another server has deleted the file."""
+        return file_of(self.path(file), 0).exists()
+
     def note_use(self, files: Iterable[StoredFile]) -> None:
         """Writes down when files were used last, for later starts."""
         for number, file in enumerate(files):
@@ -210,35 +249,13 @@ class PrefixFolder:
             raise OSError(f"{place} is damaged; delete {self.folder}")
         return key
 
-    def _note(self, entry: os.DirEntry[str]) -> None:
-        status = entry.stat(follow_symlinks=False)
-        if _UNFINISHED.fullmatch(entry.name) and status.st_mtime < self._clock() - _DAY:
-            os.unlink(entry.path)
-        name = _NAME.fullmatch(entry.name)
-        if name is None or not stat.S_ISREG(status.st_mode):
-            return
-        file = self._files.setdefault(name["stem"], StoredFile(name["stem"], name["namespace"]))
-        file.ranks.add(int(name["rank"]))
-        file.size += status.st_size
-        file.used_at = max(file.used_at, status.st_mtime)
-        self.bytes += status.st_size
+    @property
+    def _own(self) -> str:
+        """The beginning of the names of files of this model."""
+        return self._layout.hex()[:16]
 
-    def _is_own(self, file: StoredFile) -> bool:
-        return file.stem.startswith(self._layout.hex()[:16])
-
-    def _read(self, file: StoredFile) -> bool:
-        """Indexes a file by its header. Returns False for one that is damaged."""
-        try:
-            descriptor = os.open(file_of(self.path(file), 0), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                file.digests = Header.read(descriptor).digests
-            finally:
-                os.close(descriptor)
-        except (OSError, UnusableFile):
-            return False
-        self._index(file)
-        return True
-
-    def _index(self, file: StoredFile) -> None:
+    def _note(self, file: StoredFile) -> None:
+        self._files[file.stem] = file
+        self.bytes += file.size
         for place, digest in enumerate(file.digests):
             self._entries[file.has_state, digest] = file, place

@@ -145,9 +145,11 @@ class PrefixLoader:
         try:
             return await self._shards.load_file(request)
         except InvalidRequest as error:
-            logger.warning("the cached prefix %s cannot be read, and is deleted: %s", file.stem, error)
-            self._metrics.failed("load")
-            await asyncio.to_thread(self._folder.delete, [self._folder.drop(file)])
+            self._folder.drop(file)
+            if await asyncio.to_thread(self._folder.exists, file):  # or another server has made room
+                logger.warning("the cached prefix %s cannot be read, and is deleted: %s", file.stem, error)
+                self._metrics.failed("load")
+                await asyncio.to_thread(self._folder.delete, [file])
             self._metrics.held(self._folder.bytes)
             raise
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.prefix_files import MOST_ENTRIES
@@ -21,6 +22,8 @@ _LEAST_TOKENS = 256
 _MOST_WAITING = 256
 # Seconds without writing after a file could not be written.
 _PAUSE_S = 60.0
+# Seconds between two tries while another server writes into the folder, and until nothing is written for a while.
+_LOCK_EVERY_S, _LOCK_S = 0.05, 10.0
 # Snapshots of states of a text that are written, the last ones: a next turn may part from it a little before its end.
 _STATES = 3
 
@@ -38,11 +41,14 @@ class PrefixWriter:
         snapshot_bytes: int,
         shards: ShardedClient,
         lending: Lending,
+        refresh: Callable[[], Awaitable[None]],
         metrics: PrefixDiskMetrics,
     ) -> None:
+        """refresh: returns when it is known which files there are."""
         self._folder, self._block_bytes, self._snapshot_bytes = folder, block_bytes, snapshot_bytes
         self._shards = shards
         self._lending = lending
+        self._refresh = refresh
         self._metrics = metrics
         self._waiting: deque[CachedText] = deque(maxlen=_MOST_WAITING)
         self._namespace: str | None = None  # of the text that is written
@@ -74,16 +80,42 @@ class PrefixWriter:
         try:
             while self._waiting:
                 text = self._waiting.popleft()
-                if asyncio.get_running_loop().time() >= self._pause_until:
-                    self._namespace = text.namespace
-                    await self._write(text)
-                    if self._namespace is None:  # it was forgotten meanwhile
-                        await self._delete(text.namespace)
+                if asyncio.get_running_loop().time() >= self._pause_until and await self._lock():
+                    try:
+                        self._namespace = text.namespace
+                        await self._write(text)
+                        if self._namespace is None:  # it was forgotten meanwhile
+                            await self._delete(text.namespace)
+                    finally:
+                        self._folder.unlock()
         except RouterError as error:
             logger.error("cached prefixes are not written to disk any more: %s", error)
         finally:
             self.task = None
             self._lending.on_change()
+
+    async def _lock(self) -> bool:
+        """Returns False if another server writes for too long."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while not self._folder.lock():
+            if loop.time() - since > _LOCK_S:
+                self._pause("another server is writing there")
+                return False
+            await asyncio.sleep(_LOCK_EVERY_S)
+        try:
+            if self._folder.changed:
+                await self._refresh()
+        except OSError as error:
+            self._folder.unlock()
+            self._pause(str(error))
+            return False
+        return True
+
+    def _pause(self, reason: str) -> None:
+        logger.warning("cached prefixes are not written to disk for %d s: %s", _PAUSE_S, reason)
+        self._metrics.failed("store")
+        self._pause_until = asyncio.get_running_loop().time() + _PAUSE_S
 
     async def _write(self, text: CachedText) -> None:
         """Writes the blocks of a text that are not on disk, some at a time, as long as they are in memory."""
@@ -145,9 +177,7 @@ class PrefixWriter:
         try:
             file.ranks, file.size = await self._shards.store_file(request)
         except InvalidRequest as error:
-            logger.warning("cached prefixes are not written to disk for %d s: %s", _PAUSE_S, error)
-            self._metrics.failed("store")
-            self._pause_until = asyncio.get_running_loop().time() + _PAUSE_S
+            self._pause(str(error))
             return False
         folder.add(file)
         self._metrics.stored(len(request.block_ids) * self._lending.memory.block_size)

@@ -18,8 +18,10 @@ class Clock:
         return self.now
 
 
-def opened(place: Path, size: int = 10_000, layout: bytes = LAYOUT, clock: Clock | None = None) -> PrefixFolder:
-    folder = PrefixFolder(place, size, layout, max_age_s=100, clock=clock or Clock())
+def opened(
+    place: Path, size: int = 10_000, layout: bytes = LAYOUT, clock: Clock | None = None, shards: int = 1
+) -> PrefixFolder:
+    folder = PrefixFolder(place, size, layout, max_age_s=100, shards=shards, clock=clock or Clock())
     folder.open()
     return folder
 
@@ -113,10 +115,16 @@ def test_damaged_files_are_deleted_and_others_left_alone(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-1])
     for name in ("notes.txt", f"{file.stem}.0.bak", "0.unfinished"):
         (folder.folder / name).write_bytes(b"x")
-    again = PrefixFolder(tmp_path, 10_000, LAYOUT, 100, Clock())
+    again = PrefixFolder(tmp_path, 10_000, LAYOUT, 100, clock=Clock())
     assert again.open() == 1
     assert again.bytes == 0
-    assert {each.name for each in folder.folder.iterdir()} == {"key", "notes.txt", f"{file.stem}.0.bak", "0.unfinished"}
+    assert {each.name for each in folder.folder.iterdir()} == {
+        "key",
+        "lock",
+        "notes.txt",
+        f"{file.stem}.0.bak",
+        "0.unfinished",
+    }
 
 
 def test_a_file_that_takes_the_place_of_another_is_found_alone(tmp_path: Path) -> None:
@@ -142,3 +150,51 @@ def test_a_damaged_key_is_told(tmp_path: Path) -> None:
     key.write_bytes(b"short")
     with pytest.raises(OSError, match="damaged"):
         opened(tmp_path)
+
+
+def test_one_server_of_a_folder_writes_and_all_see_what_it_wrote(tmp_path: Path) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    assert one.lock()
+    assert not other.lock()
+    file = written(one)
+    one.unlock()
+    assert (one.changed, other.changed) == (False, True)
+    assert found(other) == [None] * 4
+    assert other.take(other.listing()) == []
+    assert found(other) == found(one)
+    assert other.bytes == one.bytes
+    assert other.lock()
+    other.delete(other.forget(""))
+    other.unlock()
+    assert not one.exists(file)
+    one.take(one.listing())
+    assert (found(one), one.bytes) == ([None] * 4, 0)
+    assert one.lock()
+    one.close()  # as if its process had ended
+    assert other.lock()
+
+
+def test_what_another_server_used_is_deleted_later(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = opened(tmp_path, size=1000, clock=clock), opened(tmp_path, size=1000, clock=clock)
+    first, second = written(one, "a"), written(one, "b")
+    other.take(other.listing())
+    clock.now += 10
+    one.note_use(one.use([first]))
+    other.take(other.listing())
+    assert [file.stem for file in other.make_room(1000 - first.size)] == [second.stem]
+
+
+def test_files_that_lack_those_of_a_shard_are_not_used_and_are_deleted_by_who_may_write(tmp_path: Path) -> None:
+    writing = opened(tmp_path, shards=2)
+    assert writing.lock()
+    written(writing, ranks=1)
+    reading = opened(tmp_path, shards=2)
+    assert (found(reading), len(list(tmp_path.rglob("*.blocks.0")))) == ([None] * 4, 1)
+    written(writing, ranks=2)
+    writing.unlock()
+    reading.take(reading.listing())
+    assert found(reading) == found(writing)
+    (tmp_path / "oatmill-prefixes" / f"{written(writing, ranks=2).stem}.1").unlink()
+    opened(tmp_path, shards=2)
+    assert list(tmp_path.rglob("*.blocks.*")) == []
