@@ -16,7 +16,6 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
-from tgi_server.router.scheduling.prefix_disk import forget
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
@@ -236,7 +235,7 @@ class Simulation:
     def forget(self, namespace: str) -> None:
         """Begins to forget what is cached under a namespace."""
         assert self.disk is not None
-        self.disk.start(forget(self.memory, self.scheduler.disk, namespace))
+        self.disk.start(self.scheduler.forget(namespace))
 
     def send(self) -> list[FilterPlan | StepPlan]:
         """Sends the next call, if there is one. Returns what was sent."""

@@ -224,6 +224,13 @@ class UnsupportedMediaType(RouterError):
     error_type = "unsupported_media_type"
 
 
+class Superseded(RouterError):
+    """The request was served in the background, and another one continues or replaces its answer.
+
+    Its client gets a response with what was done.
+    """
+
+
 class ClientGone(RouterError):
     """The client closed its connection before the response."""
 

@@ -258,6 +258,16 @@ class PrefixDiskMetrics:
         )
 
 
+class EarlyAnswerMetrics:
+    """Answers that are generated before they are requested. generated, used: take numbers of tokens."""
+
+    def __init__(self, made: _Registry) -> None:
+        self.generated = made.counter(
+            "tgi_early_answer_generated_tokens", "Tokens generated before they were requested (`answer_tokens`)."
+        ).inc
+        self.used = made.counter("tgi_early_answer_used_tokens", "Those of them that a request got.").inc
+
+
 class ImageMetrics:
     """Images of requests, on their way from the request to the model.
 
@@ -354,6 +364,7 @@ class Metrics:
         self.batches = BatchMetrics(made)
         self.images = ImageMetrics(made)
         self.prefixes = PrefixDiskMetrics(made)
+        self.early_answers = EarlyAnswerMetrics(made)
         self.load = LoadMetrics()
         self._registry.register(self.load)
         self.event_loop_lag = made.seconds("tgi_event_loop_lag_seconds", "Event-loop lag in seconds.").observe

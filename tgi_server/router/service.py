@@ -157,9 +157,9 @@ class Service:
     options, preparer: make the options of requests, and what the scheduler takes. adapters: those that requests may
     name. check_health: raises Unhealthy when the shards do not answer. decisions: what the model's folder
     says of them. encoders: the models that embed and rank.
-    generates: False where nothing else is served. tenant_secret: names of tenants are made with it, and stay the same
-    after a restart; None: they need not. forget: forgets what is cached under a namespace, and returns how many files
-    were deleted.
+    generates: False where nothing else is served. caches: there is a prefix cache. tenant_secret: names of tenants are
+    made with it, and stay the same after a restart; None: they need not. forget: forgets what is cached under a
+    namespace, and returns how many files were deleted.
     """
 
     model: ModelDescription
@@ -177,6 +177,7 @@ class Service:
     decisions: DecisionConfig = field(default_factory=DecisionConfig)
     encoders: Encoders = field(default_factory=Encoders)
     generates: bool = True
+    caches: bool = True
     tenant_secret: bytes | None = None
     forget: Callable[[str], Awaitable[int]] = _forget_nothing
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

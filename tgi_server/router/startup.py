@@ -39,7 +39,7 @@ from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.health import HealthCheck
 from tgi_server.router.scheduling.image_places import MOST_WHOLE
 from tgi_server.router.scheduling.pace import PromptPace
-from tgi_server.router.scheduling.prefix_disk import DiskPrefixes, forget
+from tgi_server.router.scheduling.prefix_disk import DiskPrefixes
 from tgi_server.router.scheduling.prefix_folder import PrefixFolder
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
@@ -215,7 +215,8 @@ async def assembled(
                 decisions=decisions,
                 encoders=encoders,
                 generates=not info.encoders_only,
-                forget=partial(forget, scheduler.batch.memory, scheduler.disk),
+                caches=scheduler.batch.memory.caches,
+                forget=scheduler.forget,
                 tenant_secret=None if disk is None else disk.folder.secret("tenants"),
             )
         finally:

@@ -64,7 +64,8 @@ class PreparedRequest:
     The fields after that are set when the request is queued. id: 0 until then. cache_namespace: requests of different
     ones share nothing in the prefix cache. deadline: the time after which the answer is useless. first_token_by:
     the same for its first token. Both are `perf_counter` seconds. tenant: the name of the API key, where there are
-    several. weight: of its share. keep: its prompt stays in the prefix cache.
+    several. weight: of its share. keep: its prompt stays in the prefix cache. early_tokens: number of tokens that are
+    generated for a later request of the same kind; 0: this is not an early answer.
     """
 
     input_ids: list[int]
@@ -81,6 +82,7 @@ class PreparedRequest:
     tenant: str = ""
     weight: float = 1.0
     keep: KeptPrefix | None = None
+    early_tokens: int = 0
 
     @property
     def seed(self) -> int | None:

@@ -10,7 +10,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.deadlines import Forecast
 from tgi_server.router.scheduling.lending import Lending
-from tgi_server.router.scheduling.memory import Memory, space_of
+from tgi_server.router.scheduling.memory import space_of
 from tgi_server.router.scheduling.prefix_folder import PrefixFolder
 from tgi_server.router.scheduling.prefix_listing import Listing
 from tgi_server.router.scheduling.prefix_loader import PrefixLoader
@@ -150,9 +150,3 @@ class PrefixDisk:
             with suppress(OSError):
                 await asyncio.to_thread(self._folder.delete, self._folder.expired())
             self._metrics.held(self._folder.bytes)
-
-
-async def forget(memory: Memory, disk: PrefixDisk | None, namespace: str) -> int:
-    """Forgets what is cached under a namespace. Returns how many files were deleted."""
-    memory.forget(namespace)
-    return 0 if disk is None else await disk.forget(namespace)

@@ -25,6 +25,7 @@ from tgi_server.router.scheduling import calls
 from tgi_server.router.scheduling.adapter_registry import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.deadlines import DeadlineAlarm, Forecast
+from tgi_server.router.scheduling.early_answers import EarlyAnswers
 from tgi_server.router.scheduling.image_encoding import ImageEncoding
 from tgi_server.router.scheduling.image_places import MOST_WHOLE
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
@@ -115,6 +116,7 @@ class Scheduler:
         self._encoding = ImageEncoding(shards, self._queue, self._end, target_gap_ms, metrics.images)
         self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
         self._order = Order(fair=fair)
+        self.early = EarlyAnswers(self._enter, self._start, self._end, self.cancel, metrics.early_answers, clock)
         self._admission = admission
         self._forecast = Forecast(limits)
         self._work, self._answered = asyncio.Event(), asyncio.Event()
@@ -173,10 +175,14 @@ class Scheduler:
             tell_end(request.id, sink, error)
         else:
             self._alarm.add(sequence.deadline)
-            if unseen := self.batch.memory.unseen(sequence) if request.images else []:
-                self._encoding.begin(sequence, unseen)
-            else:
-                self._queue(sequence)
+            self.early.begin(sequence)
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Queues a request, once its images have been computed."""
+        if unseen := self.batch.memory.unseen(sequence) if sequence.request.images else []:
+            self._encoding.begin(sequence, unseen)
+        else:
+            self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
         if self._unhealthy is not None:
@@ -233,7 +239,8 @@ class Scheduler:
 
         Returns how far it had come, and whether that is cached; nothing if the id is unknown.
         """
-        sequence = self.waiting.get(request_id) or self.batch.get(request_id) or self._encoding.get(request_id)
+        sequence = self.waiting.get(request_id) or self.batch.get(request_id)
+        sequence = sequence or self._encoding.get(request_id) or self.early.get(request_id)
         if sequence is None:
             return ""
         progress = sequence.progress()
@@ -242,6 +249,12 @@ class Scheduler:
         self._end(sequence, None)
         self._show_state()
         return progress
+
+    async def forget(self, namespace: str) -> int:
+        """Forgets what is cached under a namespace. Returns how many files were deleted."""
+        self.early.forget(namespace)
+        self.batch.memory.forget(namespace)
+        return 0 if self.disk is None else await self.disk.forget(namespace)
 
     def expire(self) -> None:
         """Ends the waiting and running requests whose deadlines have passed."""
@@ -314,21 +327,22 @@ class Scheduler:
         self._report.sent(plan)
         if isinstance(plan, StepPlan):
             self._steps_in_flight += 1
-            self._start(plan)
+            for sequence in plan.joined:
+                self._start(sequence)
 
-    def _start(self, plan: StepPlan) -> None:
-        """Tells the requests that leave the queue with a step."""
-        for sequence in plan.joined:
-            try:
-                first = sequence.start()
-            except SINK_FAULTS:
-                logger.exception("the start of request %d could not be handled", sequence.id)
-                self._end(sequence, RouterError("the start of the generation could not be handled"))
-            else:
-                if first:
-                    self._forecast.began(sequence)
-                    self._order.charge(sequence, sequence.prompt_tokens - sequence.cached)
-                    self._report.looked_up(sequence)
+    def _start(self, sequence: Sequence) -> bool:
+        """Tells a request that it has left the queue. Returns False if that ended it."""
+        try:
+            first = sequence.start()
+        except SINK_FAULTS:
+            logger.exception("the start of request %d could not be handled", sequence.id)
+            self._end(sequence, RouterError("the start of the generation could not be handled"))
+            return False
+        if first:
+            self._forecast.began(sequence)
+            self._order.charge(sequence, sequence.prompt_tokens - sequence.cached)
+            self._report.looked_up(sequence)
+        return True
 
     async def receive(self) -> None:
         """Waits for the response to the oldest call, and hands out its tokens. Raises GenerationFailed."""
@@ -371,6 +385,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
         """Ends a request, the one way there is, whether it waits or runs. outcome: None if its client has left."""
+        self.early.leave(sequence)
         self._encoding.leave(sequence)
         self.waiting.leave(sequence)
         self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)

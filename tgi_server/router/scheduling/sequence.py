@@ -250,6 +250,14 @@ class Sequence:
         self.sink.started(self.cached - self.cached % _CACHED_TOKENS_STEP if shared else self.cached)
         return True
 
+    def find_prompt(self) -> None:
+        """Notes that its prompt has been computed for the beginning of its answer, which is known."""
+        self.cached = self.prompt_tokens
+
+    def send_to(self, sink: Sink) -> None:
+        """Has `sink` receive its tokens from now on."""
+        self.sink = sink
+
     def compute(self, tokens: int, step: int) -> None:
         """Notes that step `step` computes the next `tokens` known tokens."""
         self.computed += tokens

@@ -7,30 +7,45 @@ from pydantic import Field, RootModel
 from tgi_server.router.schemas.base import RequestModel, ResponseModel
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
+from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.schemas.validation import BY_TYPE
 
-_TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt is held.")
+_TTL = Field(default=300.0, gt=0, le=3600, description="Seconds for which the prompt and the answer are held.")
+_ANSWER_TOKENS = Field(
+    default=0, ge=0, le=512, description="Generate so many tokens of the answer, too, for a request with the same body."
+)
 
 
 class WarmChatRequest(ChatRequest):
     ttl_seconds: float = _TTL
+    answer_tokens: int = _ANSWER_TOKENS
 
 
 class WarmCompletionRequest(CompletionRequest):
     ttl_seconds: float = _TTL
+    answer_tokens: int = _ANSWER_TOKENS
 
 
-class WarmRequest(RootModel[Annotated[WarmChatRequest | WarmCompletionRequest, BY_TYPE]]):
-    """Told apart by `messages` or `prompt`."""
+class WarmGenerateRequest(GenerateRequest):
+    ttl_seconds: float = _TTL
+    answer_tokens: int = _ANSWER_TOKENS
+
+
+class WarmRequest(RootModel[Annotated[WarmChatRequest | WarmCompletionRequest | WarmGenerateRequest, BY_TYPE]]):
+    """Told apart by `messages`, `prompt` or `inputs`."""
 
 
 class WarmResponse(ResponseModel, kw_only=True):
-    """`cached_tokens` of the prompt had been computed before; in steps of 128 where everybody shares the cache."""
+    """`cached_tokens` of the prompt had been computed before; in steps of 128 where everybody shares the cache.
+
+    `answer_tokens`: of the answer that are known; fewer than requested if it ended, or if its request came meanwhile.
+    """
 
     object: str = "warm"
     prompt_tokens: int
     cached_tokens: int
     ttl_seconds: float
+    answer_tokens: int
 
 
 class ForgetRequest(RequestModel):

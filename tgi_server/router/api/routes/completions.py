@@ -57,7 +57,7 @@ _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class CompletionPlan:
     """A request that keeps the rules.
 
     prompts: as text. sequences: `attempts` for each prompt, in their order; `choices` of them are shown. logprobs:
@@ -103,7 +103,7 @@ class _Plan:
 
 
 async def complete(admission: Admission, request: CompletionRequest) -> Response:
-    plan = await _plan(admission, request)
+    plan = await plan_completions(admission, request)
     most = _MOST_STREAMED if request.stream else _MOST_ECHOED
     if plan.echoed > most:
         raise InvalidRequest.at(
@@ -116,8 +116,8 @@ async def complete(admission: Admission, request: CompletionRequest) -> Response
     return _stream(generation, plan) if request.stream else await _whole(generation, plan)
 
 
-async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
-    """Raises InvalidRequest."""
+async def plan_completions(admission: Admission, request: CompletionRequest) -> CompletionPlan:
+    """Returns what the request asks for. Raises InvalidRequest."""
     service, prompts, size = admission.service, request.prompt.root, admission.size
     if "" in prompts:
         raise InvalidRequest.at("prompt", "must not be empty")
@@ -161,7 +161,7 @@ async def _plan(admission: Admission, request: CompletionRequest) -> _Plan:
         for each in rendered
     ]
     sequences = [each for prompt in prepared for each in prompt.times(attempts)]
-    return _Plan(request, [each.text for each in rendered], sequences, choices, attempts, logprobs, generates)
+    return CompletionPlan(request, [each.text for each in rendered], sequences, choices, attempts, logprobs, generates)
 
 
 def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: int) -> list[RenderedPrompt]:
@@ -180,13 +180,13 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
     return rendered
 
 
-async def _whole(generation: RequestGeneration, plan: _Plan) -> Response:
+async def _whole(generation: RequestGeneration, plan: CompletionPlan) -> Response:
     service, streams = generation.service, await generation.collect(plan.sequences)
     text = await service.text.threads.handle_text(plan.echoed, lambda: _body(service, plan, streams))
     return generation.respond(text, characters=plan.characters, streams=streams)
 
 
-def _body(service: Service, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> bytes:
+def _body(service: Service, plan: CompletionPlan, streams: Sequence[TokenStream[CollectedTokens]]) -> bytes:
     """Returns the response as JSON. Takes time in proportion to its length."""
     tokenizer, attempts, logprobs = service.text.tokenizer, plan.attempts, plan.logprobs is not None
     shown: list[int] = []
@@ -227,7 +227,7 @@ def _logprobs(
     return entries.take()
 
 
-def _stream(generation: RequestGeneration, plan: _Plan) -> Response:
+def _stream(generation: RequestGeneration, plan: CompletionPlan) -> Response:
     service, request = generation.service, plan.request
     outbox = Outbox()
     chunk = Chunk(
@@ -264,7 +264,7 @@ class _CompletionChunks:
         self,
         outbox: Outbox,
         chunk: Chunk,
-        plan: _Plan,
+        plan: CompletionPlan,
         index: int,
         entries: LogprobEntries | None,
     ) -> None:

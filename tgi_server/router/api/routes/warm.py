@@ -1,7 +1,11 @@
-"""/v1/warm computes a prompt, or its beginning, before it is needed; /v1/forget has nothing cached of a salt."""
+"""/v1/warm computes a prompt, or its beginning, and perhaps the beginning of its answer, before they are needed.
+
+/v1/forget has nothing cached of a salt.
+"""
 
 import hashlib
 from array import array
+from contextlib import suppress
 from dataclasses import replace
 
 from starlette.responses import Response
@@ -13,16 +17,20 @@ from tgi_server.router.api.admission import Admission, PostRoutes
 from tgi_server.router.api.documentation import OPENAI_ERRORS
 from tgi_server.router.api.generation import AllEnded, RequestGeneration
 from tgi_server.router.api.routes.chat_prompt import prepare_chat, requested_chat
+from tgi_server.router.api.routes.completions import plan_completions
+from tgi_server.router.api.routes.generate import prepare_tgi, with_logprobs
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.prompt_images import markdown_prompt
 from tgi_server.router.api.values import respond_with_tokens
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import InvalidRequest, Superseded
+from tgi_server.router.option_reader import Given
 from tgi_server.router.options import Dialect
 from tgi_server.router.schemas.warm import (
     ForgetRequest,
     ForgetResponse,
     WarmChatRequest,
     WarmCompletionRequest,
+    WarmGenerateRequest,
     WarmRequest,
     WarmResponse,
 )
@@ -30,6 +38,9 @@ from tgi_server.router.service import Service
 from tgi_server.router.submission import KeptPrefix, PreparedRequest
 from tgi_server.router.text.token_stream import CollectedTokens
 
+_AnyRequest = WarmChatRequest | WarmCompletionRequest | WarmGenerateRequest
+
+_ANSWER_TOKENS = "answer_tokens"
 # No request is served after one of this class.
 _LOWEST_PRIORITY = 2**31 - 1
 
@@ -45,18 +56,27 @@ def warm_routes(service: Service) -> list[Route]:
 
 async def _warm(admission: Admission, body: WarmRequest) -> Response:
     request = body.root
-    if isinstance(request, WarmChatRequest):
-        _, prepared = await prepare_chat(admission, Dialect.CHAT, lambda: requested_chat(admission, request))
+    prepared = await _prepared(admission, request)
+    if request.answer_tokens:
+        _check_answer(admission, request, prepared.options)
+        options = replace(prepared.options, priority=_LOWEST_PRIORITY, on_timeout=None)
     else:
-        prepared = await _completion(admission, request)
-    options = _cheapest(prepared.options)
+        options = _cheapest(prepared.options)
     name = options.prompt_cache_key or hashlib.sha256(array("I", prepared.input_ids).tobytes()).hexdigest()
     generation, end = RequestGeneration(admission), AllEnded(1)
-    keep = KeptPrefix(name, request.ttl_seconds)
-    stream = generation.begin(replace(prepared, options=options), CollectedTokens(), end, keep=keep)
-    await generation.wait_for(end)
+    stream = generation.begin(
+        replace(prepared, options=options, early_tokens=request.answer_tokens),
+        CollectedTokens(),
+        end,
+        keep=KeptPrefix(name, request.ttl_seconds),
+    )
+    with suppress(Superseded):
+        await generation.wait_for(end)
     response = WarmResponse(
-        prompt_tokens=stream.input_length, cached_tokens=stream.cached_tokens, ttl_seconds=request.ttl_seconds
+        prompt_tokens=stream.input_length,
+        cached_tokens=stream.cached_tokens,
+        ttl_seconds=request.ttl_seconds,
+        answer_tokens=stream.generated_tokens if request.answer_tokens else 0,
     )
     return generation.respond(response, characters=prepared.characters, streams=[stream])
 
@@ -67,11 +87,19 @@ async def _forget(admission: Admission, body: ForgetRequest) -> Response:
     return await respond_with_tokens(admission, ForgetResponse(files=files), 0)
 
 
-async def _completion(admission: Admission, request: WarmCompletionRequest) -> PreparedRequest:
-    """Returns the prompt as tokens. Raises InvalidRequest."""
+async def _prepared(admission: Admission, request: _AnyRequest) -> PreparedRequest:
+    """Returns the prompt as tokens and, where the answer is generated, too, its options. Raises InvalidRequest."""
+    if isinstance(request, WarmChatRequest):
+        _, prepared = await prepare_chat(admission, Dialect.CHAT, lambda: requested_chat(admission, request))
+        return prepared
+    if isinstance(request, WarmGenerateRequest):
+        prepared = await prepare_tgi(admission, request.inputs, request.parameters, request.cache_salt)
+        return with_logprobs(prepared, logprobs=True)  # streams have them
     service, prompts = admission.service, request.prompt.root
     if len(prompts) != 1 or not isinstance(text := prompts[0], str):
         raise InvalidRequest.at("prompt", "must be one text")
+    if request.answer_tokens:
+        return (await plan_completions(admission, request)).sequences[0]
     options = _cheapest(openai_options(admission, request, Dialect.COMPLETIONS))
     return await service.preparer.prepare(
         await markdown_prompt(admission, text, "prompt", options.cache_salt),
@@ -81,6 +109,25 @@ async def _completion(admission: Admission, request: WarmCompletionRequest) -> P
         add_special_tokens=request.add_special_tokens,
         size=admission.size,
     )
+
+
+def _check_answer(admission: Admission, request: _AnyRequest, options: GenerationOptions) -> None:
+    """Raises InvalidRequest if the answer to the same request later might be another, or is not one."""
+    if not admission.service.caches:
+        raise InvalidRequest.at(_ANSWER_TOKENS, "cannot be used: this server has no prefix cache for this model")
+    if isinstance(request, WarmGenerateRequest):
+        given, dialect = Given.by(request.parameters, Dialect.TGI), Dialect.TGI
+    else:
+        dialect = Dialect.CHAT if isinstance(request, WarmChatRequest) else Dialect.COMPLETIONS
+        given = Given.by(request, dialect)
+    seed = given.values.get("seed")
+    if options.sampling.do_sample and (seed is None or (seed == -1 and dialect is not Dialect.TGI)):
+        greedy = "without sampling" if dialect is Dialect.TGI else "a `temperature` of 0"
+        raise InvalidRequest.at(_ANSWER_TOKENS, f"needs {greedy}, or a `seed`: another draw would be another answer")
+    if options.n > 1 or options.best_of > 1:
+        raise InvalidRequest.at(_ANSWER_TOKENS, "cannot be used with several answers: leave out `n` and `best_of`")
+    if options.report.prefill_logprobs:
+        raise InvalidRequest.at(_ANSWER_TOKENS, "cannot be used with log-probabilities of the prompt")
 
 
 def _cheapest(options: GenerationOptions) -> GenerationOptions:
