@@ -53,10 +53,14 @@ class ModelCost:
     def _seconds(
         self, machine: Machine, passes: int, tokens: float, logits_rows: int, cached: float = 0, pairs: float = 0
     ) -> float:
-        """cached: tokens whose keys and values are read. pairs: of a query and a key."""
-        reading = (passes * self.weight_bytes + cached * self.kv_bytes) / machine.bandwidth
-        products = tokens * self.layer_flops + logits_rows * self.head_flops + pairs * self.attention_flops
-        return max(reading, products / machine.matrix_rate)
+        """cached: tokens whose keys and values are read. pairs: of a query and a key.
+
+        Reading overlaps with products inside the linear layers and inside attention, but not between the two.
+        """
+        products = tokens * self.layer_flops + logits_rows * self.head_flops
+        linear_layers = max(passes * self.weight_bytes / machine.bandwidth, products / machine.matrix_rate)
+        attention_products = pairs * self.attention_flops / machine.matrix_rate
+        return linear_layers + max(cached * self.kv_bytes / machine.bandwidth, attention_products)
 
 
 def times_floor(summary: Summary, workload: Workload, cost: ModelCost, machine: Machine) -> float | None:

@@ -36,6 +36,8 @@ CPU = torch.device("cpu")
 
 
 def check(layer: Any, dense: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torch.dtype) -> None:
+    nothing = layer(torch.empty(0, layer.in_features, dtype=dtype))
+    assert (nothing.shape, nothing.dtype) == ((0, layer.out_features), dtype)
     x, residual = torch.randn(rows, layer.in_features).to(dtype), torch.randn(rows, layer.out_features).to(dtype)
     wanted = linear(x.double(), dense.double(), None if bias is None else bias.double())
     for actual, expected in (
@@ -55,6 +57,8 @@ def test_every_kind_of_codes_for_few_rows_and_many(kind: str, rows: int) -> None
     assert layer.block == 32
     check(layer, weight.dense(), bias, rows, torch.float32)
     assert torch.equal(layer.unpacked().weight, weight.dense())
+    outputs = torch.tensor([79, 0, 3, 3])
+    assert torch.equal(layer.rows(outputs, torch.float32), weight.dense()[outputs])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -85,6 +89,7 @@ def test_groups_may_have_any_inputs_in_any_order(kind: str, missing: int | None)
     layer = TritonLinear(weight)
     check(layer, weight.dense(), None, 3, torch.float32)
     assert torch.equal(layer.unpacked().weight, weight.dense())
+    assert torch.equal(layer.rows(torch.tensor([49, 7]), torch.float32), weight.dense()[[49, 7]])
 
 
 def test_mxfp4() -> None:
@@ -158,6 +163,7 @@ def test_a_layer_of_fp8(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert actual.dtype is torch.bfloat16
         assert (actual.float() - expected).norm() < 0.05 * expected.norm()
     torch.testing.assert_close(layer.unpacked().weight, weight.dense(torch.bfloat16))
+    assert layer(torch.empty(0, 384).bfloat16()).shape == (0, 48)
 
 
 def layer_of(weight: QuantizedWeight) -> QuantizedLinear:

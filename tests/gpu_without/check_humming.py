@@ -1,13 +1,19 @@
 """Weights of 4 bits by `humming-kernels`, which needs a GPU: its layer is replaced by one with the same signatures."""
 
 import inspect
+import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from humming import tune
+from humming.config import LayerConfig
+from humming.device import DeviceInfo
 from humming.layer import HummingLayer
 from humming.schema import HummingWeightSchema
 from torch import Tensor, nn
@@ -16,9 +22,10 @@ from torch.nn.functional import linear
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
 from tests.unit.engine.linear.test_quantized import random_weight
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.linear import gpu, humming
+from tgi_server.engine.linear import humming
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.humming import HummingLinear, takes
+from tgi_server.engine.linear.triton_quantized import TritonLinear
 
 
 class FakeLayer(nn.Module):
@@ -48,10 +55,16 @@ class FakeLayer(nn.Module):
         self.groups = scales.shape[1]
         repeats = self.sizes[1] // self.groups
         zeros = zeros.expand(len(codes), self.groups).repeat_interleave(repeats, 1)
+        self.humming_config = object()
         self.weight = ((codes - zeros) * scales.repeat_interleave(repeats, 1)).to(self.dtype)
 
     def forward(self, *arguments: Any, **named: Any) -> Tensor:
-        x = inspect.signature(HummingLayer.forward).bind(self, *arguments, **named).arguments["inputs"]
+        given = inspect.signature(HummingLayer.forward).bind(self, *arguments, **named).arguments
+        x = given["inputs"]
+        assert len(x)
+        kernels = [config for after, last, config in json.loads(given["tuning_config"]) if after < len(x) <= last]
+        assert len(kernels) == 1
+        assert kernels[0]["rows"] >= len(x) or kernels[0]["rows"] == max(humming.ROW_CLASSES)
         assert x.dtype == self.dtype
         return linear(x, self.weight, self.tensors.get("bias"))
 
@@ -64,6 +77,7 @@ def unpacked(words: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def fake_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "humming.layer", SimpleNamespace(HummingLayer=FakeLayer))
+    monkeypatch.setattr(tune, "get_heuristics_config", lambda layer, shape_m, device: {"rows": shape_m})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
@@ -87,6 +101,7 @@ def test_a_layer_is_the_dense_one(zeros: float | None, size: int) -> None:
     ):
         assert actual.dtype is torch.bfloat16
         assert (actual.float() - expected).norm() < 0.02 * expected.norm()
+    assert layer(x[:0]).shape == (0, 3, 128)
     dense = HummingLinear(weight, None, None, torch.bfloat16).unpacked().weight
     torch.testing.assert_close(dense.float(), weight.dense(), rtol=0.02, atol=0.02)
 
@@ -108,11 +123,63 @@ def test_what_the_library_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None
     assert not takes(layer_of(fits), torch.bfloat16)
 
 
-def test_it_is_proved_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_ROWS", (2,))
-    model = nn.Sequential(layer_of(integers(8.0)))
+def test_every_joined_shape_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[tuple[tuple[int, ...], int]] = []
+    forward = FakeLayer.forward
+
+    def noted(layer: FakeLayer, x: Tensor, **named: Any) -> Tensor:
+        proved.append((layer.sizes, len(x)))
+        return forward(layer, x, **named)
+
+    monkeypatch.setattr(FakeLayer, "forward", noted)
+    model = nn.Sequential(*(layer_of(integers(8.0)) for _ in range(4)))
     factory, fallbacks = gpu_linear_factory(model, torch.bfloat16)
-    assert (str(factory), fallbacks) == ("humming (int4), torch", [])
+    assert (str(factory), fallbacks, proved) == ("humming (int4), torch", [], [])
+    for _ in range(2):
+        assert isinstance(factory(model[0]), HummingLinear)
+        assert isinstance(factory.joined(*model), HummingLinear)
+    assert [sizes for sizes, _ in proved] == [(128, 256)] * 7 + [(512, 256)] * 7
+    assert [rows for _, rows in proved[:7]] == [1, 9, 17, 33, 65, 129, 257]
+    assert fallbacks == []
+
+
+def test_a_shape_that_is_wrong_is_computed_by_the_engine_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = FakeLayer.forward
+
+    def wrong(layer: FakeLayer, x: Tensor, **named: Any) -> Tensor:
+        return forward(layer, x, **named) * (1 if layer.sizes[0] == 128 or len(x) < 257 else 2)
+
+    monkeypatch.setattr(FakeLayer, "forward", wrong)
+    model = nn.Sequential(*(layer_of(integers(8.0)) for _ in range(2)))
+    factory, fallbacks = gpu_linear_factory(model, torch.bfloat16)
+    assert isinstance(factory(model[0]), HummingLinear)
+    joined = factory.joined(*model)
+    assert isinstance(joined, TritonLinear)
+    assert ["shape (256, 256)" in fault and "for 257 rows" in fault for fault in fallbacks] == [True]
     monkeypatch.setattr(FakeLayer, "transform", lambda layer: layer.missing)
-    factory, (fault,) = gpu_linear_factory(model, torch.bfloat16)
-    assert "humming fails (AttributeError" in fault
+    factory, fallbacks = gpu_linear_factory(model, torch.bfloat16)
+    assert isinstance(factory(model[0]), TritonLinear)
+    assert "humming fails (AttributeError" in fallbacks[0]
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_the_library_has_few_kernels_to_compile(outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of Llama 3.1 8B, by the library's own choice for an H200."""
+    monkeypatch.undo()
+    h200 = SimpleNamespace(
+        sm_version=90, is_ppu=False, name="NVIDIA H200", sm_count=132, memory_bandwidth_gbps=4800, sm_major=9,
+        sm_minor=0, tensorcore_tops={"float16": 989, "bfloat16": 989}, max_smem_size=232448, l2_cache_size=50 << 20,
+        max_registers_per_sm=65536,
+    )  # fmt: skip
+    monkeypatch.setattr(DeviceInfo, "_get_value", lambda info: h200)
+    monkeypatch.setitem(DeviceInfo._instances, 0, DeviceInfo(-1))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    layer_config = LayerConfig(
+        shape_n=outputs, shape_k=inputs, a_dtype="bfloat16", b_dtype="uint4", c_dtype="bfloat16", bs_dtype="bfloat16",
+        weight_scale_group_size=128,
+    )  # fmt: skip
+    kernels = json.loads(humming._kernels_by_rows(layer_config, torch.device("cuda", 0)))
+    assert [(after, last) for after, last, _ in kernels] == list(pairwise((0, 8, 16, 32, 64, 128, 256, 1 << 30)))
+    own = tune.get_heuristics_config(layer_config, device=torch.device("cuda", 0))
+    assert {json.dumps(config) for *_, config in kernels} <= {json.dumps(config) for *_, config in own}
+    assert len({json.dumps(config) for *_, config in own}) > 20

@@ -16,7 +16,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-OTHERS = ("accelerate", "gguf", "humming-kernels==0.1.19", "llguidance", "psutil", "pytest")
+OTHERS = ("accelerate", "gguf", "humming-kernels==0.1.19", "llguidance", "msgspec", "psutil", "pytest")
 # `===`: not a torch without CUDA that lies on this machine.
 (_SHIPPED,) = re.findall(r"^ARG TORCH=torch==(.+)$", (ROOT / "deploy/docker/tgi.Dockerfile").read_text(), re.MULTILINE)
 # What is installed, by the variable that may name an interpreter in its place.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tgi_server.contract import Task
 from tgi_server.engine.encoders import Encoder, Text, finished
+from tgi_server.engine.memory import HOST, use_device
 from tgi_server.shard.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -55,14 +56,16 @@ class EncoderQueue:
     Requests share the thread: of each batch's window every waiting request has an equal part.
     """
 
-    def __init__(self, encoders: Mapping[Task, Encoder], turns: Turns, *, beside: bool = False) -> None:
-        """turns: with the steps of a model that generates. beside: there is one."""
+    def __init__(
+        self, encoders: Mapping[Task, Encoder], turns: Turns, device: torch.device = HOST, *, beside: bool = False
+    ) -> None:
+        """turns: with the steps of a model that generates. device: of the encoders. beside: there is one."""
         self.encoders = encoders
         self._beside = beside
         self.turns = turns
         self._jobs: dict[Task, deque[_Encoding]] = {task: deque() for task in encoders}
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "encoder", initializer=torch.set_num_threads, initargs=_threads())
+        self._thread = ThreadPoolExecutor(1, "encoder", initializer=_begin, initargs=(torch.get_num_threads(), device))
         # Seconds of a token in one layer, measured with each of the last batches.
         self._token_seconds = {task: deque[float](maxlen=_RECENT_BATCHES) for task in encoders}
         self._layer_seconds: list[float] = []
@@ -171,6 +174,7 @@ class EncoderQueue:
         self._layer_began = time.perf_counter()
 
 
-def _threads() -> tuple[int]:
-    """Returns the arguments that give the thread as many threads of torch as this one has."""
-    return (torch.get_num_threads(),)
+def _begin(threads: int, device: torch.device) -> None:
+    """Gives the thread that runs it as many threads of torch, and the device to compute on."""
+    torch.set_num_threads(threads)
+    use_device(device)

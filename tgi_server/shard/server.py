@@ -276,7 +276,8 @@ class Services:
         engine = loaded.engine
         self._queue = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
         encodes = bool(loaded.encoders) or (engine is not None and engine.tower is not None)
-        self._encoders = EncoderQueue(loaded.encoders, Turns(), beside=engine is not None) if encodes else None
+        beside, device = engine is not None, _device(settings)
+        self._encoders = EncoderQueue(loaded.encoders, Turns(), device, beside=beside) if encodes else None
         encoders = [
             encoder_message(each, settings.encoders[task], encoder_paths[task])
             for task, each in loaded.encoders.items()

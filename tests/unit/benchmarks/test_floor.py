@@ -26,6 +26,12 @@ def test_a_pass_reads_the_cache_and_computes_attention_too() -> None:
     assert cost.prefill_seconds(Machine(1e9, 1000.0), batch=2, context=10) == pytest.approx(products / 1000)
 
 
+def test_linear_layers_bound_by_products_and_attention_bound_by_memory_follow_each_other() -> None:
+    cost = replace(COST, kv_bytes=3, attention_flops=4)
+    seconds = 200 * (8 + 2) / 1000 + 200 * 100 * 3 / 100
+    assert cost.decode_seconds(MACHINE, batch=200, context=100) == pytest.approx(seconds)
+
+
 def test_a_workload_bound_by_memory_reads_the_weights_once_for_each_new_token() -> None:
     assert COST.workload_seconds(MACHINE, PROMPTS, fresh_tokens=10) == pytest.approx(5 * 0.5)
 

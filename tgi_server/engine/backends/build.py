@@ -162,7 +162,12 @@ def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
 
 def pack_quantized(model: nn.Module, linear: LinearFactory) -> None:
     """Packs the quantised weights of all linear layers for which there are kernels, and leaves all else as it is."""
-    _replace(model, lambda module: _packed_linear(linear, module) if isinstance(module, QuantizedLinear) else None)
+
+    def packed(module: nn.Module) -> nn.Module | None:
+        return _packed_linear(linear, module) if isinstance(module, QuantizedLinear) else None
+
+    for embedding, layer in _replace(model, packed):
+        _pack_embedding(embedding, layer, linear)
 
 
 def unpack(model: nn.Module) -> None:
@@ -435,10 +440,12 @@ def _pack_embedding(embedding: QuantizedEmbedding, head: nn.Module | None, linea
 
     head: the packed layer with the same weight; None: there is none.
     """
-    if linear.quantized_layer is not PackedQuantizedLinear or not linear.takes(embedding.layer):
+    if not linear.takes(embedding.layer):
         return
-    if head is not None:
+    if head is not None and hasattr(head, "rows"):
         embedding.tie(head)
+        return
+    if linear.quantized_layer is not PackedQuantizedLinear:
         return
     deferred = DeferredFree()
     _put(embedding, "own", linear(embedding.layer), deferred)

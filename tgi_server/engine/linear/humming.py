@@ -1,9 +1,12 @@
 """Linear layers with weights of 4 bits on a GPU, by the library `humming-kernels` (the extra `cuda`).
 
-It compiles a kernel for each shape of a weight, with NVRTC, and keeps the programs in its cache on disk.
+It compiles kernels for each shape of a weight, with NVRTC, and keeps them in its cache on disk (HUMMING_CACHE_DIR).
 """
 
+import json
 from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +21,10 @@ _MIDDLE = 8
 # Outputs and inputs have to be multiples of these.
 _UNIT = 128
 _CODES_OF_WORD = 8
+# A kernel is compiled for each class of rows, from the bound before up to its own; the library alone has one for every
+# 8 rows or so, 33 a shape, which takes minutes on few cores. There is no bound above the last one.
+ROW_CLASSES = (8, 16, 32, 64, 128, 256, 4096)
+_ANY_ROWS = 1 << 30
 
 
 def takes(module: QuantizedLinear, dtype: torch.dtype) -> bool:
@@ -62,20 +69,39 @@ class HummingLinear(PackedQuantized):
         self._layer = layer.to(device)
         self._layer.load_from_tensors(tensors)
         self._layer.transform()
+        self._kernels = _kernels_by_rows(self._layer.humming_config, device)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         identity = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)
-        dense = self._layer(identity)
+        dense = self._multiply(identity)
         if self._bias is not None:
             dense = dense - self._bias.to(dense.dtype)
         return dense.T.contiguous(), self._bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self._layer(x.reshape(-1, self.in_features).contiguous())
-        return y.view(*x.shape[:-1], self.out_features)
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        return self._multiply(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return self.forward(x).add_(residual)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        y: Tensor = self._layer(rows, tuning_config=self._kernels)
+        return y
+
+
+def _kernels_by_rows(layer_config: Any, device: torch.device) -> str:
+    """Returns the kernels of a layer, one for each class of rows, as the library's JSON."""
+    from humming.tune import get_heuristics_config
+
+    bounds = pairwise((0, *ROW_CLASSES[:-1], _ANY_ROWS))
+    return json.dumps(
+        [
+            [after, last, get_heuristics_config(layer_config, shape_m=rows, device=device)]
+            for (after, last), rows in zip(bounds, ROW_CLASSES, strict=True)
+        ]
+    )
 
 
 def _packed(zeros: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
-from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, multiply
+from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, dequantize, multiply
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import kind_of, narrowed
@@ -38,6 +38,17 @@ class TritonLinear(PackedQuantized):
         self._zeros = None if weight.zeros is None else narrowed(weight.zeros.T.contiguous())
         self._codebook = weight.codebook if self._kind == "codebook" else None
         self._bias = None if bias is None else bias.float()
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the weights of some outputs, [rows, in_features]. indices: [rows] int64."""
+        zeros = None if self._zeros is None else self._zeros[:, indices]
+        found = dequantize(
+            self._codes[:, indices], self._scales[:, indices], zeros, self._codebook, self._groups,
+            kind=self._kind, block=self.block, dtype=dtype,
+        )  # fmt: skip
+        if self._order is None:
+            return found[:, : self.in_features]
+        return torch.empty_like(found).index_copy_(1, self._order, found)[:, : self.in_features]
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         identity = torch.eye(self.in_features, dtype=self.weight.dtype, device=self.weight.device)

@@ -27,25 +27,20 @@ class GatherAttention(AttentionBackend):
         return True
 
     def allocate(self, num_blocks: int) -> None:
-        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer."""
-        self._keys, self._values = [], []  # or both the old and the new ones would have to fit
-        self._keys, self._values = (
-            [
-                torch.zeros(
-                    num_blocks,
-                    self.block_size,
-                    heads,
-                    size(layer),
-                    dtype=storage(dtype),
-                    device=self.device,
-                )
-                for layer, heads in enumerate(self.shape.heads)
-            ]
-            for size, dtype in (
-                (self.shape.head_dim_of, self.kv_format.keys),
-                (self.shape.value_dim_of, self.kv_format.dtype),
-            )
-        )
+        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer; those of a shape are in one tensor."""
+        self._keys, self._values, self._alike = [], [], []  # or both the old and the new ones would have to fit
+        sizes = self.shape.head_dim_of, self.shape.value_dim_of
+        dtypes = storage(self.kv_format.keys), storage(self.kv_format.dtype)
+        layers = list(enumerate(self.shape.heads))
+        kinds = [(h, size(n), dtype) for size, dtype in zip(sizes, dtypes, strict=True) for n, h in layers]
+        caches: list[Tensor] = [torch.empty(0)] * len(kinds)
+        for kind in dict.fromkeys(kinds):
+            (heads, size, dtype), found = kind, [index for index, other in enumerate(kinds) if other == kind]
+            shape = len(found), num_blocks, self.block_size, heads, size
+            self._alike.append(torch.zeros(shape, dtype=dtype, device=self.device))
+            for index, cache in zip(found, self._alike[-1], strict=True):
+                caches[index] = cache
+        self._keys, self._values = caches[: len(layers)], caches[len(layers) :]
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         """Stores keys and values; the slot of a position is block_table[position // block_size] * block_size + position
@@ -75,8 +70,8 @@ class GatherAttention(AttentionBackend):
         return [*self._keys, *self._values]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        for cache in self.block_tensors():
-            cache[target, :tokens] = cache[source, :tokens]
+        for caches in self._alike:
+            caches[:, target, :tokens] = caches[:, source, :tokens]
 
     def _decode(
         self, layer: int, query: Tensor, rows: slice, metadata: ForwardMetadata, variant: AttentionVariant

@@ -136,7 +136,7 @@ class QuantizedEmbedding(nn.Module):
     def __init__(self, size: tuple[int, int], dtype: torch.dtype, scale: float, layer: nn.Module | None = None) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = size
-        self.scale = scale
+        self.scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))  # rounded as `transformers` rounds it
         tokens, features = size
         # empty: some models of `transformers` ask for its dtype
         self.register_buffer("weight", torch.empty(0, dtype=dtype, device="meta"), persistent=False)
@@ -177,4 +177,4 @@ class QuantizedEmbedding(nn.Module):
         layer: Any = self.layer
         rows: Tensor = layer.weight[ids].to(dtype) if isinstance(layer, nn.Linear) else layer.rows(ids, dtype)
         rows = rows.view(*token_ids.shape, self.embedding_dim)
-        return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=dtype, device=rows.device)
+        return rows if self.scale == 1 else rows * self.scale

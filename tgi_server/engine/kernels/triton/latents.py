@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import QueryTiles
-from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts
+from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts, part_of
 
 # Rows of a product that tensor cores compute: most heads of a program.
 ROWS = 16
 _LOG2E = 1.4426950408889634
-_PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
+_PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places")
 
 
 def heads_together(heads: int) -> int:
@@ -57,7 +57,7 @@ def attend_latents(
     _attend_latents[len(plan.tile_of), count](
         query.contiguous(), turned.contiguous(), latents, beside, tables,
         tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences,
-        plan.tile_of, plan.starts, plan.places, plan.share, output, parts, weights, len(plan.places),
+        plan.tile_of, plan.starts, plan.places, output, parts, weights, len(plan.places),
         tables.stride(0), scaling * _LOG2E,
         heads=heads, group=group, rank=rank, size=turned.shape[2], stride=beside.shape[3], rows=ROWS, width=width,
         size_width=max(16, triton.next_power_of_2(turned.shape[2])), block_size=latents.shape[1], key_tile=key_tile,
@@ -69,7 +69,7 @@ def attend_latents(
 
 @triton.jit(do_not_specialize=[*_PLANNED, "tiles", "table_stride"])
 def _attend_latents(
-    query, turned, latents, beside, tables, firsts, counts, kv_lengths, sequences, tile_of, starts, places, share,
+    query, turned, latents, beside, tables, firsts, counts, kv_lengths, sequences, tile_of, starts, places,
     output, parts, weights, tiles, table_stride, score_scaling,
     heads: tl.constexpr, group: tl.constexpr, rank: tl.constexpr, size: tl.constexpr, stride: tl.constexpr,
     rows: tl.constexpr, width: tl.constexpr, size_width: tl.constexpr, block_size: tl.constexpr,
@@ -79,11 +79,10 @@ def _attend_latents(
     if item >= tl.load(starts + tiles):
         return
     tile = tl.load(tile_of + item)
-    start, after, longest = tl.load(starts + tile), tl.load(starts + tile + 1), tl.load(share)
+    start, after = tl.load(starts + tile), tl.load(starts + tile + 1)
     length, token = tl.load(kv_lengths + tile), tl.load(firsts + tile)
     table = tables + tl.load(sequences + tile).to(tl.int64) * table_stride
-    begin = (item - start) * longest
-    end = tl.minimum(begin + longest, tl.cdiv(length, key_tile))
+    begin, end = part_of(item - start, after - start, 0, tl.cdiv(length, key_tile))
 
     row, column, place = tl.arange(0, rows), tl.arange(0, width), tl.arange(0, size_width)
     used, held, of_turned = row < group, column < rank, place < size

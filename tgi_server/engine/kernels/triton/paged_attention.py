@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tgi_server.engine.kernels.triton import QueryTiles
 from tgi_server.engine.kernels.triton.fp8 import decoded, unit
-from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts
+from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts, part_of
 
 # Rows of a product that tensor cores compute; where fewer heads share their keys, the other rows are empty.
 _FEWEST_ROWS = 16
@@ -25,7 +25,7 @@ _ENOUGH_PROGRAMS = 4
 # Softmax is computed in powers of 2, for which devices have an instruction: scores are multiplied by log2(e).
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments whose values differ from pass to pass: kernels are not compiled anew for multiples of 16 and the like.
-_PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
+_PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places")
 _ANY_VALUE = (*_PLANNED, "tiles", "window", "table_stride")
 
 
@@ -106,7 +106,7 @@ def paged_attention(
     score_scaling *= 2.0 * _LOG2E.value / softcap if softcap else _LOG2E.value
     _attend_part[len(plan.tile_of), kv_heads](
         query, keys, values, tables, tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences,
-        plan.tile_of, plan.starts, plan.places, plan.share,
+        plan.tile_of, plan.starts, plan.places,
         query if alibi_slopes is None else alibi_slopes,
         query if sinks is None else sinks,
         output, parts, weights, len(plan.places),
@@ -124,7 +124,7 @@ def paged_attention(
 @triton.jit(do_not_specialize=_ANY_VALUE)
 def _attend_part(
     query, keys, values, tables, firsts, counts, kv_lengths, sequences,
-    tile_of, starts, places, share, slopes, sinks, output, parts, weights, tiles,
+    tile_of, starts, places, slopes, sinks, output, parts, weights, tiles,
     query_stride, head_stride, table_stride, alibi_scaling, softcap, window, score_scaling, value_scale,
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     block_size: tl.constexpr, key_tile: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
@@ -136,12 +136,11 @@ def _attend_part(
     if item >= tl.load(starts + tiles):
         return
     tile = tl.load(tile_of + item)
-    start, after, longest = tl.load(starts + tile), tl.load(starts + tile + 1), tl.load(share)
+    start, after = tl.load(starts + tile), tl.load(starts + tile + 1)
     count, length, first_token = tl.load(counts + tile), tl.load(kv_lengths + tile), tl.load(firsts + tile)
     table = tables + tl.load(sequences + tile).to(tl.int64) * table_stride
     first_key_tile = tl.maximum(length - count + 1 - window, 0) // key_tile if windowed else 0
-    begin = first_key_tile + (item - start) * longest
-    end = tl.minimum(begin + longest, tl.cdiv(length, key_tile))
+    begin, end = part_of(item - start, after - start, first_key_tile, tl.cdiv(length, key_tile))
 
     row, column = tl.arange(0, rows), tl.arange(0, width)
     token, head = row // group, kv_head * group + row % group

@@ -29,7 +29,7 @@ _PLANNED_AT_ONCE = 1024
 # elements; those of prompts seldom have more than two parts.
 _JOINED_AT_ONCE = 8192
 _JOINED_AT_ONCE_OF_PROMPTS = 2048
-_ANY_VALUE = ("counts", "kv_lengths", "firsts", "tile_of", "starts", "places", "share", "joined", "tiles", "target")
+_ANY_VALUE = ("counts", "kv_lengths", "firsts", "tile_of", "starts", "places", "joined", "tiles", "target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,14 @@ class PartsPlan:
 
     tile_of: [items] int32; the tile of each part, its parts one after the other. starts: [tiles + 1] int32; the first
     part of each tile, and behind them the number of all parts. places: [tiles] int32; where the results of a tile's
-    parts are kept until they are joined. share: [1] int32; most key tiles of a part. joined: int32, as many as may
-    have several parts and one; the tiles that have, and behind the others' places their number.
+    parts are kept until they are joined. joined: int32, as many as may have several parts and one; the tiles that have,
+    and behind the others' places their number.
     most_kept: an upper bound of the results that are kept.
     """
 
     tile_of: Tensor
     starts: Tensor
     places: Tensor
-    share: Tensor
     joined: Tensor
     most_kept: int
 
@@ -59,16 +58,16 @@ def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int, row
     count, device = len(tiles.counts), tiles.counts.device
     target = -(-_PROGRAMS_PER_PROCESSOR * multiprocessors(device) // kv_heads)
     most_joined = min(count, target)  # each of these has more key tiles than one part of `target` would
-    sizes = (count + target, count + 1, count, 1, most_joined + 1)
+    sizes = (count + target, count + 1, count, most_joined + 1)
     numbers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    tile_of, starts, places, share, joined = numbers.split(sizes)
+    tile_of, starts, places, joined = numbers.split(sizes)
     _plan[1,](
-        tiles.counts, tiles.kv_lengths, tile_of, starts, places, share, joined, count, target, window, most_joined,
+        tiles.counts, tiles.kv_lengths, tile_of, starts, places, joined, count, target, window, most_joined,
         key_tile=key_tile, windowed=window > 0, most_parts=MOST_PARTS,
         fewest_key_tiles=_FEWEST_KEY_TILES if rows <= 16 else _FEWEST_KEY_TILES_OF_PROMPTS,
         at_once=_PLANNED_AT_ONCE, num_warps=8,
     )  # fmt: skip
-    return PartsPlan(tile_of, starts, places, share, joined, most_kept=2 * target)
+    return PartsPlan(tile_of, starts, places, joined, most_kept=2 * target)
 
 
 def join_parts(
@@ -105,9 +104,16 @@ def _key_tiles(counts, kv_lengths, tile, tiles, window, key_tile: tl.constexpr, 
     return tl.where(count > 0, tl.cdiv(length, key_tile) - first, 0)
 
 
+@triton.jit
+def part_of(part, parts, first, after):
+    """Returns the first key tile of a part, and the one after its last: parts differ by one tile at most."""
+    tiles = after - first
+    return first + part * tiles // parts, first + (part + 1) * tiles // parts
+
+
 @triton.jit(do_not_specialize=[*_ANY_VALUE, "window", "most_joined"])
 def _plan(
-    counts, kv_lengths, tile_of, starts, places, share, joined, tiles, target, window, most_joined,
+    counts, kv_lengths, tile_of, starts, places, joined, tiles, target, window, most_joined,
     key_tile: tl.constexpr, windowed: tl.constexpr, most_parts: tl.constexpr, fewest_key_tiles: tl.constexpr,
     at_once: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +126,6 @@ def _plan(
         longest = tl.maximum(longest, tl.max(number, 0))
     fewest = tl.maximum(tl.cdiv(longest, most_parts), fewest_key_tiles)
     most = tl.max(tl.maximum(((total + target - 1) // target).to(tl.int32), fewest))
-    tl.store(share, most)
     parts = tl.sum(tl.zeros([1], tl.int32))
     kept = tl.sum(tl.zeros([1], tl.int32))
     several = tl.sum(tl.zeros([1], tl.int32))

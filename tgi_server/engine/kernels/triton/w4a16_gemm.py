@@ -80,6 +80,8 @@ def multiply(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (count, inputs), (blocks, outputs, _) = rows.shape, codes.shape
     y = x.new_empty(*x.shape[:-1], outputs)
+    if not count:  # a chunk of a prompt that yields no logits has no rows for the head
+        return y
     shape = ProductTile.of(count, x.element_size())
     tiles = triton.cdiv(outputs, shape.outputs), triton.cdiv(count, shape.rows)
     wanted = _PROGRAMS_PER_PROCESSOR * multiprocessors(x.device) // (tiles[0] * tiles[1])

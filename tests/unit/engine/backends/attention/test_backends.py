@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tgi_server.engine.backends.attention import pieces
 from tgi_server.engine.backends.attention.base import (
@@ -73,6 +75,16 @@ def expected(
     if variant.sinks is not None:
         scores = torch.cat([scores, variant.sinks[:, None, None].expand(-1, len(query), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
+
+
+class CountedCopies(TorchDispatchMode):
+    """Counts the operations that copy a tensor's elements."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
+        return func(*args, **(kwargs or {}))
 
 
 def create(
@@ -409,6 +421,24 @@ def test_latents_are_attended_as_the_keys_and_values_made_of_them(
     for parts in ([120], [40, 60, 20], [110, *[1] * 10]):
         actual = attended(backend, latent, rotated, query, parts, variant)
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_blocks_of_layers_of_a_shape_are_copied_together() -> None:
+    """On a GPU each operation is a launch, and a request that shares part of a block copies it as it joins."""
+    shape = KVShape((2, 2, 4, 2), HEAD_DIM)
+    instance = GatherAttention(shape, torch.device("cpu"), torch.float32, None)
+    instance.allocate(4)
+    for number, cache in enumerate(instance.block_tensors()):
+        cache[1] = number + 1
+    with CountedCopies() as copies:
+        instance.copy(source=1, target=3, tokens=10)
+    assert copies.count == 2
+    for number, cache in enumerate(instance.block_tensors()):
+        assert cache.is_contiguous()
+        assert torch.equal(cache[3, :10], cache[1, :10])
+        assert (cache[3, :10] == number + 1).all()
+        assert not cache[3, 10:].any()
+        assert not cache[[0, 2]].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
