@@ -10,5 +10,9 @@ if [ ! -w "${HUGGINGFACE_HUB_CACHE:-/data}" ]; then
         "converted; on the host, run: sudo chown -R $(id -u):$(id -g) shared/file_system/downloads/tgi" >&2
 fi
 [ -w "${TRITON_HOME:-/tmp}" ] || export TRITON_HOME=/tmp
+# On GPUs the kernels of humming-kernels and flash-attn-4 are kept beside Triton's.
+export HUMMING_CACHE_DIR="${HUMMING_CACHE_DIR:-${TRITON_HOME:-/tmp}/.humming}"
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}"
+export FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="${FLASH_ATTENTION_CUTE_DSL_CACHE_DIR:-${TRITON_HOME:-/tmp}/.flash_attention}"
 # shellcheck disable=SC2086
 exec text-generation-launcher ${TGI_PARAMS:-} "$@"

@@ -1,18 +1,21 @@
 # The text-generation server. Built from the repository's root:
 #   docker build -f deploy/docker/tgi.Dockerfile --target tgi .
+#   docker build -f deploy/docker/tgi.Dockerfile --target tgi --build-arg EXTRAS="engine cuda" .    # for GPUs
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
 # Where else pip may look for wheels.
 ARG PIP_FIND_LINKS=
 ARG TORCH=torch==2.13.0
+# The extras of the package, with spaces between them: "engine cuda" for GPUs.
+ARG EXTRAS=engine
 RUN python3 -m venv /opt/oatmill
 ENV PATH=/opt/oatmill/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 RUN pip install ${TORCH}
 COPY pyproject.toml constraints.txt ./
 COPY tools/requirements.py tools/
-RUN python tools/requirements.py engine > /tmp/requirements.txt \
+RUN python tools/requirements.py ${EXTRAS} > /tmp/requirements.txt \
  && pip install -c constraints.txt "setuptools>=77" -r /tmp/requirements.txt
 COPY README.md LICENSE ./
 COPY shared shared

@@ -9,9 +9,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
+from tests.gguf_models import make_wide
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
 from tests.gpu_without.check_layers import as_on_a_gpu  # noqa: F401
 from tests.quantized_models import make_quantized
+from tests.unit.engine.checkpoint.quantized.test_gguf import described
 from tests.unit.engine.linear.test_quantized import KINDS, random_weight
 from tests.unit.engine.probed import probed
 from tgi_server.engine import EngineConfig
@@ -19,7 +21,7 @@ from tgi_server.engine.backends.cuda import CudaBackend
 from tgi_server.engine.backends.cuda_model import CudaModel
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.load_model import load_model
-from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.weight import paired
 from tgi_server.engine.kernels.triton import fp8
 from tgi_server.engine.kernels.triton.fp8 import rounded
@@ -206,6 +208,22 @@ def test_models_are_computed_by_the_kernels(
     assert (backend.fallbacks, backend.linear_kernels) == ([], kernels)
     assert isinstance(proved, CudaModel)
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert before.fault(proved, "the kernels", backend._linear.rounding) is None
+
+
+def test_an_embedding_is_looked_up_in_the_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    file, _ = make_wide("llama", tmp_path, "Q4_K", tie_word_embeddings=True)
+    config = EngineConfig(described(file), device=CPU, dtype=torch.float32, custom_kernels=False)
+    model = load_model(config, CPU)
+    before = LogitsProbe(probed(load_model(config, CPU))[0], long=True)
+    backend = CudaBackend(model, config)
+    proved = backend.create_model(family_of(model.config), spec_of(model.config))
+    assert (backend.fallbacks, backend.linear_kernels) == ([], "triton (int4), torch")
+    embedding = proved.decoder.embedding
+    assert isinstance(embedding, QuantizedEmbedding)
+    assert isinstance(embedding.layer, TritonLinear)
+    assert not any(isinstance(module, QuantizedLinear) for module in (*model.modules(), *embedding.modules()))
     assert before.fault(proved, "the kernels", backend._linear.rounding) is None
 
 

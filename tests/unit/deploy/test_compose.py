@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,24 @@ def test_with_gpus_triton_keeps_its_kernels_for_the_next_start(services: Service
     home = gpu["environment"]["TRITON_HOME"]
     assert home in {volume.split(":")[1] for volume in services["tgi"]["volumes"]}
     launcher = tmp_path / "text-generation-launcher"
-    launcher.write_text('#!/bin/sh\necho "$TRITON_HOME"\n')
-    assert entrypoint(TRITON_HOME=str(tmp_path))[0] == str(tmp_path)
-    assert entrypoint(TRITON_HOME="/absent")[0] == "/tmp"
+    launcher.write_text(
+        '#!/bin/sh\necho "$TRITON_HOME" "$HUMMING_CACHE_DIR" "$FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" '
+        '"$FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"\n'
+    )
+    for given, used in ((str(tmp_path), str(tmp_path)), ("/absent", "/tmp")):
+        folders = entrypoint(TRITON_HOME=given)[0].split()
+        assert folders == [used, f"{used}/.humming", "1", f"{used}/.flash_attention"]
+    assert entrypoint(TRITON_HOME="/absent", HUMMING_CACHE_DIR="/kept")[0].split()[1] == "/kept"
+
+
+def test_the_image_for_gpus_has_the_libraries_for_them(services: Services) -> None:
+    gpu = yaml.safe_load((COMPOSE.parent / "docker-compose.gpu.yml").read_text())["services"]["tgi"]
+    extras = gpu["build"]["args"]["EXTRAS"].split()
+    arguments = [sys.executable, "-m", "tools.requirements", *extras]
+    printed = subprocess.run(arguments, cwd=COMPOSE.parent, capture_output=True, text=True, check=True).stdout
+    names = {re.match(r"[\w.-]+", line).group() for line in printed.splitlines()}  # type: ignore[union-attr]
+    assert {"humming-kernels", "flash-attn-4", "transformers"} <= names
+    assert "EXTRAS" not in services["tgi"]["build"]["args"]
 
 
 def test_gpus_are_requested_with_them_alone(services: Services) -> None:
