@@ -1,9 +1,10 @@
 """Chooses the endpoint for each prompt: by the prompt's prefix and by load, away from endpoints that are down.
 
-Prompts that begin alike go to the same endpoint, so that its prefix cache holds what they share: rendezvous hashing
-(Thaler and Ravishankar, 1998) of the prefix, which needs no state and agrees between any number of these services.
-The load bound is that of consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016): no
-endpoint gets much more than its share, however popular a prefix is.
+A prompt goes to the endpoint that was sent most of its beginning before, such as the last turn of its conversation,
+unless that one is much busier than others. Prompts with new beginnings that are alike go to the same endpoint, so that
+its prefix cache holds what they share: rendezvous hashing (Thaler and Ravishankar, 1998) of the prefix, which needs no
+state and agrees between any number of these services. Their load bound is that of consistent hashing with bounded loads
+(Mirrokni, Thorup and Zadimoghaddam, 2016): no endpoint gets much more than its share, however popular a prefix is.
 """
 
 import hashlib
@@ -20,11 +21,16 @@ from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
 from llm_functionalities.endpoint.hedging import Attempt, Hedging
 from llm_functionalities.errors import CircuitOpen, EndpointDown, EndpointRefused, ModelError, NoEndpoint
+from shared.prefix_affinity import PrefixAffinity
 
 PREFIX_CHARACTERS = 512
 
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
+
+# The endpoint with most of a prompt's beginning may have so many more requests than the least busy one: it has less to
+# compute.
+KNOWN_PREFIX_BOUND = 4
 
 # One request in this many ignores that an endpoint stalls now and then, to learn whether it still does.
 TRIAL_EVERY = 50
@@ -61,6 +67,7 @@ class Balancer:
         self._uncertain_seconds = uncertain_seconds
         self._well_at = -math.inf
         self._choices = itertools.count(1)
+        self._affinity = PrefixAffinity()
 
     @property
     def ready(self) -> bool:
@@ -114,6 +121,7 @@ class Balancer:
         for endpoint in self._attempts(prompt, problems, call):
             begun = False
             call.tried.add(endpoint.name)
+            self._sent(prompt, endpoint)
             try:
                 with closing(ask(endpoint, call)) as pieces:
                     for piece in pieces:
@@ -138,25 +146,29 @@ class Balancer:
     def choices(self, prompt: str) -> list[Endpoint]:
         """Returns all endpoints, the one to try first at the front.
 
-        Healthy ones within their load bound come first, then busier ones, then ones that stall intermittently, then
-        ones that failed a moment ago, then ones that are down, which refuse at once with the reason.
+        Healthy ones within their load bound come first, the one that was sent most of the prompt at the front; then
+        busier ones, then ones that stall intermittently, then ones that failed a moment ago, then ones that are down,
+        which refuse at once with the reason.
         """
         if len(self._endpoints) <= 1:
             return list(self._endpoints)
         if any(endpoint.breaker.closed for endpoint in self._endpoints):
             self._well_at = time.monotonic()
         prefix = prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass")
+        known = self._affinity.known(prompt.encode(errors="surrogatepass"))
         avoided = {endpoint for endpoint in self._endpoints if endpoint.is_avoided}
         healthy = [endpoint for endpoint in self._endpoints if endpoint.breaker.closed and endpoint not in avoided]
         stalling = self._stalling(healthy)
         preferred = [endpoint for endpoint in healthy if endpoint not in stalling]
         total = sum(endpoint.in_flight for endpoint in preferred) + 1
         bound = math.ceil(LOAD_FACTOR * total / max(1, len(preferred)))
+        least = min((endpoint.in_flight for endpoint in preferred), default=0)
 
-        def rank(endpoint: Endpoint) -> tuple[bool, bool, bool, bool, bytes]:
-            busy = endpoint.in_flight >= bound
+        def rank(endpoint: Endpoint) -> tuple[bool, bool, bool, bool, int, int, bytes]:
+            length, load = known.get(endpoint.name, 0), endpoint.in_flight
+            busy = load > least + KNOWN_PREFIX_BOUND if length else load >= bound
             gone, late = not endpoint.breaker.closed, endpoint in stalling
-            return gone, endpoint in avoided, late, busy, _weight(prefix, endpoint.name)
+            return gone, endpoint in avoided, late, busy, -length, load if length else 0, _weight(prefix, endpoint.name)
 
         return sorted(self._endpoints, key=rank)
 
@@ -168,14 +180,23 @@ class Balancer:
         is_trial = bool(stalling) and next(self._choices) % TRIAL_EVERY == 0
         return set() if is_trial or 2 * len(stalling) > len(healthy) else stalling
 
+    def _sent(self, prompt: str, endpoint: Endpoint) -> None:
+        """Notes that an endpoint gets a prompt, or its beginning."""
+        if len(self._endpoints) > 1 and endpoint is not self._fallback:
+            self._affinity.sent(prompt.encode(errors="surrogatepass"), endpoint.name)
+
     def destinations(self, prompt: str) -> list[Endpoint]:
         """Returns the endpoints that get the prompts which begin with `prompt`: one, or all available ones.
 
-        A prefix is the same for all these prompts only if it is complete.
+        They are to compute it, so later prompts prefer them. A prefix is the same for all these prompts only if it is
+        complete.
         """
         choices = self.choices(prompt) or list(self._all)
         available = [each for each in choices if each.breaker.closed and not each.is_avoided]
-        return (available or choices)[: 1 if len(prompt) >= PREFIX_CHARACTERS else None]
+        chosen = (available or choices)[: 1 if len(prompt) >= PREFIX_CHARACTERS else None]
+        for endpoint in chosen:
+            self._sent(prompt, endpoint)
+        return chosen
 
     def _attempts(self, prompt: str, problems: Mapping[Endpoint, ModelError], call: Call) -> Iterator[Endpoint]:
         """Yields the endpoints in the order to try them. problems: the errors of the endpoints that were tried.

@@ -44,6 +44,28 @@ def test_prompts_that_begin_alike_go_to_the_same_endpoint(three: list[Endpoint])
         assert len({first(balancer, beginning + str(turn)) for turn in range(10)}) == 1
 
 
+def test_a_conversation_stays_where_most_of_it_was_sent_unless_that_is_much_busier(
+    three: list[Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    balancer = Balancer(three)
+    loads: Counter[str] = Counter()
+    monkeypatch.setattr(Endpoint, "in_flight", property(lambda endpoint: loads[endpoint.name]))
+    system = "You are a helpful assistant, and this is what you know. " * 20
+    chats = [f"{system} conversation {number} " * 3 for number in range(6)]
+    for chat in chats:
+        (chosen,) = balancer.destinations(chat)
+        loads[chosen.name] += 2
+    loads.clear()
+    homes = [first(balancer, chat) for chat in chats]
+    assert len(set(homes)) > 1  # what they share is on the first endpoint, until that is too busy
+    for turn in range(3):
+        assert [first(balancer, chat + " and a turn more" * turn) for chat in chats] == homes
+    loads[homes[0]] = 4
+    assert first(balancer, chats[0]) == homes[0]
+    loads[homes[0]] = 5
+    assert first(balancer, chats[0]) != homes[0]
+
+
 def test_other_prompts_spread_evenly(three: list[Endpoint]) -> None:
     balancer = Balancer(three)
     counts = Counter(first(balancer, f"prompt {number}") for number in range(3000))
