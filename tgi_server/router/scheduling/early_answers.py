@@ -138,7 +138,7 @@ class EarlyAnswers:
         answer = _Answer(_name(sequence), pb.Generation(), sequence.request.options.report.logprobs, sequence)
         answer.known.CopyFrom(known)
         self._answers[key] = answer
-        sequence.send_to(_Recorder(sequence, answer, self._metrics, self._clock))
+        sequence.send_to(_EarlySink(sequence, answer, self._metrics, self._clock))
 
     def _stop_writing(self, answer: _Answer) -> None:
         """Ends the request that generates the answer: what it has is needed now, or will not be needed."""
@@ -162,7 +162,7 @@ class EarlyAnswers:
         self._stop_writing(self._answers.pop(key))
 
 
-class _Recorder:
+class _EarlySink:
     """Passes what a request gets to its sink, and keeps its tokens as an early answer, until there are enough.
 
     Only what comes before tokens that the model alone sees is kept: they are not among the tokens of a step any more.
