@@ -18,6 +18,24 @@ def test_the_page_names_files():
     assert len(NAMES) > 50
 
 
+def test_every_file_is_named_or_in_a_folder_whose_files_name_themselves():
+    page, *others = (
+        (ROOT / "docs" / f"{name}.md").read_text() for name in ("structure", "engine", "sampling", "scheduling")
+    )
+    (folders,) = re.findall(r"In these folders each file is one of a kind(.+?)\n\n", page, re.DOTALL)
+    named = {name.rpartition("/")[2] for text in (page, *others) for name in re.findall(r"`([\w/]+\.py)`", text)}
+    one_of_a_kind = tuple(f"/{folder}{{}}" for folder in re.findall(r"`([\w/]+/)`", folders))
+    missing = [
+        path
+        for path in PATHS
+        if path.endswith(".py")
+        and (name := path.rpartition("/")[2]) not in named | {"__init__.py", "__main__.py", "cli.py"}
+        and not path.endswith(tuple(folder.format(name) for folder in one_of_a_kind))
+        and "/stubs/" not in path
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_the_page_names_is_there(name: str):
     assert any(path.endswith(f"/{name}") for path in PATHS)
