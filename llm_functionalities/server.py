@@ -66,7 +66,7 @@ LONGEST_METADATA = 16 * 1024
 # A connection without a call is closed after this time. gRPC clients make another by themselves when they need one.
 IDLE_SECONDS = 5 * 60
 
-# After this time clients make a new connection for new calls, so that stuck connections end and load is spread anew.
+# After this time clients make a new connection for new calls, so that stuck connections end and load is spread again.
 CONNECTION_SECONDS = 10 * 60
 
 

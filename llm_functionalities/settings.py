@@ -117,7 +117,7 @@ class Settings(ServiceSettings):
         5, description="consecutive failures after which an endpoint counts as unavailable"
     )
     name_servers: CommaSeparated[NameServer] = Field(
-        default=[], description="DNS servers to use in place of those in /etc/resolv.conf"
+        default=[], description="DNS servers to use instead of those in /etc/resolv.conf"
     )
 
     tls_cert: Path | None = Field(None, description="the service's certificate chain (PEM); turns TLS on")

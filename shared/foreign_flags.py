@@ -78,7 +78,7 @@ FOREIGN_FLAGS: Final = {flag: answer for answer, flags in _FLAGS.items() for fla
 
 
 def foreign_answer(flag: str, own: Container[str]) -> str | None:
-    """Returns what to do in place of a flag; None if it is not known, or if the program lacks a flag for it.
+    """Returns what to do instead of a flag; None if it is not known, or if the program lacks a flag for it.
 
     own: the program's flags.
     """

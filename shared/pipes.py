@@ -45,14 +45,14 @@ def send(stream: BinaryIO, message: msgspec.Struct, *parts: Any) -> None:
 
 
 def receive(stream: BinaryIO, kind: type[M]) -> M:
-    """Returns the next message. Raises EOFError if the other end is gone."""
+    """Returns the next message. Raises EOFError if the other end has closed the pipe."""
     (size,) = _SIZE.unpack(read(stream, _SIZE.size))
     return msgspec.msgpack.decode(read(stream, size), type=kind)
 
 
 def read(stream: BinaryIO, size: int) -> bytes:
-    """Returns this many bytes. Raises EOFError if the other end is gone."""
+    """Returns this many bytes. Raises EOFError if the other end has closed the pipe."""
     data = stream.read(size)
     if len(data) < size:
-        raise EOFError("the other end is gone")
+        raise EOFError("the other end has closed the pipe")
     return data

@@ -175,7 +175,7 @@ def check_settings(settings: type[S], values: Mapping[str, Any]) -> S:
 
 
 def _foreign_setting(settings: type[S], name: str) -> str:
-    """Returns what to do in place of a setting of another server; an empty text if it is not known."""
+    """Returns what to do instead of a setting of another server; an empty text if it is not known."""
     answer = foreign_answer(_flag(name), set(map(_flag, settings.model_fields)))
     return re.sub("--([a-z-]+)( [A-Z]+)?", lambda flag: f"`{flag[1].replace('-', '_')}`", answer or "")
 

@@ -233,7 +233,7 @@ class GenerationOptions:
     adapter_id: str | None = _option(None, "Adapter to use.")
     prompt_cache_key: str | None = _option(
         None,
-        "Keep the prompt in the prefix cache for 5 minutes, in place of the last one with this key.",
+        "Keep the prompt in the prefix cache for 5 minutes, instead of the last one with this key.",
         least=1,
         most=1024,
     )

@@ -31,7 +31,7 @@ def fetch(
 
     Until it is whole its name is `target` and `.part`. What is there of it is kept when this fails, together with the
     server's mark for that version (`.etag`), and the next attempt resumes from it, as long as the server still has
-    that version (RFC 9110, section 13.1.5) or the checksum tells in the end.
+    that version (RFC 9110, section 13.1.5) or the checksum decides in the end.
 
     Raises DownloadError.
     """
@@ -71,7 +71,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
     have = part.stat().st_size if part.exists() else 0
     version = mark.read_text() if mark.exists() else ""
     if have and not version and file.sha256 is None:
-        have = 0  # nothing would tell whether the rest belongs to it
+        have = 0  # nothing would show whether the rest belongs to it
     headers = {"accept-encoding": "identity"}
     if have:
         headers["range"] = f"bytes={have}-"

@@ -32,7 +32,7 @@ class Address:
         if parts.scheme not in ("http", "https"):
             raise ValueError(f"{text!r} is not an endpoint address: give host:port or an http:// or https:// URL")
         if parts.username or parts.password:
-            raise ValueError("an endpoint address holds no password: give the token with --endpoint-token")
+            raise ValueError("an endpoint address cannot have a password: give the token with --endpoint-token")
         if not parts.hostname or re.search(r"\s", text):
             raise ValueError(f"{text!r} is not an endpoint address: it names no host")
         if parts.query or parts.fragment:

@@ -32,7 +32,7 @@ LOAD_FACTOR = 1.25
 # compute.
 KNOWN_PREFIX_BOUND = 4
 
-# One request in this many ignores that an endpoint stalls now and then, to learn whether it still does.
+# One request in this many ignores that an endpoint stalls intermittently, to learn whether it still does.
 TRIAL_EVERY = 50
 
 Pieces: TypeAlias = Generator[GeneratedText, None, None]
@@ -173,7 +173,7 @@ class Balancer:
         return sorted(self._endpoints, key=rank)
 
     def _stalling(self, healthy: Sequence[Endpoint]) -> set[Endpoint]:
-        """Returns the endpoints that stall now and then, unless they are most, or this request is to try them."""
+        """Returns the endpoints that stall intermittently, unless most do, or this request is to try them."""
         if self._hedging is None:
             return set()
         stalling = {endpoint for endpoint in healthy if self._hedging.stalls(endpoint.name)}

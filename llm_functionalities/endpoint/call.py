@@ -114,7 +114,7 @@ class Call:
         self.response_headers = None
 
     def allow_another(self) -> None:
-        """Allows another request in place of one for which nothing was generated."""
+        """Allows another request instead of one for which nothing was generated."""
         self.sent = False
 
     def hold(self, connection: socket.socket) -> float:

@@ -60,7 +60,7 @@ class Hedging:
         self._threads = ThreadPoolExecutor(threads, "hedge")
 
     def stalls(self, endpoint: str) -> bool:
-        """Returns True if an endpoint stalls now and then."""
+        """Returns True if an endpoint stalls intermittently."""
         return endpoint in self._stalling
 
     def race(
@@ -113,7 +113,7 @@ class Hedging:
                 self._stalling.discard(endpoint)
             elif endpoint not in self._stalling:
                 self._stalling.add(endpoint)
-                logger.warning("endpoint %s stalls now and then: others are preferred", endpoint)
+                logger.warning("endpoint %s stalls intermittently; preferring others", endpoint)
 
     def _hedge(self, race: "_Race[T]", second: Callable[[Call], Attempt[T] | None]) -> None:
         attempt = None if race.decided else second(race.calls[0])
@@ -139,8 +139,8 @@ class Hedging:
 class _Latencies:
     """Durations in seconds of the last requests of a kind that were answered by the endpoint that they went to first.
 
-    percentile: the 95th of the endpoint where it is lowest: of one that stalls now and then, it may be a stall. None as
-    long as there are few. Requests that a hedge answered do not count, which would make all later hedges later.
+    percentile: the 95th of the endpoint where it is lowest: of one that stalls intermittently, it may be a stall. None
+    as long as there are few. Requests that a hedge answered do not count, which would make all later hedges later.
     """
 
     def __init__(self) -> None:

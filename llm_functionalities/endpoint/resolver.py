@@ -53,7 +53,7 @@ class _Remembered:
 class Resolver:
     """Finds addresses within `bound` seconds. All who ask for a name during a look-up share it.
 
-    `servers` (address, port) are queried in place of the servers in `resolv_conf`, which is read anew for each look-up.
+    `servers` (address, port) are queried instead of the servers in `resolv_conf`, which is read for each look-up.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Resolver:
             raise DeadlineExceeded("the deadline passed before the host name was resolved") from None
 
     def _look_up_for_all(self, name: str, running: Future[list[str]]) -> None:
-        # Bounded by the resolver's own bound alone: a short deadline of the first caller tells the others nothing.
+        # Bounded by the resolver's own bound alone: a short deadline of the first caller does not concern the others.
         try:
             addresses, lifetime = asyncio.run(self._look_up(name))
         except _Unanswered as error:

@@ -121,7 +121,7 @@ class BoundedStream(httpcore2.NetworkStream):
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Raises Unread if the connection ends before the response begins, and the server has not read the request.
 
-        A system resets a connection that its process closes, or leaves behind, with unread bytes. One on
+        A system resets a connection that its process closes, or abandons, with unread bytes. One on
         which everything was read ends without a reset, whatever becomes of the process.
         """
         try:

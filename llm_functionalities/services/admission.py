@@ -227,7 +227,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _observed(self, method: str, rpc: Rpc) -> Iterator[CallContext]:
-        """Takes a place for a call, and tells metrics and traces about the call."""
+        """Reserves a place for a call, and reports the call to metrics and traces."""
         started = time.monotonic()
         status = "OK"
         metadata = _text_metadata(rpc)

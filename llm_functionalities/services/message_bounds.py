@@ -20,7 +20,7 @@ _VARINT, _FIXED_64, _BYTES, _GROUP_BEGIN, _GROUP_END, _FIXED_32 = range(6)
 
 def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
     """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries, or is
-    a string that was given in place of a list.
+    a string that was given instead of a list.
 
     Stops where the bytes are not a message, because parsing them will fail at the same place.
     """

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Ranks = NDArray[np.int64]
 
 _CLOSERS, _COMMA, _QUOTE = b"}])", b",", b'"'
-# Tokens whose spelling tells nothing about how soon they end a text.
+# Tokens whose spelling says nothing about how soon they end a text.
 _OTHERS = 8
 # So few tokens are all tried.
 _FEW = 12
@@ -39,7 +39,7 @@ class ClosingOrder:
         return len(self._orders)
 
     def is_other(self, token: int) -> bool:
-        """Returns True for a token whose spelling tells nothing."""
+        """Returns True for a token whose spelling says nothing."""
         return bool(self._others[token])
 
     def best(self, allowed: NDArray[np.bool_], attempt: int) -> int:

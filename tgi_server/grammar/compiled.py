@@ -64,7 +64,7 @@ class CompiledGrammars:
             return found
 
     def add(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        """Keeps a compiled grammar in place of an earlier one. Raises NoRoomForGrammar if requests need all room."""
+        """Keeps a compiled grammar instead of an earlier one. Raises NoRoomForGrammar if requests need all room."""
         with self._lock:
             self._remove(grammar)
             unpinned = [each for each in self._grammars if not self._pins[each]]

@@ -39,7 +39,7 @@ class Trial(msgspec.Struct):
 class Outcome(msgspec.Struct):
     """The outcome of a trial. source: of a sound grammar, which takes `bytes`; None: `error` or `limit` says why.
 
-    number: of the trial. cpu_seconds: those that it took.
+    number: of the trial. cpu_seconds: the CPU time that it took.
     """
 
     source: GrammarSource | None = None
@@ -128,7 +128,7 @@ class Sandbox:
     def _run(self, started: "Future[WorkerProcess]") -> None:
         """Starts the process, and hands out its answers until it ends."""
         try:
-            # A group of its own: what stops the shard from a terminal is no business of that process, which ends with
+            # A group of its own: what stops the shard from a terminal does not concern that process, which ends with
             # the shard. The same session: Linux compares the niceness of one session's processes only.
             process = WorkerProcess(self._command, process_group=0)
         except Exception as error:  # whatever it is, who waits for the process has to learn of it
@@ -145,6 +145,6 @@ class Sandbox:
             self._process = None
             unanswered, self._answers = self._answers, {}
         if not self._closed:
-            logger.warning("the process that tries grammars has died; another one is started")
+            logger.warning("the process that tries grammars has died; starting another one")
         for answer in unanswered.values():
             answer.set_result(None)

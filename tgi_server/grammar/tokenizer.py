@@ -98,7 +98,7 @@ class GrammarTokenizer:
             raise InvalidGrammar(f"this model's tokenizer cannot be read: {_line(error)}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text that stands inside another."""
+        """Returns the tokens of a text inside another."""
         tokens: list[int] = self.lookup.tokenize_str(text)
         return tokens
 

@@ -19,7 +19,7 @@ from tgi_server.router.adapter_source import AdapterSource
 logger = logging.getLogger(__name__)
 
 _ENCODERS = {"embedding_model_id": "an embedding model", "rerank_model_id": "a rerank model"}
-# Parts of the types of models that read texts and write none.
+# Parts of `model_type` of models that only read texts.
 _READERS = ("bert", "electra", "mpnet")
 
 # Variables that name the folder of what is fetched and converted; without them it is in the user's home.

@@ -69,7 +69,7 @@ class InvalidRequest(RouterError):
 class ContextOverflow(InvalidRequest):
     """The prompt, or the prompt with the requested answer, has too many tokens.
 
-    Clients look for the words, and parse the numbers: `str()` has those of TGI; there are OpenAI's and Anthropic's.
+    Clients look for the words, and parse the numbers: `str()` has TGI's words; OpenAI's and Anthropic's are beside it.
     """
 
     code = "context_length_exceeded"

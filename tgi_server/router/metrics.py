@@ -297,7 +297,7 @@ class ImageMetrics:
 
 
 class LoadMetrics(Collector):
-    """The queue, the running batch and the KV cache at the moment, under TGI's names and under those of vLLM's metrics.
+    """The queue, the running batch and the KV cache at the moment, under TGI's names and under vLLM's.
 
     By the latter, Kubernetes' inference gateways choose a server; the model server protocol of the Gateway API
     Inference Extension defines them.

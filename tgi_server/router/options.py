@@ -275,7 +275,7 @@ def path_of(name: str, dialect: Dialect) -> str:
 
 @cache
 def defaults_of(dialect: Dialect) -> Mapping[str, float]:
-    """Returns the defaults that an interface has in place of the contract's."""
+    """Returns the defaults that an interface has instead of the contract's."""
     return {row.option: row.rules.default for row in rows(dialect) if row.rules.default is not None}
 
 

@@ -84,7 +84,7 @@ class RequestSettings(ServiceSettings):
         "hub, or the name of its folder.",
     )
     tokenizer_config_path: Path | None = Field(
-        default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
+        default=None, description="A tokenizer_config.json, or a bare chat template, instead of the model's own."
     )
     generation_config: Annotated[Literal["auto", "none"], synonyms({"vllm": "none"})] = Field(
         default="auto",
@@ -398,7 +398,7 @@ def _read_disk(text: str) -> tuple[int, Path]:
 
 
 def _read_keys(file: Path) -> list[ApiKey]:
-    """Returns the keys of a file. Raises ValueError with one line that tells none of them."""
+    """Returns the keys of a file. Raises ValueError with one line that shows none of them."""
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -210,7 +210,7 @@ def test_a_negative_number_is_refused(field: str, runner: Runner, server: ModelS
 
 def test_a_string_in_the_place_of_prompts_is_refused(runner: Runner, server: ModelServer) -> None:
     request = llm_pb2.ModelBatchRequest(formatted_prompts="Tell me a story.")
-    with pytest.raises(grpc.RpcError, match="a string was given in place of a list") as error:
+    with pytest.raises(grpc.RpcError, match="a string was given instead of a list") as error:
         runner.batch_call_model(request)
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert server.requests == []

@@ -41,7 +41,7 @@ async def rendezvous(settings: LauncherSettings, shards: int) -> Peers:
 
 
 class Rendezvous(LauncherServiceServicer):
-    """The part of node 0, which listens where the others can reach it, and tells them when all are there."""
+    """The part of node 0, which listens where the others can reach it, and notifies them when all have joined."""
 
     def __init__(self, settings: LauncherSettings, shards: int) -> None:
         self._settings = settings

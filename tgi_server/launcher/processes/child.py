@@ -65,7 +65,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # gRPC would log each start of a process; those that its users start run other programs at once.
+                # gRPC would log each start of a process; processes that its users start run other programs at once.
                 env={"GRPC_ENABLE_FORK_SUPPORT": "0", **os.environ, **command.environment},
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
@@ -119,7 +119,7 @@ class Child:
 
 
 class ProcessLog:
-    """Passes a child's lines on to standard error, and keeps the last one that tells of an error.
+    """Passes a child's lines on to standard error, and keeps the last one about an error.
 
     Log lines name their process already and pass as they are; anything else gets the name put before it. Lines in which
     the process says why it ends, as `shared.settings.fail` writes them, are only kept: its exit message has them.

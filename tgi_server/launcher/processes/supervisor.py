@@ -23,7 +23,7 @@ POLL_SECONDS = 0.05
 REPORT_SECONDS = 10
 # Seconds that the router has, after the drain, for aborting requests that still run.
 ABORT_SECONDS = 3.0
-# Seconds that processes have for ending once one of them has died: enough to tell clients.
+# Seconds that processes have to end once one of them has died: enough for error responses to clients.
 FAILURE_SECONDS = 3.0
 # After a death, seconds in which others of the same moment are waited for; more, when the first to die may only have
 # lost a peer.

@@ -86,7 +86,7 @@ class ToolFormat:
         return self.head[0] + shown + (f":{NUMBER}" if self.numbered else "") + self.head[1]
 
     def named(self, name: str) -> str:
-        """Returns a name, and what tells that a text which begins like a call is one."""
+        """Returns a name, and what distinguishes a call from a text that begins like one."""
         shown = json.dumps(name, ensure_ascii=False)
         return shown if self.head[0].endswith('"') else shown[1:-1] + self.head[1]
 

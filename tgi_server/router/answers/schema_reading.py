@@ -9,7 +9,7 @@ from typing import Any
 
 CLOSED_OBJECTS, JSON_SCHEMA = "closed-objects", "json-schema"
 
-# Keywords whose schemas say more of the same value, and those of which a part may hold without the whole.
+# Keywords whose schemas constrain the same value, and keywords of which a part may hold without the whole.
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "dependencies")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

@@ -15,7 +15,7 @@ _JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "arra
 
 @dataclass(frozen=True, order=True, slots=True)
 class _FoundMark:
-    """A mark in the text. The first counts; of those that begin alike, the longest, and rather one that opens a region.
+    """A mark in the text. The first counts; of those at one place the longest, and one that opens a region.
 
     minus_end: the negative place of its end. ends_region: it ends the open region.
     """

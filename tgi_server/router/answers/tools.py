@@ -70,7 +70,7 @@ class ClientTool:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which tools an answer may or must call. only: names of those that may be called; None: all of them."""
+    """The tools that an answer may or must call. only: names of the tools that may be called; None: all of them."""
 
     required: bool = False
     only: Sequence[str] | None = None
@@ -82,7 +82,7 @@ class ToolUse:
     """The tools that an answer may call; required: it must call one. parallel: it may call several times.
 
     declared: all tools of the request, which the prompt shows, so that a choice does not change it; None: `tools`.
-    client_tools: those that are not plain functions to the client, by the names that the model knows. formats: the
+    client_tools: tools that are not plain functions to the client, by the names that the model knows. formats: the
     grammars of free texts, each as a line.
     """
 

@@ -58,7 +58,7 @@ class Admission:
         self.lease.end = self._refuse
 
     async def read(self, model: type[M]) -> M:
-        """Returns the body as `model`. From then on the request has a place among those in flight.
+        """Returns the body as `model`. From then on the request counts as in flight.
 
         Raises InvalidRequest; Overloaded when as many are in flight as may be.
         """

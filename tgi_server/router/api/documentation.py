@@ -1,6 +1,6 @@
 """The OpenAPI document, and a page to read it by.
 
-It is an OpenAPI 3.0 document, as TGI's is, and names TGI's schemas, also those that no route refers to.
+It is an OpenAPI 3.0 document, as TGI's is, and has TGI's schemas, also those without a route.
 """
 
 import asyncio
@@ -209,7 +209,7 @@ def _any_of(*models: type[ResponseModel]) -> dict[str, Any]:
 
 _GENERATED = {"type": "array", "items": _reference("GenerateResponse")}
 _PREDICTED = {"type": "array", "items": _reference("Prediction")}
-# Schemas that are no object, by the names that TGI's have.
+# Schemas that are not objects, by the names that TGI's have.
 _NAMED: dict[str, Any] = {
     "AnyRanks": {"anyOf": [_reference("Ranks"), _reference("RerankResponse")]},
     "AnyTokenizeResponse": {"anyOf": [_reference("TokenizeResponse"), _reference("TokenizedPrompt")]},

@@ -31,7 +31,7 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 _RETRY_SECONDS = "1"
-# Of what a header tells: proxies take some kilobytes of all headers.
+# Maximum length of a header's value: proxies take some kilobytes of all headers.
 _LINES, _LONGEST_LINE = 10, 200
 _STREAMS = frozenset({"/generate_stream"})
 
@@ -125,7 +125,7 @@ def error_event(error: RouterError, path: str) -> bytes:
 
 
 def _on_one_line(text: bytes) -> bytes:
-    """Returns the same JSON, which is one line however its reader tells lines apart."""
+    """Returns the same JSON on one line, whichever characters its reader takes for ends of lines."""
     if not text.isascii():
         for character, escaped in _LINE_ENDS.items():
             text = text.replace(character, escaped)

@@ -248,7 +248,7 @@ class ImageReader:
             decoding.task.exception()  # its clients may have left
 
     def _forget(self, key: bytes, decoding: _Decoding) -> None:
-        """Has later requests begin anew."""
+        """Makes later requests start over."""
         if self._running.get(key) is decoding:
             del self._running[key]
 

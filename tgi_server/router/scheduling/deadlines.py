@@ -40,7 +40,7 @@ class Forecast:
         self._limits = limits
         self._times = StepTimes(partial(Average, _RECENT_STEPS))
         self._steps = Average(_RECENT_STEPS)  # seconds of steps that continue replies
-        self._fresh_share = Average(_RECENT_PROMPTS)  # of the tokens of prompts, those that were not cached
+        self._fresh_share = Average(_RECENT_PROMPTS)  # the share of prompt tokens that were not cached
         self._fresh_tokens = Average(_RECENT_PROMPTS)  # of a prompt
         self._answer_tokens = Average(_RECENT_ANSWERS)
         self._lengths = deque[float](maxlen=_RECENT_ANSWERS)

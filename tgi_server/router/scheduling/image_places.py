@@ -52,7 +52,7 @@ class ImagePlaces:
 
 
 def _keys_of(image: Image) -> bytes:
-    """Returns numbers in place of an image's tokens: others for each image, and none that is a token."""
+    """Returns numbers instead of an image's tokens: others for each image, and none that is a token."""
     size = image.length * _WIDTH
     keys = int.from_bytes(shake_128(image.digest).digest(size), "little")
     return (keys | int.from_bytes(b"\0\0\0\x80" * image.length, "little")).to_bytes(size, "little")

@@ -1,7 +1,7 @@
 """KV blocks and snapshots of states that are lent to the shards, which write them into files or read files into them.
 
 They work beside the steps of other requests, so that nothing else may use what is lent, and only once the shards have
-answered all steps that were sent before: these may still write into blocks that were granted anew.
+answered all steps that were sent before: these may still write into blocks that were granted to others.
 """
 
 from collections.abc import Awaitable, Callable, Iterable

@@ -15,7 +15,7 @@ _GRAMMAR_CALLS = 256
 
 
 class LocalShard(ShardClient):
-    """Calls services of this process in place of stubs.
+    """Calls services of this process instead of stubs.
 
     A step is computed on the event loop, which responds to nothing meanwhile, as in a shard's process.
     """

@@ -84,7 +84,7 @@ class ShortPrompts:
 
     def __init__(self) -> None:
         self._first: Sequence | None = None
-        self._owed = 0  # tokens by which others passed it, less those of its own since
+        self._owed = 0  # tokens of others that passed it, less its own tokens since
 
     def passing(self, first: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
         """Returns the other sequences that pass the first one in the next step, the shortest first."""

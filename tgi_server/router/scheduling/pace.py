@@ -19,7 +19,7 @@ _LEAST_UNMEASURED = 64
 # The time of a step that continues no reply: new requests wait for it. With room for few tokens, which are computed
 # less efficiently, it may take longer.
 _STEP_S, _LONGEST_STEP_S, _EFFICIENT_TOKENS = 0.5, 0.75, 128
-# Of such steps the last few are measured; those of short prompts tell nothing about long ones. A step has at most so
+# Of such steps the last few are measured; steps of short prompts say nothing about long ones. A step has at most so
 # many times the prompt tokens of the largest.
 _RECENT_PROMPT_STEPS, _GROWTH = 5, 4
 # A step that takes less is sent before the one in front of it has been answered, whatever it computes.
@@ -100,7 +100,7 @@ class StepTimes:
 class PromptPace:
     """Estimates what steps take, from the last ones, and bounds the prompt tokens of the next one.
 
-    Steps that continue replies and those that do not are measured apart.
+    Steps with replies and steps without are measured separately.
     """
 
     def __init__(self, max_tokens: int, block_size: int, target_gap_s: float | None = None) -> None:
@@ -153,7 +153,7 @@ class PromptPace:
         return decode_s + token_s * prompt_tokens < _SHORT_STEP_S
 
     def _alone_s(self) -> tuple[float, float]:
-        """Returns the seconds of a prompt token in a step that continues no reply, and those of a step without any."""
+        """Returns the seconds of a prompt token in a step that continues no reply, and in a step without any."""
         decode_s = self._times.decode_s(1) or 0.0
         largest = max(tokens for tokens, _ in self._prompt_steps)
         like_it = ((tokens, seconds) for tokens, seconds in self._prompt_steps if 2 * tokens >= largest)

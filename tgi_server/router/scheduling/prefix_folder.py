@@ -1,8 +1,8 @@
 """A folder with files of cached prefixes: which texts they have, and which are deleted when there is no more room.
 
 A text is known by a chain of digests, one for each of its blocks, each of the digest before it and the block's tokens.
-The first is made of what tells apart texts that share nothing. All are keyed with a secret in the folder, so that names
-of files say nothing to who cannot read them. `tgi_server/prefix_files.py` has the form of a file.
+The first is made of what distinguishes texts that share nothing. All are keyed with a secret in the folder, so that
+names of files say nothing to who cannot read them. `tgi_server/prefix_files.py` has the form of a file.
 """
 
 import fcntl
@@ -139,7 +139,7 @@ class PrefixFolder:
         return hashlib.blake2b(purpose.encode(), key=self._key).digest()[:_KEY_BYTES]
 
     def namespace(self, name: str) -> str:
-        """Returns what names of files have in place of a cache namespace."""
+        """Returns what names of files have for a cache namespace."""
         return hashlib.blake2b(b"namespace" + name.encode(), key=self._key, digest_size=8).hexdigest()
 
     def root(self, adapter: str, namespace: str) -> bytes:

@@ -18,7 +18,7 @@ from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
 
-# Where everybody shares the prefix cache, exact numbers would tell, guess by guess, what others' prompts say. OpenAI
+# Where everybody shares the prefix cache, exact numbers would reveal others' prompts, guess by guess. OpenAI
 # counts cached tokens in the same steps.
 _CACHED_TOKENS_STEP = 128
 
@@ -269,7 +269,7 @@ class Sequence:
         self.blocks.append(block)
 
     def advance(self, generation: pb.Generation) -> Outcome | None:
-        """Takes the tokens that a step yielded, and pushes those that are part of the text into the sink.
+        """Takes the tokens that a step yielded, and pushes the visible ones into the sink.
 
         Returns how the request ends with them; None if it continues.
         """
@@ -290,7 +290,7 @@ class Sequence:
         return finish_reason_from_message(generation.finish_reason) or stop
 
     def preempt(self) -> None:
-        """Sends the sequence back to the queue. All of its tokens, generated ones too, are to be computed anew."""
+        """Sends the sequence back to the queue. All of its tokens, generated ones too, will be computed again."""
         self.known = len(self.tokens)
         self.computed = self.cached = 0
         self.blocks = []
@@ -317,7 +317,7 @@ def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:
 
 
 def _drop_hidden(generation: pb.Generation) -> None:
-    """Returns the step's tokens without those that only the model sees."""
+    """Returns the step's tokens without the ones that only the model sees."""
     for place in reversed(generation.hidden):
         del generation.token_ids[place]
         if generation.logprobs:

@@ -177,9 +177,9 @@ class Refused(RequestModel):
 
 
 class LeftOut(RequestModel):
-    """An item of a list that is left out, such as a tool that only its vendor's servers run. The client is told.
+    """An item of a list that is left out, such as a tool that only its vendor's servers run. A header reports it.
 
-    known: types of such items; those of any other type are left out as well.
+    known: types of such items; items of any other type are left out as well.
     """
 
     known: ClassVar[frozenset[str]] = frozenset()

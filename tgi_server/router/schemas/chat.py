@@ -51,7 +51,7 @@ class ImageChunk(RequestModel):
 
 
 class RefusalChunk(RequestModel):
-    """A refusal of the assistant, in place of an answer."""
+    """A refusal of the assistant, instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -87,7 +87,7 @@ class MessageBody(RefusingModel):
         description="Thoughts before an answer; templates show them. Also called `reasoning`.",
     )
     content: MessageContent | None = None
-    refusal: str | None = Field(default=None, description="Written in place of an answer.")
+    refusal: str | None = Field(default=None, description="Written instead of an answer.")
     tool_calls: Items[PastToolCall] | None = None
 
 

@@ -19,7 +19,8 @@ class FunctionDefinition(RequestModel):
         description="JSON schema of the arguments.",
     )
     strict: bool | None = Field(
-        default=None, description="Refuse a JSON schema that cannot be fully enforced. Else a header names the rest."
+        default=None,
+        description="Refuse a JSON schema that cannot be fully enforced. Otherwise a header names the rest.",
     )
 
 

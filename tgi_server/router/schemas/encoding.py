@@ -79,7 +79,7 @@ class RankRequest(_Fitted):
 
     query: Annotated[str, Field(min_length=1)]
     texts: Texts
-    raw_scores: bool = Field(default=False, description="Logits in place of probabilities.")
+    raw_scores: bool = Field(default=False, description="Logits instead of probabilities.")
     return_text: bool = False
     instruction: str | None = Field(default=None, description="For models that answer yes or no.")
 
@@ -109,7 +109,7 @@ class PredictRequest(_Fitted):
     inputs: Annotated[str | _Pair | _Pairs, WrapValidator(_classified)] = Field(
         description="A text or a pair of texts, or a list of them, each in a list of its own."
     )
-    raw_scores: bool = Field(default=False, description="Logits in place of probabilities.")
+    raw_scores: bool = Field(default=False, description="Logits instead of probabilities.")
 
     @property
     def single(self) -> bool:
@@ -153,7 +153,7 @@ class RerankRequest(RefusingModel):
         description="Texts, or objects with a `text`; or one of them alone."
     )
     top_n: _TOKENS | None = Field(default=None, description="Number of results. Default: all.")
-    return_documents: bool | None = Field(default=None, description="Default: false for /v2/rerank, else true.")
+    return_documents: bool | None = Field(default=None, description="Default: false for /v2/rerank, otherwise true.")
     max_tokens_per_doc: _TOKENS | None = Field(default=None, description="Longer documents are cut.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     instruction: str | None = Field(default=None, description="For models that answer yes or no.")

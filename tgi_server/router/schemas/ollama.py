@@ -26,7 +26,7 @@ _LOADING = frozenset(
 
 @takes_options(Dialect.OLLAMA)
 class OllamaOptions(RefusingModel):
-    """The model's context and memory are those of the server."""
+    """The server decides about the model's context and memory."""
 
     harmless: ClassVar[frozenset[str]] = _LOADING
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -110,7 +110,7 @@ class OllamaGenerateRequest(OllamaGenerationRequest):
     prompt: str = Field(default="", description="What the user says. Empty: nothing is generated.")
     system: str | None = Field(default=None, description="What the system says.")
     images: Items[str] = Field(default=[], description="Images in base64, for models that read images.")
-    raw: bool = Field(default=False, description="The prompt is for the model as it is, without the chat template.")
+    raw: bool = Field(default=False, description="The model gets the prompt as it is, without the chat template.")
 
 
 class OllamaEmbedRequest(OllamaModelRequest):
@@ -120,7 +120,7 @@ class OllamaEmbedRequest(OllamaModelRequest):
         str | Annotated[list[str], Field(max_length=MOST_TEXTS, fail_fast=True)],
         BY_TYPE,
     ]
-    truncate: bool = Field(default=True, description="A text that is too long loses its end; else it is refused.")
+    truncate: bool = Field(default=True, description="A text that is too long loses its end; otherwise it is refused.")
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         default=None, description="The first numbers of each embedding, normalized."
     )

@@ -33,7 +33,7 @@ class TextPart(RequestModel):
 
 
 class RefusalPart(RequestModel):
-    """A refusal of the assistant, in place of an answer."""
+    """A refusal of the assistant, instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str

@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 _MOST_FAULTS = 10
 _LONGEST_NAME = 80
 _LONGEST_NUMBER = 40
-# Of an object in which a field is missing: those that may be a misspelled form of it.
+# Of an object in which a field is missing: fields that may be a misspelled form of it.
 _MOST_NAMES = 100
 _LONGEST_FAULT = 200
 _JSON_TYPES = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")
@@ -199,7 +199,7 @@ def ignored(value: Any, content: Any, path: str = "") -> Iterator[Ignored]:
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The names that fields of a model have in JSON. with_objects: the attributes of those in which objects may be.
+    """The names that fields of a model have in JSON. with_objects: the attributes of fields in which objects may be.
     nested: their own fields, by the names of these.
     """
 

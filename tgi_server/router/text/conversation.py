@@ -66,7 +66,7 @@ class Conversation:
     """The turns so far, what the chat template gets beside them, and what the answer may be.
 
     tool_prompt: tells the model how to call a tool. continue_last: the answer continues the last turn; None: if that is
-    the assistant's. show_thoughts: those of the answer are sent.
+    the assistant's. show_thoughts: the answer's thoughts are sent.
     """
 
     turns: Sequence[Turn]

@@ -133,7 +133,7 @@ def labels_of(
     """Returns the labels of the options in an order.
 
     One token for each where the tokenizer has enough of them; else texts of the same length, token by token. With the
-    scoring "sequences", the options themselves are the labels. own: those of the model's `decision.json`.
+    scoring "sequences", the options themselves are the labels. own: the ones of the model's `decision.json`.
     """
 
     def tokens(text: str) -> Tokens:
@@ -220,7 +220,7 @@ def result_of(
 
 
 def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring, temperature: float) -> list[float]:
-    """Returns the softmax of labels' log-probabilities; of texts, those of a token in the mean."""
+    """Returns the softmax of labels' log-probabilities; for texts, of the mean for each token."""
     lengths = [len(each) if scoring == "sequences" else 1 for each in labels.tokens]
     return softmax([value / length / temperature for value, length in zip(logprobs, lengths, strict=True)])
 

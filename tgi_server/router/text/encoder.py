@@ -78,7 +78,7 @@ class ServedEncoder:
         self._tokenizer = tokenizer_of(folder)
         if info.answers:
             plain = tokenizer_of(folder)
-            plain.encode_special_tokens = True  # those that a document spells are text
+            plain.encode_special_tokens = True  # what a document spells is text
             self._user_tokenizer = plain
         described = read_json(folder / "config_sentence_transformers.json")
         self._prompts: dict[str, Any] = described.get("prompts") or {}

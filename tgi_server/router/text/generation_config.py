@@ -9,7 +9,7 @@ from tgi_server.router.text.tokenizer_config import read_json
 
 logger = logging.getLogger(__name__)
 
-# The parameters that are taken from it; lengths and tokens are the server's affair.
+# The parameters that are read from it; the server decides about lengths and tokens.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Too large for the messages to the shards.
 _TOO_LARGE = 2.0**128

@@ -171,7 +171,7 @@ class SpecialTokens:
         self._literal = _renamed(tokenizer, content, self._hidden) if 0 < len(spelled) < _MOST else None
 
     def in_ids(self, ids: Iterable[int], *, unknown: bool = True) -> list[int]:
-        """Returns the special tokens among `ids`. unknown: also the one that stands for what the model cannot read."""
+        """Returns the special tokens among `ids`. unknown: include the token for what the model cannot read."""
         return [token_id for token_id in ids if token_id in self._ids and (unknown or token_id != self._unknown)]
 
     def render(self, render: Render, conversation: TemplateInput) -> RenderedPrompt:
@@ -235,7 +235,7 @@ def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
     start = 0
     while start < len(text):
         end = start + max(_WINDOW, 2 * longest)
-        # Behind a match that begins after this, the end of the window may have cut something off.
+        # A match that begins after this may be cut off by the end of the window.
         certain = end - longest if end < len(text) else len(text)
         for match in pattern.finditer(text, start, end):
             if match.start() > certain:

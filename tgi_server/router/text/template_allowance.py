@@ -15,7 +15,7 @@ _CHARACTERS = 2**26
 # Calls of macros, blocks and recursive loops within each other, and lists within lists.
 _DEEPEST_CALL = 100
 _DEEPEST_LIST = 256
-# Characters that a member of a list or an object counts for, and those that a number takes as text at most.
+# Characters that a member of a list or an object counts for, and the most that a number takes as text.
 MEMBER = 12
 _NUMBER = 32
 # JSON writes a control character with so many, and so does Python.

@@ -30,7 +30,7 @@ from tgi_server.router.text.template_calls import (
     text_size,
 )
 
-# Characters of a template's source. Those of published models have at most some 20,000.
+# Characters of a template's source. Published models' have at most some 20,000.
 _LONGEST_SOURCE = 2**18
 # The filter of loops.
 _IN_TIME = "in time"

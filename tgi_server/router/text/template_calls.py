@@ -18,7 +18,7 @@ BITS = 4_096
 WIDEST = 100_000
 DEEPEST_INDENT = 100
 _MOST_DIGITS = 100
-# Characters of a text times those that are searched for, by methods that take as many steps.
+# Characters of a text times characters that are searched for, by methods that take as many steps.
 _STEPS = 2**28
 # A text of one character takes as much memory as this many characters of a long text.
 _SHORT_TEXT = 16
@@ -69,7 +69,7 @@ CHEAP_FILTERS = frozenset(
         *("map", "reject", "rejectattr", "select", "selectattr"),
     }
 )
-# Filters that compare the members of a list, or list them anew.
+# Filters that compare the members of a list, or make another list of them.
 LISTING_FILTERS = frozenset(
     {
         *("batch", "dictsort", "groupby", "items", "list", "max", "min", "random", "reverse", "slice", "sort", "sum"),
@@ -97,7 +97,7 @@ def owner_of(called: Any) -> Any:
 
 
 def check_callable(called: Any, functions: frozenset[int]) -> None:
-    """Raises TemplateError for what a template may not call. functions: identities of those that have no owner."""
+    """Raises TemplateError for what a template may not call. functions: identities of functions without an owner."""
     if isinstance(called, (*NESTING, Joiner, Undefined)) or id(called) in functions:
         return
     name = getattr(called, "__name__", type(called).__name__)
@@ -202,7 +202,7 @@ def _pieces(text: str, name: str, args: tuple[Any, ...]) -> int:
 
 
 def _length(value: Any) -> int:
-    """Returns the characters of a text, or those that the members of a list count for."""
+    """Returns the characters of a text, or the characters that the members of a list count for."""
     if isinstance(value, str):
         return len(value)
     return MEMBER * len(value) if hasattr(value, "__len__") else 0

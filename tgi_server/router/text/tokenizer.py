@@ -81,7 +81,7 @@ class TextTokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def special_token_guard(self) -> SpecialTokens:
-        """Returns the object that tells special tokens of the chat template from ones that clients spell."""
+        """Returns what distinguishes special tokens of the chat template from special tokens that clients spell."""
         return SpecialTokens(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:

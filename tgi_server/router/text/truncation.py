@@ -21,7 +21,7 @@ def tokenised_characters(text: str, tokens: int) -> int:
 def last_ids(encode: Callable[[str], list[int]], text: str, tokens: int) -> list[int]:
     """Returns the last `tokens` ids, at most, that `encode` returns for the text.
 
-    Behind a cut the first tokens are others than in the whole text; at the next word, or sign, they are the same again.
+    After a cut the first tokens differ from those of the whole text; from the next word, or sign, on they agree.
     Where three cuts, a character apart, lead to the same tokens through most of the end, any cut does: many tokenizers
     split digits three by three from the left, and two of three cuts may happen to agree. In a text without such places
     (one letter a million times) no cut may do: then more of it is tokenized, and all of it in the end.

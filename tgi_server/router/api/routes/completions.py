@@ -51,8 +51,8 @@ def completion_routes(service: Service) -> list[Route]:
     return routes
 
 
-# Most prompt tokens in one response, alternatives included: some 35 bytes each. A stream sends those of one prompt in
-# one event.
+# Maximum number of prompt tokens in one response, alternatives included: some 35 bytes each. A stream sends
+# the tokens of one prompt in one event.
 _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 
 

@@ -150,7 +150,7 @@ def _told(stream: AnyStream, text: str, visible: str) -> str:
 
 
 def _ends_text(stream: AnyStream, visible: str) -> bool:
-    """Returns True if the last token ends the text without belonging to it, which clients tell by its being special."""
+    """Returns True if the last token ends the text without belonging to it, which clients see because it is special."""
     return stream.finish_reason in (FinishReason.EOS_TOKEN, FinishReason.DEADLINE) and not visible
 
 

@@ -96,8 +96,8 @@ def _form(request: OllamaGenerationRequest) -> Grammar | None:
 
 
 def _turns(messages: Sequence[OllamaTurn]) -> Iterator[Turn]:
-    """Yields the messages as turns. Results that name no call are those of the calls before them, in their order: most
-    of Ollama's clients know no ids.
+    """Yields the messages as turns. Results that name no call answer the calls before them, in their order: most of
+    Ollama's clients know no ids.
     """
     made = 0
     open_calls: list[PastCall] = []
