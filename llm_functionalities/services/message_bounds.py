@@ -103,6 +103,6 @@ def _refuse_strings(characters: dict[str, set[bytes] | None], entries: Counter[s
     for field, seen in characters.items():
         if entries[field] >= CHARACTERS_OF_A_STRING and seen is not None and len(seen) > 1:
             raise InvalidArgument(
-                f"`{field}` has {entries[field]} entries of one character each: a string was given in place "
-                "of a list; give a list, such as [text]"
+                f"`{field}` has {entries[field]} entries of one character each: a string was given "
+                "instead of a list; give a list, such as [text]"
             )
