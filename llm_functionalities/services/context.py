@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from re import _parser as regex_parser  # type: ignore[attr-defined]
 from typing import Any, TypeVar
@@ -137,6 +137,19 @@ class ModelClient:
                 context.tell_reasons([answer])
                 if answer.value is not None:
                     yield answer
+
+
+def generation_of(
+    model: ModelClient, request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest | llm_pb2.WarmRequest
+) -> GenerationParameters:
+    """Returns the parameters of an answer as a request has them. Raises InvalidArgument, or UnusableGrammar."""
+    if "" in request.stop:
+        raise InvalidArgument("`stop` has an empty text; leave it out")
+    return replace(
+        model.generation(request.max_tokens, grammar_of(request.grammar), adapter_id=request.adapter_id),
+        sampling=sampling_of(request.sampling),
+        stop=request.stop,
+    )
 
 
 def sampling_of(sampling: llm_pb2.Sampling) -> dict[str, Any]:

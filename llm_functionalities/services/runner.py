@@ -3,12 +3,10 @@
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
-from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.errors import InvalidArgument
 from llm_functionalities.model.model import Question
-from llm_functionalities.services.context import CallContext, ModelClient, grammar_of, sampling_of
+from llm_functionalities.services.context import CallContext, ModelClient, generation_of
 from llm_functionalities.services.echo import EchoedAnswer
 from llm_functionalities.services.prompts import alpaca, with_images
 from llm_functionalities.settings import PromptEcho
@@ -61,7 +59,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self, request: llm_pb2.ModelRequest, context: CallContext
     ) -> AsyncIterator[llm_pb2.ModelResponse]:
         deadline = self._model.deadline(context, request.timeout)
-        generation = self._generation(request)
+        generation = generation_of(self._model, request)
         prompt = with_images(request.images, request.formatted_prompt)
         if request.members and not request.grammar.json_schema:
             raise InvalidArgument("`members` needs an answer in JSON; give `grammar.json_schema`")
@@ -83,15 +81,6 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
                 if answer.ended:
                     return
 
-    def _generation(self, request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest) -> GenerationParameters:
-        if "" in request.stop:
-            raise InvalidArgument("`stop` has an empty text; leave it out")
-        return replace(
-            self._model.generation(request.max_tokens, grammar_of(request.grammar), adapter_id=request.adapter_id),
-            sampling=sampling_of(request.sampling),
-            stop=request.stop,
-        )
-
     async def _responses(
         self,
         request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest,
@@ -101,7 +90,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
     ) -> list[llm_pb2.ModelResponse]:
         """Returns a response for each prompt, sent as it is, after the images."""
         deadline = self._model.deadline(context, request.timeout)
-        generation = self._generation(request)
+        generation = generation_of(self._model, request)
         # Places of answers that close the object that their prompt began.
         ended: set[int] = set()
 

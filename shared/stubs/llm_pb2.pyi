@@ -552,23 +552,35 @@ class RerankResponse(_message.Message):
     def __init__(self, ranking: _Optional[_Iterable[_Union[RankedText, _Mapping]]] = ...) -> None: ...
 
 class WarmRequest(_message.Message):
-    __slots__ = ("formatted_prompt", "ttl_seconds", "cache_key", "timeout", "adapter_id")
+    __slots__ = ("formatted_prompt", "ttl_seconds", "cache_key", "timeout", "adapter_id", "answer_tokens", "max_tokens", "grammar", "sampling", "stop")
     FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     formatted_prompt: str
     ttl_seconds: int
     cache_key: str
     timeout: int
     adapter_id: str
-    def __init__(self, formatted_prompt: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., cache_key: _Optional[str] = ..., timeout: _Optional[int] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+    answer_tokens: int
+    max_tokens: int
+    grammar: Grammar
+    sampling: Sampling
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, formatted_prompt: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., cache_key: _Optional[str] = ..., timeout: _Optional[int] = ..., adapter_id: _Optional[str] = ..., answer_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WarmResponse(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "answer_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    answer_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., answer_tokens: _Optional[int] = ...) -> None: ...

@@ -1084,7 +1084,8 @@ class LLMPrefixCacheServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Warm(self, request, context):
-        """Computes a prompt where its call will go, after all other requests. A caller that cancels stops it.
+        """Computes a prompt, and perhaps the beginning of its answer, where its call will go, after all other requests. A
+        caller that cancels stops it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,8 +1,10 @@
 """Prompts that are computed before they are needed: a real service, with real models and with stand-ins."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import httpx
@@ -46,8 +48,9 @@ def channel(service: Service, servers: list[ModelServer]) -> Iterator[grpc.Chann
         yield channel
 
 
-def warm(channel: grpc.Channel, prompt: str, **more: str | int) -> llm_pb2.WarmResponse:
-    request = llm_pb2.WarmRequest(formatted_prompt=prompt, **more)
+def warm(channel: grpc.Channel, prompt: str, **more: Any) -> llm_pb2.WarmResponse:
+    request = llm_pb2.WarmRequest(**more)
+    request.formatted_prompt = prompt
     response: llm_pb2.WarmResponse = llm_pb2_grpc.LLMPrefixCacheStub(channel).Warm(request)
     return response
 
@@ -63,6 +66,42 @@ def test_a_prompt_of_a_real_model_is_cached(demo_server: TextGenerationServer) -
         assert warm(channel, prompt, timeout=60_000).cached_tokens >= 128
 
 
+def used(server: TextGenerationServer) -> float:
+    (found,) = re.findall(r"^tgi_early_answer_used_tokens_total (\S+)", httpx.get(f"{server.url}/metrics").text, re.M)
+    return float(found)
+
+
+SCHEMA = '{"type": "object", "properties": {"minutes": {"type": "integer"}}, "required": ["minutes"]}'
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampling": llm_pb2.Sampling(temperature=0.8, seed=3)},
+        {"sampling": llm_pb2.Sampling(temperature=0, repetition_penalty=1.1)},
+        {"grammar": llm_pb2.Grammar(json_schema=SCHEMA)},
+    ],
+    ids=["greedy", "seeded", "penalty", "JSON"],
+)
+def test_the_answer_of_a_real_model_is_known(demo_server: TextGenerationServer, options: dict[str, Any]) -> None:
+    prompt = f"### Instruction:\nHow do I cook {len(str(options))} eggs?\n\n### Response:\n"
+    asked: dict[str, Any] = {"formatted_prompt": prompt, "max_tokens": 40, "timeout": 60_000, **options}
+    with running_service("--endpoint", demo_server.url) as service, service.channel() as channel:
+        runner = llm_pb2_grpc.LLMRunnerStub(channel)
+        expected = runner.call_model(llm_pb2.ModelRequest(**asked))
+        before = used(demo_server)
+        known = warm(channel, prompt, answer_tokens=4, cache_key="eggs", **{**asked, "formatted_prompt": ""})
+        assert 0 < known.answer_tokens <= 8
+        assert known.prompt_tokens == expected.prompt_tokens
+        assert runner.call_model(llm_pb2.ModelRequest(**asked)) == expected
+        pieces = [each.text for each in runner.stream_model(llm_pb2.ModelRequest(**asked))]
+        assert "".join(pieces).strip() == expected.text
+        assert used(demo_server) == before + 2 * known.answer_tokens
+        runner.call_model(llm_pb2.ModelRequest(**asked | {"max_tokens": 39}))
+        assert used(demo_server) == before + 2 * known.answer_tokens
+
+
 def test_the_endpoint_of_a_prompt_computes_it(
     service: Service, channel: grpc.Channel, servers: list[ModelServer]
 ) -> None:
@@ -72,6 +111,10 @@ def test_the_endpoint_of_a_prompt_computes_it(
     (sent,) = chosen.requests
     body = {"prompt": LONG, "ttl_seconds": 60, "prompt_cache_key": "kitchen", "model": "cook"}
     assert (sent.path, sent.body) == ("/v1/warm", body)
+    warm(channel, LONG, cache_key="kitchen", adapter_id="cook", answer_tokens=9, max_tokens=30, stop=["END"])
+    parameters = {"max_new_tokens": 30, "adapter_id": "cook", "stop": ["END"], "return_full_text": False}
+    body = {"inputs": LONG, "parameters": parameters | {"prompt_cache_key": "kitchen"}, "answer_tokens": 9}
+    assert (chosen.requests[-1].path, chosen.requests[-1].body) == ("/v1/warm", body)
     assert 0 < int(sent.headers["x-envoy-expected-rq-timeout-ms"]) <= 11_000
     for each in servers:
         each.raw = None
@@ -138,10 +181,16 @@ def test_without_an_endpoint_the_response_is_empty() -> None:
         ({"ttl_seconds": 3601}, "`ttl_seconds`"),
         ({"timeout": -1}, "`timeout`"),
         ({"cache_key": "k" * 1025}, "`cache_key`"),
+        ({"answer_tokens": -1}, "`answer_tokens`"),
+        ({"answer_tokens": 513}, "`answer_tokens`"),
+        ({"answer_tokens": 1, "sampling": llm_pb2.Sampling(top_p=0.5)}, "`sampling.seed`"),
+        ({"answer_tokens": 1, "sampling": llm_pb2.Sampling(temperature=-1)}, "`sampling.temperature`"),
+        ({"answer_tokens": 1, "max_tokens": -1}, "`max_tokens`"),
+        ({"answer_tokens": 1, "stop": [""]}, "`stop`"),
     ],
 )
 def test_bad_requests_are_refused_by_the_name_of_the_field(
-    changes: dict[str, int | str], field: str, channel: grpc.Channel, servers: list[ModelServer]
+    changes: dict[str, Any], field: str, channel: grpc.Channel, servers: list[ModelServer]
 ) -> None:
     with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT") as refused:
         warm(channel, SHORT, **changes)
