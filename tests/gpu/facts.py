@@ -36,9 +36,8 @@ from tgi_server.engine.backends.attention.cuda_latents import tiles_of_rows  # n
 from tgi_server.engine.backends.attention.flash import FlashAttention, fault_of  # noqa: E402
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight  # noqa: E402
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS  # noqa: E402
-from tgi_server.engine.kernels.triton import latents as latent_kernel  # noqa: E402
 from tgi_server.engine.kernels.triton import split_kv  # noqa: E402
-from tgi_server.engine.kernels.triton.latents import attend_latents, heads_together  # noqa: E402
+from tgi_server.engine.kernels.triton.latents import LatentShape, attend_latents  # noqa: E402
 from tgi_server.engine.kernels.triton.sampling import choose  # noqa: E402
 from tgi_server.engine.linear.gpu import quantized_layer  # noqa: E402
 from tgi_server.engine.linear.kernel_table import KernelTable  # noqa: E402
@@ -134,13 +133,13 @@ def latents(variant: str = "") -> None:
     """Sequences that decode over latents: those of DeepSeek-V3, whole and by eight, and of GLM-4.7-Flash."""
     for heads, batch, context in ((16, 1, 8192), (16, 32, 8192), (128, 32, 8192), (20, 1, 32768), (20, 128, 1024)):
         lengths = [context // SHORTER] * (2 if DRY else batch)
-        given, parts = _metadata(lengths, 0), heads // heads_together(heads)
+        given, shape = _metadata(lengths, 0), LatentShape.of(heads, DTYPE.itemsize, DEVICE)
         query, turned = (torch.randn(len(lengths), heads, n, device=DEVICE, dtype=DTYPE) for n in (512, 64))
         blocks = int(given.block_tables.max()) + 1
         caches = [torch.randn(blocks, BLOCK, 1, size, device=DEVICE, dtype=DTYPE) for size in (512, 64)]
         tiles = tiles_of_rows(given)
-        plan = split_kv.plan_parts(tiles, parts, latent_kernel.launch_shape(DTYPE.itemsize)[0], 0)
-        arguments = (query, turned, *caches, given.block_tables, tiles, plan, 192**-0.5)
+        plan = split_kv.plan_parts(tiles, heads // shape.group, shape.key_tile, 0)
+        arguments = (query, turned, *caches, given.block_tables, tiles, plan, shape, 192**-0.5)
         output = attend_latents(*arguments)
         key, rotated = (cache[given.block_tables[-1].long()].flatten(0, 2)[: lengths[-1]].float() for cache in caches)
         scores = (query[-1].float() @ key.T + turned[-1].float() @ rotated.T) * 192**-0.5

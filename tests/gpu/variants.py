@@ -14,7 +14,8 @@ from tests.gpu import facts  # first: in a dry run it makes Triton an interprete
 # isort: split
 import torch
 
-from tgi_server.engine.kernels.triton import latents, paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.kernels.triton import paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.kernels.triton.latents import LatentShape
 from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
 from tgi_server.engine.kernels.triton.w4a16_gemm import ProductTile
 
@@ -31,8 +32,18 @@ PROMPT_SHAPES = [
     (256, 64, 8, 5),
 ]
 DECODE_SHAPES = [(16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 128, 4, 5), (16, 128, 8, 5)]
-# Of latents: keys together, warps, stages.
-LATENT_SHAPES = [(32, 4, 5), (32, 8, 5), (32, 4, 3), (64, 8, 3), (64, 8, 5), (16, 4, 5), (32, 4, 2)]
+# Of latents: rows of products, keys together, warps, stages.
+LATENT_SHAPES = [
+    (64, 32, 8, 2),
+    (64, 32, 8, 3),
+    (64, 16, 8, 3),
+    (64, 64, 8, 2),
+    (32, 32, 8, 3),
+    (16, 32, 4, 5),
+    (16, 32, 8, 5),
+    (16, 64, 8, 3),
+    (16, 16, 4, 5),
+]
 # Programs of a multiprocessor, fewest key tiles of a part.
 SPLITS = [(1, 4), (2, 2), (2, 8), (4, 4), (4, 2)]
 # Tokens that the sampler looks at together, warps.
@@ -95,8 +106,13 @@ def _decode(*shape: int) -> None:
 
 
 def _latents(*shape: int) -> None:
-    with mock.patch.object(latents, "launch_shape", return_value=(16, 8, 1) if facts.DRY else shape):
-        facts.latents(f", keys, warps, stages {shape}")
+    rows, *rest = (16, 16, 8, 1) if facts.DRY else shape
+
+    def made(_: object, heads: int, *__: object) -> LatentShape:
+        return LatentShape(max(count for count in range(1, rows + 1) if heads % count == 0), rows, *rest)
+
+    with mock.patch.object(LatentShape, "of", classmethod(made)):
+        facts.latents(f", rows, keys, warps, stages {shape}")
 
 
 def _splits(programs: int, fewest: int) -> None:

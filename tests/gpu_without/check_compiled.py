@@ -99,7 +99,7 @@ def attention(
     data = f"*{NAMES[dtype]}"
     pointers = dict.fromkeys(("query", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
     pointers |= {"keys": "*u8" if mantissa and keys_too else data, "values": "*u8" if mantissa else data}
-    plan = ("tile_of", "starts", "places", "share", "joined")
+    plan = ("tile_of", "starts", "places", "joined")
     tables = ("tables", "firsts", "counts", "kv_lengths", "sequences", *plan)
     numbers = dict.fromkeys(("tiles", "query_stride", "head_stride", "table_stride", "window", "most_joined"), "i32")
     factors = dict.fromkeys(("alibi_scaling", "softcap", "score_scaling", "value_scale"), "fp32")
@@ -163,15 +163,21 @@ def test_every_variant_of_attention_fits(
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_over_latents_fits(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [16, 128])
+def test_attention_over_latents_fits(
+    capability: int, dtype: torch.dtype, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "shared_memory", lambda device: SHARED_BYTES[capability])
     data, numbers = f"*{NAMES[dtype]}", ("tiles", "table_stride")
-    planned = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
+    planned = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places")
     types = dict.fromkeys(("query", "turned", "latents", "beside", "output"), data) | dict.fromkeys(planned, INTS)
     types |= {"parts": "*fp32", "weights": "*fp32", "score_scaling": "fp32"} | dict.fromkeys(numbers, "i32")
-    key_tile, warps, stages = latents.launch_shape(dtype.itemsize)
-    sizes = {"heads": 128, "group": 16, "rank": 512, "size": 64, "stride": 64, "rows": latents.ROWS, "width": 512}
-    sizes |= {"size_width": 64, "block_size": 32, "key_tile": key_tile}
-    check(compiled(latents._attend_latents, types, sizes, capability, warps, stages), capability, tmp_path)
+    shape = latents.LatentShape.of(heads, dtype.itemsize, torch.device("cpu"))
+    assert (shape.rows == 64) == (heads == 128 and dtype.itemsize == 2 and capability in (80, 90, 100))
+    sizes = {"heads": heads, "group": shape.group, "rank": 512, "size": 64, "stride": 64, "rows": shape.rows}
+    sizes |= {"width": 512, "size_width": 64, "block_size": 32, "key_tile": shape.key_tile}
+    program = compiled(latents._attend_latents, types, sizes, capability, shape.warps, shape.stages)
+    check(program, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -183,7 +189,7 @@ def test_one_key_head_of_71_queries_fits(capability: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
-    pointers = dict.fromkeys(("counts", "kv_lengths", "tile_of", "starts", "places", "share", "joined"), INTS)
+    pointers = dict.fromkeys(("counts", "kv_lengths", "tile_of", "starts", "places", "joined"), INTS)
     types = pointers | dict.fromkeys(("tiles", "target", "window", "most_joined"), "i32")
     constants = {"key_tile": 64, "windowed": True, "at_once": split_kv._PLANNED_AT_ONCE}
     constants |= {"most_parts": split_kv.MOST_PARTS, "fewest_key_tiles": split_kv._FEWEST_KEY_TILES}

@@ -197,7 +197,7 @@ def test_what_kernels_are_compared_with_is_attention() -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize(("heads", "row_tokens", "chunk"), [(4, 1, 0), (20, 1, 5), (32, 3, 0), (17, 1, 0)])
+@pytest.mark.parametrize(("heads", "row_tokens", "chunk"), [(4, 1, 0), (20, 1, 5), (32, 3, 0), (17, 1, 0), (128, 1, 0)])
 def test_latents(heads: int, row_tokens: int, chunk: int, dtype: torch.dtype, processors: int) -> None:
     instance = LatentAttention(KVShape((1,), 48, value_dim=12), torch.device("cpu"), dtype)
     actual, wanted = run_latents(instance, heads, [row_tokens, 7, 33, 300], row_tokens, chunk)

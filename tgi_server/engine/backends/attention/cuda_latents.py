@@ -55,7 +55,7 @@ class LatentAttention(GatherAttention):
 
     def _attend_rows(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         """Returns what the rows that decode attend to, [tokens, heads, value_dim]."""
-        from tgi_server.engine.kernels.triton.latents import attend_latents, heads_together, launch_shape
+        from tgi_server.engine.kernels.triton.latents import LatentShape, attend_latents
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
         latents = variant.latents
@@ -63,15 +63,13 @@ class LatentAttention(GatherAttention):
         size = latents.keys.shape[1]
         heads = query.shape[1]
         tiles = metadata.made("latent tiles", partial(tiles_of_rows, metadata))
-        key_tile, *_ = launch_shape(query.element_size())
-        parts_of_heads = heads // heads_together(heads)
-        plan = metadata.made(
-            ("latent plan", parts_of_heads, key_tile), partial(plan_parts, tiles, parts_of_heads, key_tile, 0)
-        )
+        shape = LatentShape.of(heads, query.element_size(), query.device)
+        groups, key_tile = heads // shape.group, shape.key_tile
+        plan = metadata.made(("latent plan", groups, key_tile), partial(plan_parts, tiles, groups, key_tile, 0))
         in_latents = torch.einsum("thd,hdr->thr", query[..., :size], latents.keys)
         caches = self._keys[layer], self._values[layer]
         attended = attend_latents(
-            in_latents, query[..., size:], *caches, metadata.block_tables, tiles, plan, variant.scaling
+            in_latents, query[..., size:], *caches, metadata.block_tables, tiles, plan, shape, variant.scaling
         )
         return torch.einsum("thr,hrv->thv", attended, latents.values)
 

@@ -7,28 +7,44 @@ reads each latent once, as the key and as the value.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # (arguments of kernels are what Triton makes of them)
 
+from typing import NamedTuple, Self
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi_server.engine.kernels.triton import QueryTiles
+from tgi_server.engine.kernels.triton import QueryTiles, shared_memory
 from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts, part_of
 
-# Rows of a product that tensor cores compute: most heads of a program.
-ROWS = 16
 _LOG2E = 1.4426950408889634
 _PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places")
 
 
-def heads_together(heads: int) -> int:
-    """Returns how many heads a program has: the most that divide all."""
-    return max(count for count in range(1, ROWS + 1) if heads % count == 0)
+# Bytes of shared memory that GPUs have on which programs of 64 rows fit: these need 112 KiB on compute capability 8.0,
+# 144 on 9.0, and 208 on 10.0.
+_BYTES_FOR_64_ROWS = 160 << 10
 
 
-def launch_shape(itemsize: int) -> tuple[int, int, int]:
-    """Returns the keys that a program looks at together, its warps, and the stages of its pipeline."""
-    return (16, 8, 1) if itemsize == 4 else (32, 4, 5)
+class LatentShape(NamedTuple):
+    """The sizes that the kernel is compiled for.
+
+    group: heads of a program, the most that divide all. rows: of its products, at least as many; with 64 each latent is
+    read for four times as many heads as with 16. key_tile: keys that it looks at together. stages: of its pipeline.
+    """
+
+    group: int
+    rows: int
+    key_tile: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, heads: int, itemsize: int, device: torch.device) -> Self:
+        if itemsize == 2 and heads % 64 == 0 and shared_memory(device) >= _BYTES_FOR_64_ROWS:
+            return cls(64, rows=64, key_tile=32, warps=8, stages=2)
+        group = max(count for count in range(1, 17) if heads % count == 0)
+        return cls(group, 16, *((16, 8, 1) if itemsize == 4 else (32, 4, 5)))
 
 
 def attend_latents(
@@ -39,31 +55,30 @@ def attend_latents(
     tables: Tensor,
     tiles: QueryTiles,
     plan: PartsPlan,
+    shape: LatentShape,
     scaling: float,
 ) -> Tensor:
     """Returns the means of the latents that the tokens of tiles, one each, attend to: [tokens, heads, rank].
 
     query: [tokens, heads, rank], of latents. turned: [tokens, heads, size], of the rotated parts. latents: [blocks,
     block_size, 1, rank], contiguous. beside: [blocks, block_size, 1, any], contiguous; a rotated part comes first.
-    tables: [sequences, blocks] int32. plan: made with the heads' parts as KV heads, and the keys of `launch_shape`.
+    tables: [sequences, blocks] int32. plan: made with the heads' groups as KV heads, and the key tile of `shape`.
     """
     tokens, heads, rank = query.shape
-    group = heads_together(heads)
-    count, width = heads // group, max(16, triton.next_power_of_2(rank))
-    key_tile, warps, stages = launch_shape(query.element_size())
+    count, width = heads // shape.group, max(16, triton.next_power_of_2(rank))
     output = query.new_empty(tokens, heads, rank)
-    parts = query.new_empty(plan.most_kept, count, ROWS, width, dtype=torch.float32)
-    weights = query.new_empty(plan.most_kept, count, ROWS, dtype=torch.float32)
+    parts = query.new_empty(plan.most_kept, count, shape.rows, width, dtype=torch.float32)
+    weights = query.new_empty(plan.most_kept, count, shape.rows, dtype=torch.float32)
     _attend_latents[len(plan.tile_of), count](
         query.contiguous(), turned.contiguous(), latents, beside, tables,
         tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences,
         plan.tile_of, plan.starts, plan.places, output, parts, weights, len(plan.places),
         tables.stride(0), scaling * _LOG2E,
-        heads=heads, group=group, rank=rank, size=turned.shape[2], stride=beside.shape[3], rows=ROWS, width=width,
-        size_width=max(16, triton.next_power_of_2(turned.shape[2])), block_size=latents.shape[1], key_tile=key_tile,
-        num_warps=warps, num_stages=stages,
+        heads=heads, group=shape.group, rank=rank, size=turned.shape[2], stride=beside.shape[3], rows=shape.rows,
+        width=width, size_width=max(16, triton.next_power_of_2(turned.shape[2])), block_size=latents.shape[1],
+        key_tile=shape.key_tile, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    join_parts(parts, weights, output, tiles, plan, group, 1)
+    join_parts(parts, weights, output, tiles, plan, shape.group, 1)
     return output
 
 
