@@ -37,7 +37,10 @@ def device_fault(device: torch.device) -> str | None:
 @cache
 def shared_memory(device: torch.device) -> int:
     """Returns the bytes of shared memory that a program on a GPU may have; of a CPU, in tests, 227 KiB."""
-    return 227 << 10 if device == HOST else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if device == HOST:
+        return 227 << 10
+    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return size
 
 
 @cache
