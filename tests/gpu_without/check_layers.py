@@ -21,7 +21,7 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.cuda import CudaBackend
 from tgi_server.engine.backends.cuda_model import CudaModel
 from tgi_server.engine.backends.lora import AdapterRows, TorchLora
-from tgi_server.engine.backends.probe import LogitsProbe
+from tgi_server.engine.backends.probe import LogitsProbe, long_logits
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.kernels.triton import norm_and_gate, split_kv
 from tgi_server.engine.lora.adapter import AdapterLayer
@@ -122,8 +122,8 @@ def test_layers_of_all_norms_gates_and_positions_are_fused(architecture: str) ->
 def test_latents_have_a_kernel_of_their_own_but_for_an_index(architecture: str, kind: type[GatherAttention]) -> None:
     model = build(architecture)
     backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
-    proved = backend.create_model(family_of(model.config), None)
-    assert proved is not None
+    proved = backend.create_model(family_of(model.config), spec_of(model.config))
+    assert isinstance(proved, CudaModel)
     assert type(proved.attention) is kind
     reason = "attention runs in plain torch, which is slower: the kernel has no index of sparse attention"
     assert backend.fallbacks == ([] if kind is LatentAttention else [reason])
@@ -142,7 +142,7 @@ def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch:
         return output
 
     monkeypatch.setattr(CudaModel, "_layer", watched)
-    probe._run_long(model, 12)
+    long_logits(model, 12)
     # The first layer of a pass also plans the parts for all of them.
     for names in counted[1 :: len(model.decoder.layers)]:
         beside_prompts = 2 * (names.count("_attend_part") - 1)  # attention of rows that decode, and its joining

@@ -5,16 +5,18 @@ from transformers import PreTrainedModel
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.build import build_decoder
 from tgi_server.engine.backends.generic import GenericModel
-from tgi_server.engine.backends.probe import LogitsProbe, own_pass, probe_paged_path
+from tgi_server.engine.backends.own_pass import own_pass
+from tgi_server.engine.backends.paged_path import probe_paged_path
+from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.linear.modules import ModulesFactory
-from tgi_server.engine.models.families import family_of, spec_of
+from tgi_server.engine.models.families import spec_of
 
 
 def probed(model: PreTrainedModel) -> tuple[GenericModel, LogitsProbe]:
     """Returns the model with paged attention, and what it computes."""
-    found = probe_paged_path(model, family_of(model.config))
-    assert found is not None
+    found = probe_paged_path(model)
+    assert not isinstance(found, str), found
     return found
 
 

@@ -1,14 +1,14 @@
 """The interface of a model that runs steps over the paged KV cache, and of a backend, which makes one for a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention.base import AttentionBackend, ForwardMetadata, KVShape
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows, LoraBackend
 from tgi_server.engine.backends.rope import LengthDependentRope
@@ -195,6 +195,21 @@ class Backend(ABC):
     @abstractmethod
     def lora(self, max_rank: int) -> MakeLora:
         """Returns the function that creates LoRA backends of linear layers. max_rank: of a layer."""
+
+    @abstractmethod
+    def layer_model(
+        self,
+        source: PreTrainedModel,
+        spec: DecoderSpec,
+        variants: Mapping[int, AttentionVariant],
+        embedding: nn.Module | None,
+        head: nn.Module | None,
+    ) -> PagedModel:
+        """Returns a model by its spec that no forward pass of `transformers` judges: a drafter of one layer.
+
+        source: has its weights. variants: how layers attend, beside what the spec says. embedding, head: of another
+        model, if it has none of its own. Raises Unfit for a spec that does not describe it.
+        """
 
     def pack(self, module: nn.Module) -> None:  # noqa: B027
         """Packs the linear layers of a module that is computed beside the model, where the device has a layout."""

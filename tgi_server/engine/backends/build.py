@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # The norms of LayerSpec, in the order of a layer's steps.
 _NORMS = (
-    *("attention_norm", "query_norm", "key_norm", "value_norm", "attended_norm", "feed_forward_norm"),
+    *("attention_norm", "token_norm", "query_norm", "key_norm", "value_norm", "attended_norm", "feed_forward_norm"),
     *("mixture_norm", "router_norm", "mixed_norm", "shared_norm", "fed_norm", "input_norm"),
 )
 # The norms that a layer without attention has not, of heads.
@@ -68,18 +68,22 @@ def build_decoder(
     variants: Mapping[int, AttentionVariant],
     linear: LinearFactory,
     pack: Callable[[nn.Module, LinearFactory], None],
+    embedding: Any = None,
+    head: Any = None,
 ) -> Decoder:
     """Fills a spec with the weights of a model of `transformers`, whose layers are emptied one by one.
 
     variants: how layers say that they attend. linear: makes linear layers. pack: packs those of a mixture of experts.
+    embedding, head: of another model, where it uses that one's.
 
     Raises Unfit before anything has changed.
     """
     modules = layers_of(model, spec)
-    mixers = _check(model, modules, spec, linear)
+    mixers = _check(modules, spec, linear)
+    _check_ends(model.get_input_embeddings() if embedding is None else None,
+                model.get_output_embeddings() if head is None else None, linear)  # fmt: skip
     decoder = decoder_of(model)
     norms = [Norm.of(decoder.get_submodule(name)) if name else None for name in (spec.embedding_norm, spec.final_norm)]
-    layer_type = type(modules[-1])
     deferred, made = DeferredFree(), []
     for index, layer in enumerate(counted(PACKING, spec.layers, len(spec.layers))):
         made.append(_layer(modules[index], index, layer, variants.get(index), mixers[index], linear))
@@ -89,15 +93,14 @@ def build_decoder(
         if layer.mixture:
             pack(made[-1].mixture, linear)
     deferred.free()
-    head = model.get_output_embeddings()
-    assert head is not None
     positions = decoder.get_submodule(spec.positions) if spec.positions else None
     others = _others(model, decoder, spec, linear)
     paths = {id(module): path for path, module in model.named_modules()}
-    new_head = _head(model, linear)
+    own_head = model.get_output_embeddings()
+    new_head = _head(model, linear) if head is None else head
     return Decoder(
         spec,
-        _embedding(model.get_input_embeddings(), head, new_head, linear),
+        _embedding(model.get_input_embeddings(), own_head, new_head, linear) if embedding is None else embedding,
         None if positions is None else positions.weight[getattr(positions, "offset", 0) :],
         norms[0],
         [RotaryTable(getattr(decoder, spec.rotary, None), each) for each in spec.ropes],
@@ -105,8 +108,7 @@ def build_decoder(
         norms[1],
         new_head,
         paths[id(modules)],
-        paths[id(head)],
-        layer_type,
+        paths.get(id(own_head), ""),
         _inputs(decoder, spec, others, linear),
         (_within(others, _STREAMS), _within(others, _STREAMS_BACK)) if spec.altup else None,
         others,
@@ -194,12 +196,7 @@ def layers_of(model: Any, spec: DecoderSpec) -> nn.ModuleList:
     return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()
 
 
-def _check(
-    model: PreTrainedModel,
-    modules: nn.ModuleList,
-    spec: DecoderSpec,
-    linear: LinearFactory,
-) -> list[MixerKernel | None]:
+def _check(modules: nn.ModuleList, spec: DecoderSpec, linear: LinearFactory) -> list[MixerKernel | None]:
     """Raises Unfit for a model that its spec does not describe. Returns the kernels of layers with states."""
     if len(modules) != len(spec.layers):
         raise Unfit(f"it has {len(modules)} layers, where its spec has {len(spec.layers)}")
@@ -218,12 +215,15 @@ def _check(
         mixed = mixture is None or hasattr(mixture, "experts")
         if not mixed or not all(linear.joins(*each) if len(each) > 1 else linear.takes(*each) for each in parts):
             raise Unfit(f"layer {index} is made of other parts than its spec says")
-    head, embedding = (inner(each) for each in (model.get_output_embeddings(), model.get_input_embeddings()))
-    plain = embedding.inner if isinstance(embedding, VocabParallelEmbedding) else embedding
-    quantized = isinstance(plain, QuantizedEmbedding) and linear.takes(plain.layer)
-    if not linear.takes(head) or not (quantized or isinstance(plain, nn.Embedding)):
-        raise Unfit("its head or its embedding is of another kind")
     return mixers
+
+
+def _check_ends(embedding: Any, head: Any, linear: LinearFactory) -> None:
+    """Raises Unfit for an embedding or a head without a kernel; None: it is another model's."""
+    plain = embedding.inner if isinstance(embedding, VocabParallelEmbedding) else embedding
+    fits = isinstance(plain, nn.Embedding) or (isinstance(plain, QuantizedEmbedding) and linear.takes(plain.layer))
+    if not (embedding is None or fits) or not (head is None or linear.takes(inner(head))):
+        raise Unfit("its head or its embedding is of another kind")
 
 
 def _layer(

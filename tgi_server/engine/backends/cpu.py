@@ -1,27 +1,29 @@
 """The backend of CPUs: the engine's own kernels in C++, or plain torch with oneDNN where they are not compiled."""
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import has_small_layers, pack_linears, unpack
+from tgi_server.engine.backends.build import build_decoder, has_small_layers, pack_linears, unpack
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.lora import CpuLora
 from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
+from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import low_mmap_threshold
-from tgi_server.engine.models.spec import DecoderSpec, Family
+from tgi_server.engine.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +78,22 @@ class CpuBackend(PlainBackend):
         return True
 
     @low_mmap_threshold()
-    def _created(self, family: Family, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
+    def layer_model(
+        self,
+        source: PreTrainedModel,
+        spec: DecoderSpec,
+        variants: Mapping[int, AttentionVariant],
+        embedding: nn.Module | None,
+        head: nn.Module | None,
+    ) -> PagedModel:
+        linear = linear_factory(source, self.source.dtype, None, pinned=self.config.linear_kernels)
+        decoder = build_decoder(source, spec, variants, linear, pack_linears, embedding, head)
+        return self._in_kernels(ReferenceModel(source, decoder, self.attention(decoder.kv_shape)))
+
+    @low_mmap_threshold()
+    def _created(self, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
         model = None if spec is None else self._of_spec(spec, positions)
-        return self._packed(family, positions) if model is None else model
+        return self._packed(positions) if model is None else model
 
     def _of_spec(self, spec: DecoderSpec, positions: int | None) -> PagedModel | None:
         """Returns the model in one kernel call, or by its spec in plain torch; None where that is not possible."""
@@ -86,27 +101,33 @@ class CpuBackend(PlainBackend):
         if found is None:
             return None
         reference, probe = found
-        source, shape, kv_format = self.source, reference.kv_shape, self._kv_format()
-        joined = shape.joined() if spec.has_latents else shape
-        try:
-            if spec.has_index:
-                raise UnsupportedModel("there is no kernel for the index of its attention")
-            if not CpuAttention.supports(joined, source.dtype):
-                raise UnsupportedModel("there is no kernel for its attention")
-            attention = CpuAttention(joined, source.device, source.dtype, kv_format)
-            model = CpuModel(source, reference.decoder, attention, self.group)
-        except UnsupportedModel as reason:
-            logger.info("%s runs in plain torch: %s", source.config.model_type, reason)
-            reference.attention = self.attention(shape, kv_format)
+        kv_format = self._kv_format()
+        model = self._in_kernels(reference, kv_format)
+        if model is reference:
             return reference
-        model.kv_shape = shape
         if kv_format.fp8:
             probe = LogitsProbe(reference, self.group, kv_format=kv_format)
         return self._right(model, probe)
 
-    def _packed(self, family: Family, positions: int | None) -> PagedModel | None:
+    def _in_kernels(self, reference: ReferenceModel, kv_format: KVFormat | None = None) -> PagedModel:
+        """Returns the model in one kernel call; if that is not possible, as it is, and logs the reason."""
+        source, shape = reference.source, reference.kv_shape
+        joined = shape.joined() if reference.decoder.spec.has_latents else shape
+        try:
+            if not CpuAttention.supports(joined, self.source.dtype):
+                raise UnsupportedModel("there is no kernel for its attention")
+            attention = CpuAttention(joined, self.source.device, self.source.dtype, kv_format)
+            model = CpuModel(source, reference.decoder, attention, self.group)
+        except UnsupportedModel as reason:
+            logger.info("%s runs in plain torch: %s", self.source.config.model_type, reason)
+            reference.attention = self.attention(shape, kv_format)
+            return reference
+        model.kv_shape = shape
+        return model
+
+    def _packed(self, positions: int | None) -> PagedModel | None:
         """Returns the forward pass of `transformers` with packed linear layers."""
-        found = self._generic(family, positions)
+        found = self._generic(positions)
         if found is None:
             return None
         model, probe = found

@@ -253,6 +253,8 @@ def _layers_kernel(decoder: Decoder) -> Any:
         spec.activation, spec.gated_mlp, spec.parallel, spec.residual_scale, spec.interleaved, _streams_kernel(decoder)
     )
     for layer in decoder.layers:
+        if layer.spec.index or layer.spec.token_norm:
+            raise UnsupportedModel(f"layer {layer.index} has an index of tokens, or reads their embeddings")
         norms = {name: _norm_kernel(norm) for name, norm in layer.norms.items()}
         linears = {name: _linear_kernel(each) for name, each in layer.linears.items() if name != _OF_LATENTS}
         attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None

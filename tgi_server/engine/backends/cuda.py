@@ -1,18 +1,20 @@
 """The backend of GPUs: products of cuBLAS, the engine's own kernels in Triton, each proved when a model is loaded."""
 
 import logging
+from collections.abc import Mapping
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.attention import flash
-from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import pack_quantized
+from tgi_server.engine.backends.build import build_decoder, pack_quantized
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
@@ -20,7 +22,7 @@ from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.grouped_experts import group_experts
-from tgi_server.engine.models.spec import DecoderSpec, Family
+from tgi_server.engine.models.spec import DecoderSpec
 from tgi_server.engine.parallel import fault_of_any
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class CudaBackend(PlainBackend):
         if config.group is not None and config.group.fallback is not None:
             self.fallbacks.append(config.group.fallback)
         self.linear_kernels = str(self._linear)
+        self._kind: type[ReferenceModel] = ReferenceModel  # that runs specs
         # the fastest first
         self._attention: list[type[GatherAttention]] = [FlashAttention, CudaAttention, LatentAttention]
 
@@ -60,11 +63,24 @@ class CudaBackend(PlainBackend):
             return super().lora(max_rank)
         return lambda outputs, parts: TritonLora(outputs, parts * max_rank, self.source.device)
 
-    def _created(self, family: Family, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
+    def layer_model(
+        self,
+        source: PreTrainedModel,
+        spec: DecoderSpec,
+        variants: Mapping[int, AttentionVariant],
+        embedding: nn.Module | None,
+        head: nn.Module | None,
+    ) -> PagedModel:
+        linear, _ = gpu_linear_factory(source, source.dtype, self.group)
+        group_experts(source, source.dtype, self.group)
+        decoder = build_decoder(source, spec, variants, linear, pack_quantized, embedding, head)
+        return self._kind(source, decoder, self.attention(decoder.kv_shape))
+
+    def _created(self, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
         if spec is not None and (found := self._reference(spec, positions, self._linear, pack_quantized)) is not None:
             reference, _ = found
             return self._fused(reference, self._with_attention(reference))
-        found_generic = self._generic(family, positions)
+        found_generic = self._generic(positions)
         if found_generic is None:
             return None
         model, _ = found_generic
@@ -109,6 +125,7 @@ class CudaBackend(PlainBackend):
             fused.kv_shape, fused.positions = reference.kv_shape, reference.positions
             fault = probe.fault(fused, "fused layers", max(self._linear.rounding, _ROUNDING))
             if fault is None:
+                self._kind = CudaModel
                 return fused
         self._fall_back(f"decoder layers are not fused, which is slow: {fault}")
         return reference

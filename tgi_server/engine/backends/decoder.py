@@ -197,10 +197,9 @@ class Decoder:
     """A whole model. Names of modules in `transformers`: layers_path, of the list of layers; head_path.
 
     positions: learned ones, [positions, hidden_size]; None: there are none. embedding_norm: of the sum of embeddings
-    and positions; None: there is none. ropes: as in the spec. norm: after the layers; None: there is none. layer_type:
-    the class that the last layer had in `transformers`. inputs: of layers; None: they have no further ones. streams:
-    the projections to further streams of hidden states, and back; None: there are none. others: linear layers outside
-    of layers, by their paths in `transformers`.
+    and positions; None: there is none. ropes: as in the spec. norm: after the layers; None: there is none. inputs: of
+    layers; None: they have no further ones. streams: the projections to further streams of hidden states, and back;
+    None: there are none. others: linear layers outside of layers, by their paths in `transformers`.
     """
 
     spec: DecoderSpec
@@ -213,7 +212,6 @@ class Decoder:
     head: PackedLinear | VocabParallelHead
     layers_path: str
     head_path: str
-    layer_type: type[nn.Module]
     inputs: DecoderInputs | None = None
     streams: tuple[Sequence[PackedLinear], Sequence[PackedLinear]] | None = None
     others: Mapping[str, PackedLinear] = field(default_factory=dict)

@@ -4,7 +4,6 @@ What such a model lacks is added here, from outside: modules that attend to late
 weights, and torch hooks add LoRA deltas to linear layers and read hidden states.
 """
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.backends import paged_attention
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION, PagedCache
 from tgi_server.engine.backends.base import ImageTokens, Keep, MakeLora, PagedModel, PassInput
@@ -139,56 +137,14 @@ def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> lis
     return places
 
 
-def install_paged_attention(model: PreTrainedModel, family: str | None) -> Callable[[], None]:
+def install_paged_attention(model: PreTrainedModel) -> Callable[[], None]:
     """Makes the model attend through its modules' `paged_cache`. Returns a function that undoes it.
 
-    family: the module of `paged_attention` with what takes the place of the model's own modules; None: the model goes
-    through `AttentionInterface`. It may ignore that: the caller must check that it attends in this way, and correctly.
+    It may ignore that: the caller must check that it attends in this way, and correctly.
     """
     own = model.config._attn_implementation
-    if family is None:
-        model.set_attn_implementation(IMPLEMENTATION)
-        return partial(model.set_attn_implementation, own)
-    replaced = substitute_attention(model, family)
-    model.config._attn_implementation = attention_implementation(family)
-
-    def restore() -> None:
-        for path, module in replaced:
-            model.set_submodule(path, module)
-        model.config._attn_implementation = own
-
-    return restore
-
-
-def attention_implementation(family: str | None) -> str:
-    """Returns the name by which modules call attention over KV blocks. family: as above."""
-    if family is None:
-        return IMPLEMENTATION
-    name: str = importlib.import_module(f"{paged_attention.__name__}.{family}").IMPLEMENTATION
-    return name
-
-
-def substitute_attention(model: nn.Module, family: str | None) -> list[tuple[str, nn.Module]]:
-    """Puts the engine's attention modules in the place of a model's own. Returns those with their paths.
-
-    family: the module of `paged_attention` that has them; None: nothing is replaced.
-    """
-    if family is None:
-        return []
-    known = importlib.import_module(f"{paged_attention.__name__}.{family}")
-    replaced = [(path, module) for path, module in model.named_modules() if known.substitute(module)]
-    for path, module in replaced:
-        model.set_submodule(path, _with_weights_of(module, known.substitute(module)))
-    return replaced
-
-
-def _with_weights_of(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Returns a module of a subclass of another's, with the same weights and modules within."""
-    substitute = kind.__new__(kind)
-    substitute.__dict__.update(module.__dict__)
-    if prepare := getattr(substitute, "prepare", None):
-        prepare()
-    return substitute
+    model.set_attn_implementation(IMPLEMENTATION)
+    return partial(model.set_attn_implementation, own)
 
 
 def _changed(

@@ -21,7 +21,8 @@ from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import PagedModel
-from tgi_server.engine.backends.probe import blocks_of, probe_tokens, text_logits
+from tgi_server.engine.backends.own_pass import probe_tokens
+from tgi_server.engine.backends.probe import blocks_of, text_logits
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.grammar.tokenizer import read_definition
 

@@ -58,6 +58,9 @@ class LayerParts(PagedModel):
 
     def _further_inputs(self, inputs: PassInput, hidden: Tensor) -> Tensor | None:
         made = self.decoder.inputs
+        if any(layer.token_norm for layer in self._spec.layers):
+            embeddings: Tensor = self.decoder.embedding(inputs.tokens)
+            return embeddings.unsqueeze(1).expand(-1, len(self._spec.layers), -1)
         if made is None:
             return None
         spec = made.spec

@@ -1,7 +1,7 @@
 """The backend of plain torch, for any device, on whose parts those of CPUs and GPUs build."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shared.control_groups import usable_cores
-from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import Backend, MakeLora, PagedModel
@@ -17,7 +17,9 @@ from tgi_server.engine.backends.build import Unfit, build_decoder
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.kv_cache_probe import choose_kv_format
 from tgi_server.engine.backends.lora import TorchLora
-from tgi_server.engine.backends.probe import LogitsProbe, own_pass, probe_paged_path, window_objection
+from tgi_server.engine.backends.own_pass import own_pass, window_objection
+from tgi_server.engine.backends.paged_path import probe_paged_path
+from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
@@ -41,7 +43,7 @@ class PlainBackend(Backend):
 
     def create_model(self, family: Family, spec: DecoderSpec | None) -> PagedModel | None:
         positions = family.positions(self.source.config.get_text_config(decoder=True))
-        model = self._created(family, spec, positions)
+        model = self._created(spec, positions)
         if model is not None and (kv_format := model.attention.kv_format).fp8:
             make = partial(self.attention, model.attention.shape)
             choose_kv_format(model, kv_format, make, self.config.model_path, positions, self.group)
@@ -53,9 +55,21 @@ class PlainBackend(Backend):
     def lora(self, max_rank: int) -> MakeLora:
         return lambda outputs, parts: TorchLora()
 
-    def _created(self, family: Family, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
+    def layer_model(
+        self,
+        source: PreTrainedModel,
+        spec: DecoderSpec,
+        variants: Mapping[int, AttentionVariant],
+        embedding: nn.Module | None,
+        head: nn.Module | None,
+    ) -> PagedModel:
+        decoder = build_decoder(source, spec, variants, ModulesFactory(), lambda *_: None, embedding, head)
+        return ReferenceModel(source, decoder, self.attention(decoder.kv_shape))
+
+    def _created(self, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
         """Returns the model as the device computes it best. positions: of the longest text; None: nothing bounds it."""
-        found: tuple[GenericModel | ReferenceModel, LogitsProbe] | None = self._generic(family, positions)
+        otherwise = "takes the padded path" if spec is None else "runs by its spec in plain torch"
+        found: tuple[GenericModel | ReferenceModel, LogitsProbe] | None = self._generic(positions, otherwise)
         if found is None and spec is not None:
             found = self._reference(spec, positions, ModulesFactory(), lambda *_: None)
         if found is None:
@@ -64,11 +78,18 @@ class PlainBackend(Backend):
         model.attention = self.attention(model.kv_shape, self._kv_format())
         return model
 
-    def _generic(self, family: Family, positions: int | None) -> tuple[GenericModel, LogitsProbe] | None:
-        """Returns the forward pass of `transformers` on the paged KV cache, and its logits; None: that is not right."""
-        found = probe_paged_path(self.source, family, self.group)
-        if found is not None:
-            found[0].positions = positions
+    def _generic(
+        self, positions: int | None, otherwise: str = "takes the padded path"
+    ) -> tuple[GenericModel, LogitsProbe] | None:
+        """Returns the forward pass of `transformers` on the paged KV cache, and its logits; None: that is not right.
+
+        otherwise: what the model does then, for the log.
+        """
+        found = probe_paged_path(self.source, self.group)
+        if isinstance(found, str):
+            logger.info("%s %s: %s", self.source.config.model_type, otherwise, found)
+            return None
+        found[0].positions = positions
         return found
 
     def _reference(

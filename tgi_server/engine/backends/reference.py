@@ -92,6 +92,11 @@ class ReferenceModel(LayerParts):
         spec, norms = self._spec, layer.norms
         attended = mixed = None
         normed = self._normed(norms.get("attention_norm"), residual)
+        if layer.spec.normed_residual:
+            residual = normed
+        if "token_norm" in norms:
+            assert step.further is not None
+            normed = torch.cat([self._normed(norms["token_norm"], step.further[:, layer.index]), normed], 1)
         if layer.heads is not None:
             attended = self._attend(layer, normed, step)
         if layer.mixer is not None:

@@ -2,8 +2,9 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tgi_server.engine.checkpoint.fill import empty_model, fill
 from tgi_server.engine.checkpoint.model_folder import ModelFolder, first_line
 from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
-from tgi_server.engine.checkpoint.reader import open_checkpoint
+from tgi_server.engine.checkpoint.reader import Checkpoint, open_checkpoint
 from tgi_server.engine.checkpoint.skeleton import QuantizedLayers, leave_out_images, leave_out_text
 from tgi_server.engine.checkpoint.weight_files import check_experts, check_files, fingerprint, stored_dtype
 from tgi_server.engine.config import EngineConfig
@@ -37,6 +38,8 @@ from tgi_server.engine.parallel.shares import share_of
 from tgi_server.engine.progress import follow_transformers, progress
 from tgi_server.loading import READING, ROUNDING
 
+# Beginning of the names of a decoder's tensors in models of `transformers`.
+_DECODER = "model."
 # Of a checkpoint's dtype.
 ChooseDtype = Callable[[torch.dtype | None], torch.dtype]
 
@@ -158,35 +161,87 @@ def load_tensors(
     group: ShardGroup | None = None,
     *,
     trust_remote_code: bool,
+    names: Mapping[str, str] | None = None,
+    arrange: Callable[[PreTrainedModel, Checkpoint], None] = lambda model, _: leave_out_images(model),
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Loads a model of the tensors in its files, quantised ones as such, and of nothing else in its folder.
 
     Returns it with what `transformers` reports of loading it. Of a group only this shard is ever in memory, and one
     quantised weight. config: the model's. factory: a class of `transformers` that has `from_config`. quantization: of
-    its weights. Raises UnsupportedModel for a model that cannot be split over this many shards.
+    its weights. names: beginnings of names in the files, and what stands for them in the model, which has no other
+    tensors; None: all, by their names there. arrange: changes the model before it has weights, by the tensors that
+    there are for it. Raises UnsupportedModel for a model that cannot be split over this many shards.
     """
     plan = None if group is None else plan_for(config)
+    if plan is not None and names is not None:  # what stands beside the layers is not split
+        beside = (own.removesuffix(".") for own in names.values() if not own.startswith(_DECODER))
+        plan = replace(plan, whole=(*plan.whole, *beside))
     share = None if plan is None or group is None else share_of(group.rank, group.world_size, plan.heads)
     empty = empty_model(factory, without_quantization(config), trust_remote_code=trust_remote_code)
-    leave_out_images(empty)
-    with open_checkpoint(folder, plan, share, quantization) as tensors:
+    with open_checkpoint(folder, plan, share, quantization) as whole:
+        tensors = whole if names is None else _renamed(whole, names)
+        with torch.device("meta"):
+            arrange(empty, tensors)
         if plan is not None:
             check_vocabulary(empty, tensors, plan)
         quantized = QuantizedLayers.of(empty, tensors)
 
-        def arrange(model: PreTrainedModel) -> None:
-            leave_out_images(model)
+        def prepare(model: PreTrainedModel) -> None:
+            arrange(model, tensors)
             if plan is not None and share is not None:
                 cut(model, plan, share, model.config)
             quantized.place(model)
 
         # the configuration of the text model, where it is loaded without its images
-        model, report = fill(type(empty), empty.config, arrange, quantized.others(tensors), dtype, device)
+        model, report = fill(type(empty), empty.config, prepare, quantized.others(tensors), dtype, device)
         quantized.fill(model, folder, device, ROUNDING if quantization and quantization.rounds else READING)
     model.name_or_path = model.config.name_or_path = str(folder)
     if plan is not None and share is not None and group is not None:
         surround(model, plan, share, group, config)
     return model, report
+
+
+def load_layer(
+    folder: Path,
+    config: PretrainedConfig,
+    names: Mapping[str, str],
+    arrange: Callable[[PreTrainedModel, Checkpoint], None],
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    group: ShardGroup | None = None,
+) -> PreTrainedModel:
+    """Loads a drafter of one layer from a checkpoint that may have more, in evaluation mode.
+
+    The arguments are those of `load_tensors`. what: the drafter, in words. Raises InvalidWeights or UnsupportedModel.
+    """
+    with _explaining(folder):
+        model, report = load_tensors(
+            folder, config, AutoModelForCausalLM, dtype, device, quantization, group,
+            trust_remote_code=False, names=names, arrange=arrange,
+        )  # fmt: skip
+    if missing := [_renamed_back(name, names) for name in sorted(report["missing_keys"])]:
+        raise InvalidWeights(f"{folder}: tensor {_some(missing)} is missing, which {what} needs")
+    for name, shape, wanted in report["mismatched_keys"]:
+        found = _renamed_back(name, names)
+        raise InvalidWeights(f"shapes differ from config.json: {found} is {list(shape)}, not {list(wanted)}")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _renamed(tensors: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Returns the tensors whose names begin as the first of each pair, by names that begin as the second."""
+    found: Checkpoint = {}
+    for name, tensor in tensors.items():
+        if prefix := next(filter(name.startswith, names), None):
+            found[names[prefix] + name.removeprefix(prefix)] = tensor
+    return found
+
+
+def _renamed_back(name: str, names: Mapping[str, str]) -> str:
+    """Returns the name of a tensor in the files."""
+    prefix, own = next((prefix, own) for prefix, own in names.items() if name.startswith(own))
+    return prefix + name.removeprefix(own)
 
 
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:

@@ -124,7 +124,9 @@ def _linears(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
 def _tied(model: PreTrainedModel, tensors: Checkpoint) -> QuantizedTensor | None:
     """Returns the weight of the head and of the embedding that share it, if it stays quantised."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight or not _may_stay_quantized(model, embedding):
+    if head is None or embedding is None:  # which are another model's
+        return None
+    if head.weight is not embedding.weight or not _may_stay_quantized(model, embedding):
         return None
     paths = {module: path for path, module in model.named_modules()}
     if _named(model, tensors, f"{paths[head]}.weight") is not None:

@@ -127,6 +127,8 @@ class LayerSpec:
     heads, its key and its value. clip: no output of theirs is further from 0; 0: nothing is clipped.
     latents: attention is over latents (DeepSeek-V2, 2024): the last of `qkv` makes these and the turned elements of
     keys. query: makes queries of what the first of `qkv` gives; None: that gives them.
+    token_norm: attention reads, in front of the layer's input, the embedding of the token by this norm (EAGLE-3).
+    normed_residual: what the layer adds is added to its normalised input.
     query_norm, key_norm, value_norm: of each head, or of all together, as their weights say; with latents, of what
     `query` takes, and of latents.
     index: of the latents attended to, where there is a `query`; None: all are.
@@ -170,6 +172,8 @@ class LayerSpec:
     shared: bool = False
     shared_gate: str | None = None
     attention_norm: str | None = "input_layernorm"
+    token_norm: str | None = None
+    normed_residual: bool = False
     query_norm: str | None = None
     key_norm: str | None = None
     value_norm: str | None = None
@@ -307,8 +311,6 @@ class Family:
     spec: raises NoSpec for a model that it does not describe; None: the family has no spec.
     plan: how the model is split among ranks; None: it cannot be split.
     relative: positions are relative, so that nothing bounds the length of a text.
-    attention: the module of `paged_attention` by which a model without a spec attends, or a layer for multi-token
-    prediction, where `AttentionInterface` is not enough.
     mtp: checkpoints may have a layer that predicts further tokens (DeepSeek-V3, 2024).
     padding_first: positions are counted from the one behind the padding token's id, as in RoBERTa.
     Of a model with a text model in it: images: it reads images. two_way: returns the layers in which an image's tokens
@@ -320,7 +322,6 @@ class Family:
     spec: Callable[[Any], DecoderSpec] | None = None
     plan: Callable[[Any], ShardingPlan] | None = None
     relative: bool = False
-    attention: str | None = None
     mtp: bool = False
     padding_first: bool = False
     images: bool = False

@@ -13,9 +13,8 @@ from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.drafters import StateDrafter
-from tgi_server.engine.speculation.eagle_model import EagleModel
 from tgi_server.engine.speculation.last_pass import LastPass
-from tgi_server.engine.speculation.mtp_model import MtpModel
+from tgi_server.engine.speculation.layer_model import LayerModel
 from tgi_server.engine.speculation.paged_drafter import MissingTokens, PagedDrafter
 
 # Features of this many tokens of a sequence are stored until a draft for it is worth its time. With more, the layer
@@ -45,9 +44,7 @@ class Eagle(PagedDrafter, StateDrafter):
     every step of a large batch, where no draft is worth it, features are stored for some steps.
     """
 
-    def __init__(
-        self, runner: PagedRunner, model: EagleModel | MtpModel, states: HiddenStates, token_ids: Tensor | None
-    ) -> None:
+    def __init__(self, runner: PagedRunner, model: LayerModel, states: HiddenStates, token_ids: Tensor | None) -> None:
         """runner: of the model. token_ids: [drafter's vocabulary] int64; None: it has the model's."""
         super().__init__(runner, behind=1)
         self._model = model

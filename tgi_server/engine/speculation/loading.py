@@ -1,14 +1,17 @@
 """Loads drafters: models, EAGLE and Medusa heads from their own folders, and MTP layers from the model's."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tgi_server.engine.backends.build import Unfit
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.backends.generic import GenericModel
@@ -26,9 +29,10 @@ from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.speculation.draft_model import DraftModel
 from tgi_server.engine.speculation.drafters import ModelDrafter
 from tgi_server.engine.speculation.eagle import Eagle
-from tgi_server.engine.speculation.eagle_model import PagedEagle, read_eagle
+from tgi_server.engine.speculation.eagle_model import read_eagle
+from tgi_server.engine.speculation.layer_model import LayerModel
 from tgi_server.engine.speculation.medusa import Medusa, read_heads
-from tgi_server.engine.speculation.mtp_model import PagedMtp, kv_shape, read_mtp
+from tgi_server.engine.speculation.mtp_model import read_mtp
 from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
 
 logger = logging.getLogger(__name__)
@@ -57,22 +61,33 @@ def load_own_drafter(
     model_config: the folder's own.
     """
     if isinstance(runner.model, CpuModel | ReferenceModel):
-        layer_type = runner.model.decoder.layer_type
-    elif isinstance(runner.model, GenericModel) and hasattr(decoder := model.get_decoder(), "layers"):
-        layer_type = type(decoder.layers[-1])
+        variants = [layer.variant for layer in runner.model.decoder.layers if layer.variant is not None]
+    elif isinstance(runner.model, GenericModel):
+        variants = list(runner.model.variants.values())
     else:
         return None
     quantization = find_quantization(config.model_path, model_config, config.quantize)
-    network = read_mtp(config.model_path, model, layer_type, quantization, config.group)
+    try:
+        network = read_mtp(config.model_path, model, runner.backend, variants, quantization, config.group)
+    except Unfit as reason:
+        logger.warning("the layer for multi-token prediction in %s is not used: %s", config.model_path, reason)
+        return None
     if network is None:
         return None
-    runner.backend.pack(network)
-    own = PagedRunner(PagedMtp(network, runner.backend.attention(kv_shape(runner.model.kv_shape))), runner.backend)
+    drafter = _over_hidden_states(network, runner, [model.config.get_text_config(decoder=True).num_hidden_layers])
+    logger.info("drafts come from the layer for multi-token prediction in %s", config.model_path)
+    return drafter
+
+
+def _over_hidden_states(
+    network: LayerModel, runner: PagedRunner, layers: Sequence[int], token_ids: Tensor | None = None
+) -> Eagle:
+    """Returns the drafter of a network that reads the inputs of a model's layers. runner: the model's."""
+    own = PagedRunner(network, runner.backend)
     runner.share_block_size(own)
     runner.companion_bytes = own.bytes_per_token
-    runner.hidden_states = HiddenStates([model.config.get_text_config(decoder=True).num_hidden_layers])
-    logger.info("drafts come from the layer for multi-token prediction in %s", config.model_path)
-    return Eagle(own, network, runner.hidden_states, None)
+    runner.hidden_states = HiddenStates(layers)
+    return Eagle(own, network, runner.hidden_states, token_ids)
 
 
 def _hidden_layers(folder: Path, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
@@ -94,13 +109,9 @@ def _hidden_layers(folder: Path, settings: dict[str, Any], layers: int) -> tuple
 def _eagle(folder: Path, settings: dict[str, Any], model: PreTrainedModel, runner: PagedRunner) -> Eagle:
     """Loads the layer into each shard: it is small."""
     layers = model.config.get_text_config(decoder=True)
-    eagle, token_ids = read_eagle(folder, model)
-    runner.backend.pack(eagle)
-    own = PagedRunner(PagedEagle(eagle, runner.backend.attention(eagle.kv_shape)), runner.backend)
-    runner.share_block_size(own)
-    runner.companion_bytes = own.bytes_per_token
-    runner.hidden_states = HiddenStates(_hidden_layers(folder, settings, layers.num_hidden_layers))
-    return Eagle(own, eagle, runner.hidden_states, token_ids)
+    eagle, token_ids = read_eagle(folder, model, runner.backend)
+    hidden_layers = _hidden_layers(folder, settings, layers.num_hidden_layers)
+    return _over_hidden_states(eagle, runner, hidden_layers, token_ids)
 
 
 def _medusa(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> Medusa:

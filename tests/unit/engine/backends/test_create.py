@@ -57,6 +57,13 @@ def test_a_spec_that_the_kernels_cannot_compute_runs_in_plain_torch(architecture
     assert type(paged.attention) is GatherAttention
 
 
+def test_the_log_says_that_a_model_runs_by_its_spec_without_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(made(build("bloom"), custom_kernels=False), ReferenceModel)
+    assert "bloom runs by its spec in plain torch: it called the attention function 0 times" in caplog.text
+    assert "padded" not in caplog.text
+
+
 def test_models_that_cannot_be_paged_are_left_as_they_are() -> None:
     model = build("mamba")
     names = [name for name, _ in model.named_modules()]

@@ -29,22 +29,15 @@ class PagedCache(Cache):
         super().__init__(layers=[])
         self.backend = backend
         self.metadata: ForwardMetadata | None = None
-        self._written_by_attention: set[int] = set()
-        self._of_latents: set[int] = set()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
-        if layer_idx not in self._written_by_attention:
-            # Blocks have as much for a value as for a key; attention gives back as much as the value had.
-            narrower = 0 if layer_idx in self._of_latents else key.shape[-1] - value.shape[-1]
-            self.write(layer_idx, key, functional.pad(value, (0, narrower)) if narrower > 0 else value)
+        assert self.metadata is not None
+        # Blocks have as much for a value as for a key; attention gives back as much as the value had.
+        padded = functional.pad(value, (0, max(0, key.shape[-1] - value.shape[-1])))
+        self.backend.write(layer_idx, key[0].transpose(0, 1), padded[0].transpose(0, 1), self.metadata)
         key.cached_by = layer_idx  # type: ignore[attr-defined]
         return key, value
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key and value: [1, kv_heads, tokens, size] each."""
-        assert self.metadata is not None
-        self.backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
 
     def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
         """query: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
@@ -52,14 +45,10 @@ class PagedCache(Cache):
         return self.backend.attend(layer, query[0].transpose(0, 1), self.metadata, variant).unsqueeze(0)
 
     def attach(self, model: nn.Module) -> None:
-        """Makes this the cache that the model's attention modules find. Those that write into it themselves say so."""
+        """Makes this the cache that the model's attention modules find."""
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.paged_cache = self
-                if getattr(getattr(module, "variant", None), "latents", None) is not None:
-                    self._of_latents.add(int(module.layer_idx))  # type: ignore[arg-type]
-            if getattr(module, "writes_cache", False):
-                self._written_by_attention.add(int(module.layer_idx))  # type: ignore[arg-type]
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
         """Returns 0: positions are passed to the model, so every pass may look like the first one."""

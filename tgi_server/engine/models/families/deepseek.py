@@ -160,12 +160,12 @@ _OF_KIMI_HEADS = (
 )
 
 FAMILIES = {
-    "deepseek_v2": Family(deepseek_v2, _plan, attention="latents"),
-    "deepseek_v3": Family(deepseek_v3, _plan, attention="latents", mtp=True),
-    "deepseek_v32": Family(deepseek_v32, _plan, attention="latents", mtp=True),
-    "glm4_moe_lite": Family(deepseek_v3, _plan, attention="latents", mtp=True),
-    "glm_moe_dsa": Family(glm_moe_dsa, _plan, attention="latents", mtp=True),
-    "minicpm3": Family(minicpm3, _plan, attention="latents"),
-    "youtu": Family(dense, _plan, attention="latents"),
-    "kimi_linear": Family(kimi, _kimi_plan, attention="latents"),
+    "deepseek_v2": Family(deepseek_v2, _plan),
+    "deepseek_v3": Family(deepseek_v3, _plan, mtp=True),
+    "deepseek_v32": Family(deepseek_v32, _plan, mtp=True),
+    "glm4_moe_lite": Family(deepseek_v3, _plan, mtp=True),
+    "glm_moe_dsa": Family(glm_moe_dsa, _plan, mtp=True),
+    "minicpm3": Family(minicpm3, _plan),
+    "youtu": Family(dense, _plan),
+    "kimi_linear": Family(kimi, _kimi_plan),
 }

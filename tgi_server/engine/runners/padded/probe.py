@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import proofs
-from tgi_server.engine.backends.probe import probe_tokens
+from tgi_server.engine.backends.own_pass import probe_tokens
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.base import PromptChunk
