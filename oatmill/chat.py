@@ -3,22 +3,15 @@
 import argparse
 import contextlib
 import json
-import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import httpx2
 
+from oatmill.server_client import DEFAULT_URL, NotAnswered, Refused, client_of, opened, refusal
 from tgi_server import demo_model
 
-DEFAULT_URL: Final = "http://127.0.0.1:8080"
-_KEY_VARIABLES: Final = ("OATMILL_API_KEY", "OPENAI_API_KEY")
-_CONNECT_SECONDS: Final = 5.0
-# How the message of a server begins that loads its model, and the seconds until the next try.
-_LOADING: Final = "Loading model"
-_POLL_SECONDS: Final = 0.5
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _HINT: Final = "/clear forgets the conversation, /bye or Ctrl-D ends it, Ctrl-C stops an answer"
 _DEMO_HINT: Final = (
@@ -28,14 +21,6 @@ _DEMO_HINT: Final = (
 _ENDS: Final = ("/bye", "/quit", "/exit")
 
 Message = dict[str, str]
-
-
-class ChatError(Exception):
-    """A question was not answered; `str()` of it says why, and what to do."""
-
-
-class Refused(ChatError):
-    """The server responded with an error."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,18 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     beginning = [{"role": "system", "content": options.system}] if options.system else []
     given = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     settings = {"model": options.model, **{name: value for name, value in given.items() if value is not None}}
-    key = next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), None)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-    with httpx2.Client(base_url=_base_url(options.url), headers=headers, timeout=timeout) as client:
+    with client_of(options.url) as client:
         return _converse(client, beginning, settings, interactive=sys.stdin.isatty())
-
-
-def _base_url(given: str) -> str:
-    """Returns the server's URL for a port, a host, or the base URL of OpenAI's clients, which ends with /v1."""
-    if given.isdecimal():
-        given = f"127.0.0.1:{given}"
-    return (given if "://" in given else f"http://{given}").rstrip("/").removesuffix("/v1")
 
 
 def _converse(client: httpx2.Client, beginning: list[Message], settings: dict[str, Any], *, interactive: bool) -> int:
@@ -72,7 +47,7 @@ def _converse(client: httpx2.Client, beginning: list[Message], settings: dict[st
 
         try:
             print(_hints(client))
-        except ChatError as error:
+        except NotAnswered as error:
             print(f"oatmill chat: {error}", file=sys.stderr)
             return 1
     messages, answered = list(beginning), False
@@ -91,7 +66,7 @@ def _converse(client: httpx2.Client, beginning: list[Message], settings: dict[st
         asked = [*messages, {"role": "user", "content": question}]
         try:
             answer = _print_answer(_stream(client, {**settings, "messages": asked}))
-        except ChatError as error:
+        except NotAnswered as error:
             print(f"oatmill chat: {error}", file=sys.stderr)
             if not answered:
                 return 1
@@ -120,46 +95,17 @@ def _print_answer(pieces: Iterator[Message]) -> str:
 
 
 def _hints(client: httpx2.Client) -> str:
-    """Returns what to know before the first question, once the server has loaded its model. Raises ChatError."""
-    with contextlib.suppress(Refused), _opened(client, "GET", "/info") as response:  # which other servers do not have
+    """Returns what to know before the first question, once the server has loaded its model. Raises NotAnswered."""
+    with contextlib.suppress(Refused), opened(client, "GET", "/info") as response:  # which other servers do not have
         if demo_model.NAME in response.read().decode(errors="replace"):
             return f"{_HINT}\n{_DEMO_HINT}"
     return _HINT
 
 
 def _stream(client: httpx2.Client, body: dict[str, Any]) -> Iterator[Message]:
-    """Yields the deltas of an answer, once the server has loaded its model. Raises ChatError."""
-    with _opened(client, "POST", "/v1/chat/completions", {**body, "stream": True}) as response:
+    """Yields the deltas of an answer, once the server has loaded its model. Raises NotAnswered."""
+    with opened(client, "POST", "/v1/chat/completions", {**body, "stream": True}) as response:
         yield from _deltas(response)
-
-
-@contextlib.contextmanager
-def _opened(
-    client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
-) -> Iterator[httpx2.Response]:
-    """Gives the response to a request, once the server has loaded its model. Raises ChatError."""
-    shown = ""
-    try:
-        while True:
-            with client.stream(method, path, json=body) as response:
-                status = response.status_code
-                if status == 200:
-                    yield response
-                    return
-                refusal = _refusal(status, response.read().decode(errors="replace"))
-            if status != 503 or not refusal.startswith(_LOADING):
-                raise Refused(refusal)
-            if refusal != shown:
-                print(refusal, file=sys.stderr)
-                shown = refusal
-            time.sleep(_POLL_SECONDS)
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ChatError(
-            f"no answer from {client.base_url}: {error}; `oatmill serve` starts a server there, "
-            "`oatmill chat URL` chats with another"
-        ) from None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ChatError(f"{client.base_url} did not return a chat completion; is the URL right?") from None
 
 
 def _deltas(response: httpx2.Response) -> Iterator[Message]:
@@ -167,15 +113,5 @@ def _deltas(response: httpx2.Response) -> Iterator[Message]:
         if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
             event = json.loads(data)
             if "error" in event:
-                raise ChatError(_refusal(response.status_code, data))
+                raise NotAnswered(refusal(response.status_code, data))
             yield from (choice["delta"] for choice in event.get("choices", ()))
-
-
-def _refusal(status: int, body: str) -> str:
-    try:
-        error = json.loads(body)["error"]
-        message = error if isinstance(error, str) else error["message"]
-    except (ValueError, LookupError, TypeError):
-        message = body.strip()[:200] or "no reason given"
-    hint = f"; set {_KEY_VARIABLES[0]} to a key of the server" if status in (401, 403) else ""
-    return f"{message} (status {status}){hint}"

@@ -8,6 +8,7 @@ from typing import Final
 USAGE: Final = """\
 usage: oatmill serve [MODEL] [--grpc-port PORT] [FLAGS]   serve a model over HTTP, on port 8080
        oatmill chat [URL]                                 chat with a server in this terminal
+       oatmill explain REQUEST_ID [URL]                   say why a prompt was computed again
        oatmill demo                                       start both services, make calls, stop them
        oatmill doctor                                     check this machine, and say how to fix problems
 
@@ -18,7 +19,7 @@ text-generation-launcher; `oatmill serve --help` lists them.
 """
 
 
-COMMANDS: Final = ("serve", "chat", "demo", "doctor")
+COMMANDS: Final = ("serve", "chat", "explain", "demo", "doctor")
 
 
 def main() -> None:

@@ -71,6 +71,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
     health: health checks get no answer while it is cleared.
     grammar_error: why no grammar can be used, when it is not empty.
+    num_snapshots: of states; 0: the model has none.
     encoders: a folder with a tokenizer; it embeds with 1,024 columns, and classifies with 1,000 labels.
     encoded: the images that were computed. image_error: why none can be, when it is not empty.
     """
@@ -91,6 +92,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         images: bool = False,
         whole_images: bool = False,
         encoders: Path | None = None,
+        num_snapshots: int = 0,
     ) -> None:
         self.tokens = tokens
         self.script: Callable[[pb.Request], Sequence[int]] | None = None
@@ -106,6 +108,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self._images = images
         self._whole_images = whole_images
         self._encoders = [] if encoders is None else [_encoder(task, encoders) for task in _COLUMNS]
+        self._num_snapshots = num_snapshots
         self._url = url
         self._end = end
         self._max_total_tokens = max_total_tokens
@@ -132,6 +135,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             shares_memory=self._images and shares_memory(request.probe),
             whole_images=self._whole_images,
             encoders=self._encoders,
+            states=self._num_snapshots > 0,
         )
 
     async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
@@ -148,6 +152,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             max_total_tokens=min(request.max_total_tokens or self._max_total_tokens, self._max_total_tokens),
             max_batch_total_tokens=self._num_blocks * _BLOCK_SIZE,
             fallbacks=self._fallbacks,
+            num_snapshots=self._num_snapshots,
         )
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:

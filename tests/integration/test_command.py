@@ -56,7 +56,7 @@ def test_help_version_and_wrong_commands(oatmill):
     assert oatmill("demo", "-h")[:2] == oatmill("help", "demo")[:2]
     assert "usage: oatmill demo" in oatmill("help", "demo")[1]
     assert oatmill("version") == oatmill("--version") == (0, f"oatmill {package_version()}\n", "")
-    wrong = "oatmill: there is no command 'server'; there are serve, chat, demo, doctor\n"
+    wrong = "oatmill: there is no command 'server'; there are serve, chat, explain, demo, doctor\n"
     assert oatmill("server") == (2, "", wrong)
     assert (oatmill()[0], oatmill("demo", "fast")[0]) == (2, 2)
     assert "--grpc-port is 'x', which is not a port" in oatmill("serve", "--grpc-port", "x")[2]
@@ -133,7 +133,9 @@ def test_the_demo_model_answers_the_examples_of_chat_and_page(oatmill, demo_serv
 )
 def test_a_chat_takes_a_port_and_the_url_of_openais_clients(oatmill, given: str, url: str, monkeypatch):
     made = []
-    monkeypatch.setattr("oatmill.chat.httpx2.Client", lambda base_url, **_: made.append(base_url) or nullcontext())
+    monkeypatch.setattr(
+        "oatmill.server_client.httpx2.Client", lambda base_url, **_: made.append(base_url) or nullcontext()
+    )
     assert oatmill("chat", given)[0] == 0
     assert made == [url]
 
@@ -143,6 +145,22 @@ def test_a_chat_says_why_there_is_no_answer(oatmill, demo_server: TextGeneration
     assert (code, "`oatmill serve` starts a server there" in err) == (1, True)
     code, _, err = oatmill("chat", f"{demo_server.url}/metrics", text="Hello\n")
     assert (code, "status 404" in err) == (1, True)
+
+
+def test_a_prompt_that_was_computed_again_is_explained(oatmill, demo_server: TextGenerationServer):
+    for minute in (0, 1):
+        system = f"It is 12:3{minute}. You answer in one short sentence, and only about cooking and about tools."
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "How long do I boil an egg?"}]
+        body = {"messages": messages, "max_tokens": 2, "cache_salt": "explained"}
+        answer = httpx.post(f"{demo_server.url}/v1/chat/completions", json=body)
+    request_id = answer.headers["x-request-id"]
+    code, out, _ = oatmill("explain", request_id, demo_server.url, "--cache-salt=explained")
+    assert (code, "cause: changed" in out) == (0, True), out
+    assert "messages[0], character 10" in out
+    assert "It is 12:31. You" in out
+    assert "It is 12:30. You" in out
+    code, _, err = oatmill("explain", request_id, demo_server.url)
+    assert (code, "nothing is remembered of a request" in err) == (1, True)
 
 
 def test_a_chat_waits_until_the_model_is_loaded(oatmill):

@@ -287,6 +287,20 @@ class NoSuchResponse(RouterError):
         super().__init__(f"there is no response {response_id[:100]!r} here: it was never stored, or was evicted")
 
 
+class NoSuchRequest(RouterError):
+    """A request that is to be explained is not remembered."""
+
+    status = 404
+    error_type = "not_found"
+    code = "request_not_found"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"nothing is remembered of a request {request_id[:100]!r} with this API key and `cache_salt`: it has not "
+            "ended, or many others came since; the header `x-request-id` of a response has the id"
+        )
+
+
 class NotSupported(RouterError):
     """A feature of OpenAI's, Anthropic's or Ollama's API that this server does not have."""
 

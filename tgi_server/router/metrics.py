@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from tgi_server.router.adapter_source import OTHER_ADAPTERS
 from tgi_server.router.process_metrics import ProcessMetrics
+from tgi_server.router.prompt_source import MissCause
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -118,6 +119,13 @@ class RequestMetrics:
             "adapter",
         )
         self._adapters: set[str] = set()
+        self._missed = made.counter(
+            "tgi_prefix_cache_miss_tokens",
+            "Prompt tokens that were not found in the prefix cache, by the cause that most tokens of the prompt have.",
+            "cause",
+        )
+        for cause in MissCause:  # shown from the start
+            self._missed.labels(cause.value)
         self._total = made.seconds("tgi_request_duration", "Time from a request's arrival to its last token.")
         self._phases = {
             "validation": made.seconds(duration("validation"), "Time to validate and tokenize a request."),
@@ -153,6 +161,10 @@ class RequestMetrics:
             name = OTHER_ADAPTERS
         self._adapters.add(name)
         self._by_adapter.labels(name).inc()
+
+    def missed(self, cause: MissCause, tokens: int) -> None:
+        """Counts tokens of a prompt that were not found in the prefix cache."""
+        self._missed.labels(cause.value).inc(tokens)
 
     def succeeded(self, times: RequestTimes, generated_tokens: int) -> None:
         self._success.inc()

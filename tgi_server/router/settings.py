@@ -26,6 +26,8 @@ from tgi_server.router.adapter_source import AdapterSources
 from tgi_server.router.answers.formats import FORMAT_NAMES
 from tgi_server.router.answers.reasoning import REASONING_NAMES
 
+# The requests of which it is noted what they are made of, to explain why they were not found in the prefix cache.
+ExplainedMisses = Literal["own", "all", "off"]
 ToolCallParser = Literal["auto", *FORMAT_NAMES]  # type: ignore[valid-type]
 ReasoningParser = Literal["auto", "none", *REASONING_NAMES]  # type: ignore[valid-type]
 
@@ -147,6 +149,12 @@ class RequestSettings(ServiceSettings):
     )
     prefix_cache_disk_days: PositiveFloat = Field(
         default=30, description="Days after which stored prefixes that were not used are deleted."
+    )
+    explain_misses: ExplainedMisses = Field(
+        default="own",
+        description="own: why a prompt was not found in the prefix cache is explained in full to requests with a "
+        "`cache_salt`, or an API key of several, and in part to others; all: in full to all requests, if all users may "
+        "read each other's prompts; off: to none.",
     )
     max_batch_size: Count | None = Field(
         default=None, description="Maximum number of requests in a batch. Default: max-concurrent-requests."

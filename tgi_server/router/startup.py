@@ -238,6 +238,7 @@ def _policy(settings: PipelineSettings, *, reads_images: bool) -> RequestPolicy:
             max_stored_responses=0,
             strict_fields=True,
             max_priority=settings.max_priority,
+            explain_misses="off" if settings.explain_misses == "off" else "all",
             is_local=True,
         )
     return RequestPolicy(
@@ -247,6 +248,7 @@ def _policy(settings: PipelineSettings, *, reads_images: bool) -> RequestPolicy:
         settings.strict_fields,
         settings.adapter_root if settings.allow_adapter_updates else None,
         settings.max_priority,
+        settings.explain_misses,
     )
 
 

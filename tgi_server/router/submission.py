@@ -14,6 +14,7 @@ from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, GenerationOptions, Image
 from tgi_server.router.answers.reader import AnswerReader
 from tgi_server.router.errors import RouterError
+from tgi_server.router.prompt_source import PromptSource
 
 
 class Sink(Protocol):
@@ -24,8 +25,7 @@ class Sink(Protocol):
     def started(self, cached_tokens: int) -> None:
         """Called when the request leaves the queue for the first time, not after a preemption.
 
-        cached_tokens: tokens of the prompt that had been computed for another request. Without a cache namespace they
-        are rounded down.
+        cached_tokens: of the prompt, computed for another request; rounded down if there is no cache namespace.
         """
 
     def push(self, generation: Generation) -> FinishReason | None:
@@ -59,13 +59,13 @@ class PreparedRequest:
 
     input_ids: the prompt, cut to `truncate`. For encoder-decoder models, of the encoder. characters: of its whole text.
     unenforced: constraints of the grammar that are left to the model, each as a line. images: of the prompt, in the
-    order of their tokens. reader: makes what parses an answer; None: all of it is text.
+    order of their tokens. reader: makes what parses an answer; None: it is text. source: what the prompt was made of.
 
     The fields after that are set when the request is queued. id: 0 until then. cache_namespace: requests of different
-    ones share nothing in the prefix cache. deadline: the time after which the answer is useless. first_token_by:
-    the same for its first token. Both are `perf_counter` seconds. tenant: the name of the API key, where there are
-    several. weight: of its share. keep: its prompt stays in the prefix cache. early_tokens: number of tokens that are
-    generated for a later request of the same kind; 0: this is not an early answer.
+    ones share no cached prefix. deadline: the time after which the answer is useless. first_token_by: the same for its
+    first token. Both are `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of
+    its share. keep: its prompt stays in the prefix cache. early_tokens: number of tokens that are generated for a later
+    request of the same kind; 0: this is not an early answer.
     """
 
     input_ids: list[int]
@@ -74,6 +74,7 @@ class PreparedRequest:
     unenforced: tuple[str, ...] = ()
     images: tuple[Image, ...] = ()
     reader: Callable[[], AnswerReader] | None = None
+    source: PromptSource | None = field(default=None, compare=False)
     id: int = 0
     cache_namespace: str = ""
     trace_context: dict[str, str] = field(default_factory=dict)

@@ -70,6 +70,15 @@ async def chat(router: Router, *content: Any, **fields: Any) -> httpx.Response:
     return await router.post("/v1/chat/completions", messages=[{"role": "user", "content": list(content)}], **fields)
 
 
+@in_one_loop
+async def test_another_image_explains_a_miss_of_the_prefix_cache(router: Router):
+    question = text("What can be seen here, in a few words, and what is it used for in a house with a garden?")
+    for width, cause, place in ((84, "never_seen", None), (112, "changed", "messages[0].content[1]")):
+        answer = await chat(router, text("Look: "), part(width, 84), question, cache_salt="miss", explain_prefix=True)
+        shown = answer.json()["usage"]["prompt_tokens_details"]["prefix"]
+        assert (shown["cause"], shown["difference"] and shown["difference"]["place"]) == (cause, place)
+
+
 def newest(router: Router) -> pb.Request:
     return router.shard.received[-1]
 

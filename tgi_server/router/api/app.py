@@ -25,6 +25,7 @@ from tgi_server.router.api.routes.compatibility import compatibility_routes
 from tgi_server.router.api.routes.completions import completion_routes
 from tgi_server.router.api.routes.decisions import decision_routes
 from tgi_server.router.api.routes.embeddings import embedding_routes
+from tgi_server.router.api.routes.explain import explain_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.messages import message_routes
@@ -51,6 +52,7 @@ _ROUTES = (
     ollama_routes,
     decision_routes,
     warm_routes,
+    explain_routes,
     compatibility_routes,
     adapter_routes,
 )

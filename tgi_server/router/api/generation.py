@@ -15,6 +15,7 @@ from tgi_server.router.api.encoding import EVENTS, compute_headers, json_respons
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.errors import RouterError
 from tgi_server.router.submission import KeptPrefix, PreparedRequest
+from tgi_server.router.text.prefix_miss import PrefixMiss
 from tgi_server.router.text.stop_sequences import StopSequences
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
 
@@ -92,7 +93,11 @@ class RequestGeneration:
             shown=shown if options.skip_special_tokens else service.text.tokenizer.special_tokens,
             observe_gap=service.metrics.requests.gap,
         )
-        self._record.note_sequence(stream, options, prepared.unenforced)
+        namespace = cache_namespace(admission.tenant, options.cache_salt)
+        source = prepared.source if service.policy.explain_misses != "off" else None
+        if source is not None:
+            source.shared = not namespace and service.policy.explain_misses == "own"
+        self._record.note_sequence(stream, options, prepared.unenforced, source, namespace)
         request_id = next(service.request_ids)
         self._hold(request_id, stream, prepared)
         deadline, first_token_by = self._time_limits.deadlines(
@@ -102,7 +107,8 @@ class RequestGeneration:
             replace(
                 prepared,
                 id=request_id,
-                cache_namespace=cache_namespace(admission.tenant, options.cache_salt),
+                source=source,
+                cache_namespace=namespace,
                 trace_context=self._record.trace_context,
                 deadline=deadline,
                 first_token_by=first_token_by,
@@ -156,6 +162,11 @@ class RequestGeneration:
     async def wait_for(self, end: "AllEnded") -> None:
         """Returns once all sequences have ended. Raises GenerationFailed, or ClientGone."""
         await self.admission.unless_left(end.future)
+
+    @property
+    def miss(self) -> PrefixMiss | None:
+        """What the client may know of what the prefix cache had of its prompt; None if nothing was looked up."""
+        return self._record.shown_miss
 
     def respond(self, content: Any, *, characters: int, streams: Sequence[AnyStream]) -> Response:
         """Returns a response in one piece. content: an object, or JSON. characters: of the prompts. streams: the

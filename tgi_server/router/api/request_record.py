@@ -27,8 +27,10 @@ from tgi_server.router.errors import (
     shown_status,
 )
 from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.prompt_source import PromptSource
 from tgi_server.router.schemas.validation import Ignored
 from tgi_server.router.service import Service
+from tgi_server.router.text.prefix_miss import PrefixMiss, explain
 from tgi_server.router.text.token_stream import AnyStream
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class RequestRecord:
         self.progress = ""
         self._requested: Fields = {}
         self._streams: list[AnyStream] = []
+        self._sources: dict[PromptSource, PrefixMiss | None] = {}
+        self._namespace = ""
         self._adapters: set[str | None] = set()
         self._ignored: list[str] = []
         self._unenforced: list[str] = []
@@ -81,9 +85,21 @@ class RequestRecord:
         """Notes the model that a request names which generates nothing."""
         self._requested = {"gen_ai.request.model": model}
 
-    def note_sequence(self, stream: AnyStream, options: GenerationOptions, unenforced: Sequence[str]) -> None:
-        """Notes a sequence that is about to be generated. unenforced: constraints that are left to the model."""
+    def note_sequence(
+        self,
+        stream: AnyStream,
+        options: GenerationOptions,
+        unenforced: Sequence[str],
+        source: PromptSource | None = None,
+        namespace: str = "",
+    ) -> None:
+        """Notes a sequence that is about to be generated. unenforced: constraints that are left to the model. source:
+        what its prompt was made of. namespace: of its cached prefixes.
+        """
         self._streams.append(stream)
+        if source is not None:
+            self._sources.setdefault(source, None)
+            self._namespace = namespace
         if new := [constraint for constraint in unenforced if constraint not in self._unenforced]:
             self._unenforced += new
             logger.info("%s: constraints are left to the model: %s", self.path, shortened(new))
@@ -115,6 +131,21 @@ class RequestRecord:
         return {} if self._span is None else trace_headers(self._span)
 
     @property
+    def misses(self) -> list[PrefixMiss]:
+        """What the prefix cache had of each prompt that was looked up so far; the prompt that lacked most first."""
+        for source, miss in self._sources.items():
+            if miss is None:
+                self._sources[source] = explain(source, self._service.text.tokenizer)
+        return sorted(filter(None, self._sources.values()), key=lambda miss: -miss.missing_tokens)
+
+    @property
+    def shown_miss(self) -> PrefixMiss | None:
+        """What the client may know of the prompt that lacked most; None if none was looked up."""
+        first = next(iter(self.misses), None)
+        shared = any(source.shared for source in self._sources)
+        return first.as_shared() if first is not None and shared else first
+
+    @property
     def total_time(self) -> float:
         """Seconds since the request came."""
         return perf_counter() - self.arrived
@@ -139,6 +170,13 @@ class RequestRecord:
 
     def end(self, error: BaseException | None) -> None:
         """Writes the record. error: why the request was not answered as it should be."""
+        if (shown := self.shown_miss) is not None:
+            self._service.explained.add(self._namespace, self.request_id, shown)
+        for miss in self.misses:
+            if miss.cause is not None:
+                self._metrics.missed(miss.cause, miss.missing_tokens)
+        for source in self._sources:  # remembered, and must not hold the prompts before it
+            source.lookup = None
         if error is not None:
             self._failed(error)
         elif self._streams:
@@ -161,6 +199,10 @@ class RequestRecord:
             "prompt_tokens": prompt_tokens,
             "generated_tokens": generated,
         }
+        if misses := self.misses:
+            fields["cached_tokens"] = sum(miss.found_tokens for miss in misses)
+            if (cause := misses[0].cause) is not None:
+                fields["prefix_miss"] = cause.value
         logger.info("%s answered", self.path, extra=fields | self._identity(200))
         self._add_span("validation", self.arrived, slowest.queued_at)
         self._add_span("queue", slowest.queued_at, slowest.started_at)

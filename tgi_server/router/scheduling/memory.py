@@ -12,6 +12,7 @@ from tgi_server.contract import BlockCopy, Image, StateSave
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
+from tgi_server.router.scheduling.prompt_history import PromptHistory
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.snapshots import Snapshots
 
@@ -128,6 +129,7 @@ class PagedMemory:
         self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
         self._lent: Counter[int] = Counter()  # blocks that files are written from, or read into
         self._snapshots: Snapshots | None = None
+        self._history = PromptHistory(block_size)
         self.rebuild(())
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
@@ -137,6 +139,7 @@ class PagedMemory:
         self._cache = PrefixCache(self._pool, self.block_size)
         lent = self._snapshots.lent if self._snapshots is not None else ()
         self._snapshots = Snapshots(self._num_snapshots, self.block_size, lent) if self._num_snapshots else None
+        self._history.left(left)
         for sequence in left:
             sequence.saved = 0
 
@@ -161,8 +164,9 @@ class PagedMemory:
             if not alone:
                 return Verdict.FULL
             # The source of a copy was one block too many.
-            match = Match(match.tokens // self.block_size * self.block_size, blocks=match.blocks)
-            self._reserve(sequence, match, snapshot, self._num_blocks)
+            whole = Match(match.tokens // self.block_size * self.block_size, blocks=match.blocks)
+            self._reserve(sequence, whole, snapshot, self._num_blocks)
+        self._history.look_up(sequence, space_of(sequence), match.tokens + match.unusable)
         return Verdict.ADMITTED
 
     def can_grow(self, sequences: int) -> bool:
@@ -218,6 +222,7 @@ class PagedMemory:
 
     def forget(self, namespace: str) -> None:
         self._kept = {name: kept for name, kept in self._kept.items() if name[0] != namespace}
+        self._history.forget(namespace)
         for space in self._cache.spaces():
             if space[1] == namespace:
                 self._cache.forget(space)
@@ -227,6 +232,7 @@ class PagedMemory:
             self._forget(sequence)
         sequence.saved = 0
         self._keep(sequence, sequence.settled, fresh=False)
+        self._history.ended(sequence)
         self._give_up(sequence.blocks)
 
     @property
@@ -298,7 +304,8 @@ class PagedMemory:
         length, snapshot = self._snapshots.find(space_of(sequence), sequence.beginning(match.tokens))
         lengths = self._snapshots.lengths(sequence.known, match.tokens)
         sequence.save_lengths = [each for each in lengths if each > length]
-        return Match(length, match.pending, match.blocks[: length // self.block_size]), snapshot
+        blocks = match.blocks[: length // self.block_size]
+        return Match(length, match.pending, blocks, match.tokens - length), snapshot
 
     def _cut(self, match: Match, tokens: int) -> Match:
         return Match(tokens, match.pending, match.blocks[: self._blocks_of(tokens)])
@@ -361,6 +368,7 @@ class PagedMemory:
         """Offers the sequence's first tokens to later sequences."""
         if tokens and self.caches:
             self._cache.insert(space_of(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
+            self._history.cached(sequence, space_of(sequence), tokens)
 
 
 class PaddedMemory:

@@ -55,11 +55,13 @@ class Match:
     """A cached prefix.
 
     tokens: its length. blocks: that hold it. pending: tokens beyond it that the call being built computes for another.
+    unusable: tokens beyond it that are cached, and are computed anew because the states after them are missing.
     """
 
     tokens: int = 0
     pending: int = 0
     blocks: list[int] = field(default_factory=list)
+    unusable: int = 0
 
 
 class PrefixCache:
@@ -203,7 +205,7 @@ class PrefixCache:
         position = 0
         while child := node.children.get(tokens[position : position + _WIDTH]):
             child.last_used = self._clock
-            shared = _common_prefix(child.tokens, tokens, position)
+            shared = common_prefix(child.tokens, tokens, position)
             whole = shared == len(child.tokens)
             yield child, shared // _WIDTH
             if not whole:
@@ -316,7 +318,7 @@ class PrefixCache:
             self._offer(parent)
 
 
-def _common_prefix(edge: bytearray, tokens: bytes, offset: int) -> int:
+def common_prefix(edge: bytes | bytearray, tokens: bytes, offset: int) -> int:
     """Returns how many bytes, of whole tokens, `edge` and `tokens` from `offset` on have in common.
 
     Compares slices, halving them where they differ: a long prompt costs a few memory compares, not a loop.

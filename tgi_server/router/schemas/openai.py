@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta, Raw
+from msgspec import UNSET, Meta, Raw, UnsetType
 from pydantic import Field
 
 from shared.partial_json import Member
@@ -23,10 +23,38 @@ class StreamOptions(RequestModel):
     )
 
 
+class PrefixDifference(ResponseModel, kw_only=True):
+    """The first difference of a prompt to the nearest earlier one: the `place` in the request, the `offset` in the text
+    there, in characters, and some characters `before` it, from `here` on, and in the `earlier` prompt in place of them.
+    """
+
+    place: str
+    offset: int | None
+    before: str
+    here: str
+    earlier: str
+
+
+class PrefixExplanation(ResponseModel, kw_only=True):
+    """Why a prompt was not wholly found in the prefix cache. `cause` is null if only its last token was computed;
+    `known_tokens` of its beginning have been cached at some time; `movable_tokens` after the difference would have been
+    found if what differs came after them.
+    """
+
+    cause: str | None
+    missing_tokens: int
+    known_tokens: int
+    movable_tokens: int
+    difference: PrefixDifference | None
+
+
 class PromptTokensDetails(ResponseModel, kw_only=True):
-    """`cached_tokens` had been computed for another prompt; in steps of 128 where everybody shares the cache."""
+    """`cached_tokens` had been computed for another prompt; in steps of 128 where everybody shares the cache. `prefix`:
+    with `explain_prefix`.
+    """
 
     cached_tokens: int
+    prefix: PrefixExplanation | UnsetType = UNSET
 
 
 class CompletedMember(ResponseModel, kw_only=True):
@@ -129,6 +157,9 @@ class SharedParameters(TextParameters):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(
         default=False, description="Send the token ids of the prompt and of the answer: vLLM's name."
+    )
+    explain_prefix: bool = Field(
+        default=False, description="Report in the usage why the prompt was not wholly found in the prefix cache."
     )
     response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's way to ask for a form.")

@@ -43,7 +43,9 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of a conversation, in no interface's words. parts: of its content, texts and images."""
+    """A message of a conversation, in no interface's words. parts: of its content, texts and images. place: in the
+    request.
+    """
 
     role: str
     parts: tuple[str | ImageSource, ...] = ()
@@ -51,6 +53,7 @@ class Turn:
     calls: tuple[PastCall, ...] = ()
     name: str | None = None
     tool_call_id: str | None = None
+    place: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:

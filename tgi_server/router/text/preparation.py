@@ -10,6 +10,7 @@ from tgi_server.router.limits import Limits
 from tgi_server.router.media.images import ImageReader
 from tgi_server.router.option_reader import check_company
 from tgi_server.router.options import Dialect
+from tgi_server.router.prompt_source import PromptPart, PromptSource
 from tgi_server.router.scheduling.adapter_registry import Adapters
 from tgi_server.router.submission import PreparedRequest
 from tgi_server.router.text.grammar import token_grammar, with_text
@@ -69,11 +70,13 @@ class Preparer:
         spans_of: str | None = None,
         size: int = 0,
         thinking: bool = False,
+        source: PromptSource | None = None,
     ) -> PreparedRequest:
         """Returns what the scheduler takes. Work on a large request leaves the event loop.
 
         client: whose turns its work takes. spans_of: the text that `x-span` takes spans of; None: the prompt.
-        size: bytes of the whole request. thinking: thoughts are known to have begun in the prompt.
+        size: bytes of the whole request. thinking: thoughts are known to have begun in the prompt. source: what the
+        prompt was made of; None: it came as one text.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -84,6 +87,8 @@ class Preparer:
         beside = {"grammar": options.grammar, "images": prompt.images}
         check_company(options, dialect, {name for name, value in beside.items() if value}, self._lacking)
         truncate = options.truncate
+        made_of = source or PromptSource(parts=(PromptPart(dialect.prompt, "", prompt.text),))
+        made_of.text = None if truncate else prompt.text
 
         def work() -> tuple[Grammar | None, list[int]]:
             grammar = options.grammar
@@ -93,6 +98,7 @@ class Preparer:
                 grammar = with_text(grammar, spans_of or prompt.text)
                 if fault := grammar.too_long():
                     raise InvalidRequest(f"the grammar cannot be used: {fault}", grammar.place)
+            made_of.measure()
             return grammar, self._input_ids(prompt, truncate, add_special_tokens=add_special_tokens)
 
         grammar, input_ids = await self._threads.handle_text(_characters(prompt.text, size, truncate), work)
@@ -109,7 +115,7 @@ class Preparer:
         stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
         prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
-        return PreparedRequest(input_ids, prepared, len(prompt.text), unenforced, images)
+        return PreparedRequest(input_ids, prepared, len(prompt.text), unenforced, images, source=made_of)
 
     def may_add_grammar(self, options: GenerationOptions) -> bool:
         """Returns True if a grammar that the request does not ask for would not have it refused."""

@@ -63,6 +63,7 @@ async def answer_chat(admission: Admission, request: ChatRequest) -> Response:
 class ChatChoices:
     """The choices of one request while they are generated."""
 
+    generation: RequestGeneration
     prepared: PreparedRequest
     streams: Sequence[TokenStream[ChatAnswer]]
 
@@ -97,11 +98,14 @@ class ChatChoices:
             )
             for index, sequence in enumerate(prepared.times(prepared.options.n))
         ]
-        return cls(prepared, streams)
+        return cls(generation, prepared, streams)
 
-    def usage(self) -> Usage:
-        """Returns what the choices have used. The prompt is one for all of them."""
-        return usage_of(len(self.prepared.input_ids), self.streams, self.streams[0].cached_tokens)
+    def usage(self, *, explained: bool = False) -> Usage:
+        """Returns what the choices have used. The prompt is one for all of them. explained: with what the prefix cache
+        lacked.
+        """
+        miss = self.generation.miss if explained else None
+        return usage_of(len(self.prepared.input_ids), self.streams, self.streams[0].cached_tokens, miss)
 
 
 async def _whole(
@@ -117,7 +121,7 @@ async def _whole(
     completion = ChatCompletion(
         object="chat.completion",
         choices=[choice.complete(index, logprobs=logprobs) for index, choice in enumerate(written)],
-        usage=choices.usage(),
+        usage=choices.usage(explained=request.explain_prefix),
         **envelope("chatcmpl", generation.service.model, prepared.options.adapter_id),
     )
     if request.return_token_ids:
@@ -143,7 +147,7 @@ def _stream(
     )
 
     def last_words() -> bytes:
-        chunk.choices, chunk.usage = [], choices.usage()
+        chunk.choices, chunk.usage = [], choices.usage(explained=request.explain_prefix)
         return event(chunk) if whole_usage else b""
 
     def usage() -> Usage:

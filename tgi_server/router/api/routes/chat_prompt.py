@@ -12,6 +12,7 @@ from tgi_server.router.api.routes.openai import openai_options, requested_form
 from tgi_server.router.api.routes.prompt_images import check_images, with_images
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
+from tgi_server.router.prompt_source import PromptSource
 from tgi_server.router.schemas.chat import ChatRequest, ImageChunk, Message, RefusalChunk, TextChunk
 from tgi_server.router.schemas.chat_tools import (
     AllowedTools,
@@ -33,6 +34,7 @@ from tgi_server.router.text.conversation import (
     template_variables,
     thinking_switches,
 )
+from tgi_server.router.text.prompt_place import conversation_source
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
 # A conversation that is to be answered, and the options of the answer.
@@ -54,7 +56,9 @@ async def prepare_chat(
     service, size = admission.service, admission.size
     form = service.text.answer_form
 
-    def prepare() -> tuple[Asked, Grammar | None, RenderedPrompt, bool, Callable[[], AnswerReader] | None]:
+    def prepare() -> tuple[
+        Asked, Grammar | None, RenderedPrompt, bool, Callable[[], AnswerReader] | None, PromptSource
+    ]:
         conversation, options = requested()
         shown, use, answer = conversation, conversation.use, options.grammar
         if options.thinking_token_budget == 0:  # most templates can say so themselves
@@ -66,9 +70,9 @@ async def prepare_chat(
         grammar = form.grammar(use, answer, thinking=thinking)
         if not use.tools and service.preparer.may_add_grammar(options):
             grammar = form.without_calls(use, thinking=thinking)
-        return (conversation, options), grammar, prompt, thinking, reader
+        return (conversation, options), grammar, prompt, thinking, reader, conversation_source(shown)
 
-    (conversation, options), grammar, prompt, thinking, reader = await service.text.threads.run(size, prepare)
+    (conversation, options), grammar, prompt, thinking, reader, source = await service.text.threads.run(size, prepare)
     prompt = await with_images(admission, prompt, conversation.images, options.cache_salt)
     prepared = await service.preparer.prepare(
         prompt,
@@ -79,6 +83,7 @@ async def prepare_chat(
         spans_of=conversation.said,
         size=size,
         thinking=thinking,
+        source=source,
     )
     use, unenforced = conversation.use, prepared.unenforced
     if use.tools and not form.enforces(use, options.grammar):
@@ -146,6 +151,7 @@ def _turn(message: Message, place: str) -> Turn:
         tuple(calls),
         message.name,
         message.tool_call_id,
+        place,
     )
 
 

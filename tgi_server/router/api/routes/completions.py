@@ -96,10 +96,15 @@ class CompletionPlan:
         show_special = not self.sequences[sequence].options.skip_special_tokens
         return LogprobEntries(tokenizer, show_special=show_special, as_text=as_text)
 
-    def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> Usage:
-        """Returns the usage of some sequences. What is computed for several of them is computed once."""
+    def usage(
+        self, streams: Sequence[AnyStream], prompt_tokens: int, generation: RequestGeneration | None = None
+    ) -> Usage:
+        """Returns the usage of some sequences. What is computed for several of them is computed once. generation: of
+        all of them, to explain what the prefix cache lacked of the prompts.
+        """
         cached = sum(stream.cached_tokens for stream in streams[:: self.attempts])
-        return usage_of(prompt_tokens, streams if self.generates else (), cached)
+        miss = generation.miss if generation is not None and self.request.explain_prefix else None
+        return usage_of(prompt_tokens, streams if self.generates else (), cached, miss)
 
 
 async def complete(admission: Admission, request: CompletionRequest) -> Response:
@@ -182,11 +187,14 @@ def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: in
 
 async def _whole(generation: RequestGeneration, plan: CompletionPlan) -> Response:
     service, streams = generation.service, await generation.collect(plan.sequences)
-    text = await service.text.threads.handle_text(plan.echoed, lambda: _body(service, plan, streams))
+    usage = plan.usage(streams, plan.prompt_tokens, generation)
+    text = await service.text.threads.handle_text(plan.echoed, lambda: _body(service, plan, streams, usage))
     return generation.respond(text, characters=plan.characters, streams=streams)
 
 
-def _body(service: Service, plan: CompletionPlan, streams: Sequence[TokenStream[CollectedTokens]]) -> bytes:
+def _body(
+    service: Service, plan: CompletionPlan, streams: Sequence[TokenStream[CollectedTokens]], usage: Usage
+) -> bytes:
     """Returns the response as JSON. Takes time in proportion to its length."""
     tokenizer, attempts, logprobs = service.text.tokenizer, plan.attempts, plan.logprobs is not None
     shown: list[int] = []
@@ -207,7 +215,7 @@ def _body(service: Service, plan: CompletionPlan, streams: Sequence[TokenStream[
     completion = CompletionFinal(
         object="text_completion",
         choices=choices,
-        usage=plan.usage(streams, plan.prompt_tokens),
+        usage=usage,
         **envelope("cmpl", service.model, plan.sequences[0].options.adapter_id),
     )
     return to_json(completion)
@@ -239,7 +247,7 @@ def _stream(generation: RequestGeneration, plan: CompletionPlan) -> Response:
     streams: list[AnyStream] = []
 
     def last_words() -> bytes:
-        chunk.choices, chunk.usage = [], plan.usage(streams, plan.prompt_tokens)
+        chunk.choices, chunk.usage = [], plan.usage(streams, plan.prompt_tokens, generation)
         return event(chunk) if whole_usage else b""
 
     end = generation.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)

@@ -72,7 +72,7 @@ def conversation_of(request: MessagesParameters) -> Conversation:
     effort = request.output_config.effort if request.output_config is not None else None
     chosen = thinking_switches(on=_thinks(request)) | (request.chat_template_kwargs or {})
     told = tuple(block.text for block in request.system or () if not block.text.startswith(_BILLING))
-    turns = [Turn("system", told)] if told else []
+    turns = [Turn("system", told, place="system")] if told else []
     last_user = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=-1)
     for index, message in enumerate(request.messages):
         if not (message.role == "system" and message.clear_at == "next_user_message" and index < last_user):
@@ -146,7 +146,7 @@ def turns_of(message: InputTurn, path: str) -> list[Turn]:
                     for number, each in enumerate(content)
                     for part in _parts(each.root, f"{own}.content[{number}]")
                 ]
-                turns.append(Turn("tool", tuple(results), tool_call_id=call_id))
+                turns.append(Turn("tool", tuple(results), tool_call_id=call_id, place=own))
             case ToolUseBlock(id=call_id, name=name, input=arguments):
                 calls.append(PastCall(call_id, name, arguments))
             case ThinkingBlock(thinking=thinking):
@@ -154,7 +154,7 @@ def turns_of(message: InputTurn, path: str) -> list[Turn]:
             case other:
                 parts += _parts(other, own)
     if parts or calls or thoughts or not (turns or message.role == "system"):
-        turns.append(Turn(message.role, tuple(parts), "".join(thoughts) or None, tuple(calls)))
+        turns.append(Turn(message.role, tuple(parts), "".join(thoughts) or None, tuple(calls), place=path))
     return turns
 
 

@@ -69,8 +69,8 @@ def _requested(admission: Admission, request: OllamaChatRequest | OllamaGenerate
         use, turns = chosen_tools(tools, Choice()), list(_turns(request.messages))
     else:
         use = ToolUse()
-        turns = [Turn("system", (request.system,))] if request.system else []
-        turns.append(Turn("user", (*_images(request.images, "images"), request.prompt)))
+        turns = [Turn("system", (request.system,), place="system")] if request.system else []
+        turns.append(Turn("user", (*_images(request.images, "images"), request.prompt), place="prompt"))
     switches = {} if think is None else thinking_switches(on=bool(think))
     variables = template_variables(switches, effort=think if isinstance(think, str) else None)
     return Conversation(turns, use, variables, show_thoughts=think is not False), options

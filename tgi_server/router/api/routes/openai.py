@@ -7,14 +7,24 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+from msgspec import UNSET
+
 from tgi_server.contract import FinishReason, GenerationOptions, Grammar, GrammarKind
 from tgi_server.router.api.admission import Admission
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.options import Dialect
-from tgi_server.router.schemas.openai import PromptTokensDetails, SharedParameters, StructuredOutputs, Usage
+from tgi_server.router.schemas.openai import (
+    PrefixDifference,
+    PrefixExplanation,
+    PromptTokensDetails,
+    SharedParameters,
+    StructuredOutputs,
+    Usage,
+)
 from tgi_server.router.schemas.responses import ResponsesRequest
 from tgi_server.router.service import ModelDescription, Service
 from tgi_server.router.text.grammar import ANY_OBJECT, json_grammar, requested_grammar
+from tgi_server.router.text.prefix_miss import PrefixMiss
 from tgi_server.router.text.token_stream import AnyStream
 
 DONE = b"data: [DONE]\n\n"
@@ -127,12 +137,32 @@ def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> 
     }
 
 
-def usage_of(prompt_tokens: int, streams: Iterable[AnyStream], cached_tokens: int) -> Usage:
-    """cached_tokens: tokens of the prompts that had been computed for others."""
+def explanation_of(miss: PrefixMiss) -> PrefixExplanation:
+    """Returns what the prefix cache had of a prompt, for the response."""
+    found = miss.difference
+    shown = None
+    if found is not None:
+        texts = {"before": found.before, "here": found.here, "earlier": found.earlier}
+        shown = PrefixDifference(place=found.place, offset=found.offset, **texts)
+    return PrefixExplanation(
+        cause=None if miss.cause is None else miss.cause.value,
+        missing_tokens=miss.missing_tokens,
+        known_tokens=miss.known_tokens,
+        movable_tokens=miss.movable_tokens,
+        difference=shown,
+    )
+
+
+def usage_of(
+    prompt_tokens: int, streams: Iterable[AnyStream], cached_tokens: int, miss: PrefixMiss | None = None
+) -> Usage:
+    """cached_tokens: tokens of the prompts that had been computed for others. miss: what is reported of it."""
     completion_tokens = sum(stream.generated_tokens for stream in streams)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached_tokens, prefix=UNSET if miss is None else explanation_of(miss)
+        ),
     )

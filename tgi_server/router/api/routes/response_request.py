@@ -76,7 +76,7 @@ def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
     for index, item in enumerate(items):
         match item:
             case InputMessage(role=role, content=content):
-                begin(Turn(role, _parts(content, f"input[{index}].content")))
+                begin(Turn(role, _parts(content, f"input[{index}].content"), place=f"input[{index}]"))
             case FunctionCall(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
                 call(PastCall(call_id, name_for_model(name, namespace), arguments))
             case ResponsesFreeFormCall(call_id=call_id, name=name, namespace=namespace, input=text):
@@ -85,9 +85,10 @@ def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
                 shown = action.model_dump(exclude={"type"}, exclude_none=True, exclude_defaults=True)
                 call(PastCall(call_id, LOCAL_SHELL, shown))
             case CallOutput(call_id=call_id, output=output):
-                begin(Turn("tool", _parts(output, f"input[{index}].output"), tool_call_id=call_id))
+                parts = _parts(output, f"input[{index}].output")
+                begin(Turn("tool", parts, tool_call_id=call_id, place=f"input[{index}]"))
             case LocalShellOutput(id=own_id, call_id=call_id, output=text):
-                begin(Turn("tool", (text,), tool_call_id=call_id or own_id))
+                begin(Turn("tool", (text,), tool_call_id=call_id or own_id, place=f"input[{index}]"))
             case ReasoningItem(content=content, summary=summary):
                 thoughts = _text(content or summary or ())
                 continue
@@ -154,7 +155,7 @@ def requested_tools(request: ResponsesRequest, items: Sequence[InputItem]) -> Of
 def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use: ToolUse) -> Conversation:
     """Returns the conversation whose next message is the response. turns: so far. use: the tools that are shown."""
     if request.instructions:
-        turns = [Turn("system", (request.instructions,)), *turns]
+        turns = [Turn("system", (request.instructions,), place="instructions"), *turns]
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(request.chat_template_kwargs, effort=effort)
     return Conversation(turns, use, variables)

@@ -83,7 +83,9 @@ async def _warm(admission: Admission, body: WarmRequest) -> Response:
 
 async def _forget(admission: Admission, body: ForgetRequest) -> Response:
     """Forgets what requests with the same API key have left; running requests leave something when they end."""
-    files = await admission.service.forget(cache_namespace(admission.tenant, body.cache_salt))
+    namespace = cache_namespace(admission.tenant, body.cache_salt)
+    admission.service.explained.forget(namespace)
+    files = await admission.service.forget(namespace)
     return await respond_with_tokens(admission, ForgetResponse(files=files), 0)
 
 

@@ -1,0 +1,111 @@
+"""What a prompt was made of, and what the prefix cache had of it: from these a miss is explained.
+
+The API notes the texts of a request, the scheduler what it found, and `text/prefix_miss.py` says why the rest had to be
+computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from sys import getsizeof
+
+# Bytes of a part beside its text.
+_PART_BYTES = 200
+
+
+class MissCause(StrEnum):
+    """The cause for which most of the missing tokens of a prompt had to be computed."""
+
+    NEVER_SEEN = "never_seen"
+    CHANGED = "changed"
+    TEMPLATE = "template"
+    EVICTED = "evicted"
+    NO_STATE = "no_state"
+    BELOW_BLOCK = "below_block"
+    OTHER_SALT = "other_salt"
+    OTHER_ADAPTER = "other_adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A text of a request that the prompt shows.
+
+    place: in the request, such as `messages[2].content[0]`. role: whose message it is in. beside: what else the message
+    has, such as its calls, as JSON. thoughts: there are thoughts beside it, which templates may leave out.
+    """
+
+    place: str
+    role: str
+    text: str
+    beside: bytes = b""
+    thoughts: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class KnownPrompt:
+    """A prompt whose keys and values were cached, with the tokens that were generated after it.
+
+    owner: the name of the API key, where there are several. space: of the prefix cache. tokens: 4 bytes each, as the
+    prefix cache has them. prompt_tokens: how many of them are the prompt. cached: how many were cached at some time.
+    """
+
+    request_id: int
+    owner: str
+    space: tuple[str, str]
+    tokens: bytes
+    prompt_tokens: int
+    cached: int
+    source: "PromptSource"
+
+    @property
+    def size(self) -> int:
+        """Roughly the bytes that it takes."""
+        return len(self.tokens) + self.source.size
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """What the prefix cache had of a prompt when it was admitted.
+
+    tokens: of the prompt, as the cache has them. found: how many need not be computed. held: how many the cache had;
+    more than `found` if the states after them are missing. known: how many it once had, by the prompts that are
+    remembered. similar: prompts that have so many in common with this one, and, if these are few, the latest prompts.
+    elsewhere: how many are known of prompts with another salt or adapter, if that is more. other_adapter: it is another
+    adapter. images: first token and number of tokens of each image. block_size: in tokens.
+    """
+
+    tokens: bytes
+    found: int
+    held: int
+    known: int
+    block_size: int
+    similar: Sequence[KnownPrompt] = ()
+    elsewhere: int = 0
+    other_adapter: bool = False
+    images: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(slots=True, eq=False)
+class PromptSource:
+    """The prompt of a request as it came.
+
+    text: the whole prompt; None if its tokens do not begin where it does. parts: in the order in which the prompt has
+    them. images: the places of images. tools: each as JSON. settings: of the template, as JSON. shared: the request
+    shares cached prefixes with others, so what it learns of them is limited. lookup: None until it is admitted.
+    """
+
+    text: str | None = None
+    parts: Sequence[PromptPart] = ()
+    images: Sequence[str] = ()
+    tools: Sequence[bytes] = ()
+    settings: bytes = b""
+    shared: bool = True
+    lookup: PrefixLookup | None = None
+    size: int = field(init=False, default=0)
+
+    def measure(self) -> "PromptSource":
+        """Counts the bytes of what does not change any more. Returns the source itself."""
+        texts = [part.text for part in self.parts]
+        self.size = sum(map(getsizeof, [self.text or "", *texts, *self.tools, self.settings]))
+        self.size += _PART_BYTES * len(texts)
+        return self

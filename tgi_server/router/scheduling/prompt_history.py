@@ -1,0 +1,161 @@
+"""The latest prompts, by which a miss of the prefix cache is explained. What is cached does not depend on them."""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from heapq import nlargest
+from itertools import chain, takewhile
+from operator import attrgetter
+from typing import TypeVar
+
+from tgi_server.router.prompt_source import KnownPrompt, PrefixLookup
+from tgi_server.router.scheduling.prefix_cache import common_prefix
+from tgi_server.router.scheduling.sequence import Sequence
+
+_WIDTH = 4  # bytes of a token
+# Prompts that are remembered, and bytes that they take: of tokens, of the prompts' texts, and of the requests'.
+_MOST_PROMPTS, _MOST_BYTES = 1024, 64 * 2**20
+# Neighbors that are looked at on each side, and the nearest prompts that are noted.
+_NEIGHBORS, _NEAREST = 64, 4
+
+N = TypeVar("N")
+_tokens_of, _request_of = attrgetter("tokens"), attrgetter("request_id")
+
+
+class _SortedPrompts:
+    """Prompts in the order of their tokens, so that those with the most tokens in common are neighbors."""
+
+    def __init__(self) -> None:
+        self._prompts: list[KnownPrompt] = []
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, prompt: KnownPrompt) -> None:
+        self._prompts.insert(bisect_left(self._prompts, prompt.tokens, key=_tokens_of), prompt)
+
+    def remove(self, prompt: KnownPrompt) -> None:
+        index = bisect_left(self._prompts, prompt.tokens, key=_tokens_of)
+        while self._prompts[index] is not prompt:
+            index += 1
+        del self._prompts[index]
+
+    def covered(self, tokens: bytes) -> Iterator[KnownPrompt]:
+        """Yields the prompts just before the place of `tokens`, or there, that these begin with."""
+        prompts = self._prompts
+        index = bisect_left(prompts, tokens, key=_tokens_of)
+        if index < len(prompts) and prompts[index].tokens == tokens:
+            yield prompts[index]
+        for place in range(index - 1, -1, -1):
+            if not tokens.startswith(prompts[place].tokens):
+                return
+            yield prompts[place]
+
+    def latest(self, count: int) -> list[KnownPrompt]:
+        """Returns the latest prompts, the latest first."""
+        return nlargest(count, self._prompts, key=_request_of)
+
+    def nearest(self, tokens: bytes) -> tuple[int, list[KnownPrompt]]:
+        """Returns how many tokens the nearest prompts have in common with `tokens`, and the prompts, in no order."""
+        prompts = self._prompts
+        index = bisect_left(prompts, tokens, key=_tokens_of)
+        before, after = prompts[max(index - _NEIGHBORS, 0) : index][::-1], prompts[index : index + _NEIGHBORS]
+        common = max((common_prefix(prompt.tokens, tokens, 0) for prompt in (*before[:1], *after[:1])), default=0)
+        if not common:
+            return 0, []
+        beginning = tokens[:common]
+        found = [takewhile(lambda prompt: prompt.tokens.startswith(beginning), side) for side in (before, after)]
+        return common // _WIDTH, [*chain(*found)]
+
+
+class PromptHistory:
+    """Remembers prompts by API key, salt and adapter. The oldest are forgotten."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._running: dict[int, KnownPrompt] = {}
+        self._all: OrderedDict[KnownPrompt, None] = OrderedDict()
+        self._by_space: dict[tuple[str, str], _SortedPrompts] = {}
+        self._by_owner: dict[str, _SortedPrompts] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def look_up(self, sequence: Sequence, space: tuple[str, str], held: int) -> None:
+        """Notes what is known of the prompt of a sequence that is being admitted. held: tokens that the cache has."""
+        source = sequence.request.source
+        if source is None or source.lookup is not None or sequence.reports_prompt:
+            return
+        tokens = sequence.beginning(sequence.prompt_tokens)
+        own = self._by_space.get(space) or _SortedPrompts()
+        known, nearest = own.nearest(tokens)
+        similar = nlargest(_NEAREST, nearest, key=_request_of)
+        if known < self._block_size:  # a beginning that many share says little
+            similar += [prompt for prompt in own.latest(_NEAREST) if prompt not in similar]
+        owned = self._by_owner.get(sequence.request.tenant)
+        elsewhere, others = (0, []) if owned is None else owned.nearest(tokens)
+        source.lookup = PrefixLookup(
+            tokens,
+            sequence.cached,
+            held,
+            max((min(prompt.cached, known) for prompt in nearest), default=0),
+            self._block_size,
+            similar,
+            elsewhere if elsewhere > known else 0,
+            any(prompt.space[1] == space[1] for prompt in others),
+            [(image.start, image.length) for image in sequence.request.images],
+        )
+
+    def cached(self, sequence: Sequence, space: tuple[str, str], tokens: int) -> None:
+        """Notes that the first tokens of a sequence are cached now."""
+        source = sequence.request.source
+        if source is None:
+            return
+        prompt = self._running.get(sequence.id)
+        length = max(sequence.prompt_tokens, tokens)
+        if prompt is not None and length * _WIDTH <= len(prompt.tokens):
+            prompt.cached = max(prompt.cached, tokens)
+            return
+        request, text = sequence.request, sequence.beginning(length)
+        made = KnownPrompt(request.id, request.tenant, space, text, sequence.prompt_tokens, tokens, source)
+        if prompt is not None:
+            self._drop(prompt)
+        covered = [*self._by_space[space].covered(text)] if space in self._by_space else []
+        for shorter in covered:
+            if shorter.request_id not in self._running:
+                self._drop(shorter)
+        self._running[sequence.id] = made
+        self._all[made] = None
+        self._bytes += made.size
+        self._by_space.setdefault(space, _SortedPrompts()).add(made)
+        self._by_owner.setdefault(request.tenant, _SortedPrompts()).add(made)
+        while len(self._all) > 1 and (len(self._all) > _MOST_PROMPTS or self._bytes > _MOST_BYTES):
+            self._drop(next(iter(self._all)))
+
+    def left(self, sequences: Iterable[Sequence]) -> None:
+        """Notes that only these sequences still have blocks."""
+        self._running = {each.id: self._running[each.id] for each in sequences if each.id in self._running}
+
+    def ended(self, sequence: Sequence) -> None:
+        """Notes that a sequence gives up its blocks."""
+        self._running.pop(sequence.id, None)
+
+    def forget(self, namespace: str) -> None:
+        """Forgets the prompts of a namespace."""
+        for prompt in [each for each in self._all if each.space[1] == namespace]:
+            self._drop(prompt)
+
+    def _drop(self, prompt: KnownPrompt) -> None:
+        del self._all[prompt]
+        self._bytes -= prompt.size
+        if self._running.get(prompt.request_id) is prompt:
+            del self._running[prompt.request_id]
+        _remove(self._by_space, prompt.space, prompt)
+        _remove(self._by_owner, prompt.owner, prompt)
+
+
+def _remove(lists: dict[N, _SortedPrompts], name: N, prompt: KnownPrompt) -> None:
+    lists[name].remove(prompt)
+    if not len(lists[name]):
+        del lists[name]

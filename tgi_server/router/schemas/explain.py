@@ -1,0 +1,21 @@
+"""/v1/explain: what the prefix cache had of a request that has ended."""
+
+from pydantic import Field
+
+from tgi_server.router.schemas.base import RequestModel, ResponseModel
+from tgi_server.router.schemas.openai import PrefixExplanation
+
+
+class ExplainRequest(RequestModel):
+    request_id: str = Field(min_length=1, max_length=128, description="The `x-request-id` of its response.")
+    cache_salt: str | None = Field(default=None, max_length=1024, description="The salt of the request, if it had one.")
+
+
+class ExplainResponse(ResponseModel, kw_only=True):
+    """Numbers are in steps of 128, and there is no `difference`, where everybody shares the cache."""
+
+    object: str = "explanation"
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    prefix: PrefixExplanation

@@ -1,0 +1,174 @@
+"""The place in a request at which its prompt parts from an earlier one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from msgspec import json
+
+from tgi_server.router.prompt_source import KnownPrompt, PromptPart, PromptSource
+from tgi_server.router.text.conversation import Conversation, Turn
+from tgi_server.router.text.tokenizer import TextTokenizer
+
+_WIDTH = 4  # bytes of a token
+# Characters that are shown before and after a difference, and tokens where the characters are not known.
+_BEFORE, _AFTER, _TOKENS = 32, 24, 8
+_FIRST_IMAGE_KEY = 2**31
+# By so many first characters the text of a part is searched in the prompt, and so often.
+_HEAD, _TRIES = 64, 8
+# Parts that the template shows in another way, after which no more are searched.
+_MOST_CHANGED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two prompts.
+
+    place: in the request, such as `messages[2]`. offset: in characters of the text there; None: not in a text. before,
+    here, earlier: characters before it, after it, and those of the earlier prompt in place of them. by_template: the
+    requests say the same up to there.
+    """
+
+    place: str
+    offset: int | None = None
+    before: str = ""
+    here: str = ""
+    earlier: str = ""
+    by_template: bool = False
+
+
+def conversation_source(conversation: Conversation) -> PromptSource:
+    """Returns what the prompt of a conversation is made of, without its text."""
+    parts = [part for index, turn in enumerate(conversation.turns) for part in _parts(turn, f"messages[{index}]")]
+    return PromptSource(
+        parts=parts,
+        images=[image.place for image in conversation.images],
+        tools=[json.encode(tool) for tool in conversation.use.shown],
+        settings=json.encode((conversation.variables, conversation.tool_prompt)),
+    )
+
+
+def _parts(turn: Turn, place: str) -> Iterator[PromptPart]:
+    """Yields the texts of a turn. place: where it is in the request, unless the turn knows that."""
+    place = turn.place or place
+    beside = json.encode((turn.calls, turn.name, turn.reasoning)) if turn.calls or turn.name or turn.reasoning else b""
+    texts = [(index, part) for index, part in enumerate(turn.parts) if isinstance(part, str)]
+    for index, text in texts or [(0, "")]:
+        where = place if len(turn.parts) < 2 else f"{place}.content[{index}]"
+        yield PromptPart(where, turn.role, text, beside, bool(turn.reasoning))
+
+
+def difference(source: PromptSource, other: KnownPrompt, parted: int, tokenizer: TextTokenizer) -> Difference:
+    """Returns the first difference of a prompt to an earlier one. parted: the tokens that both begin with."""
+    assert source.lookup is not None
+    text, known = source.text, other.source.text
+    if text is None or known is None:
+        tokens, following = source.lookup.tokens, (parted, parted + _TOKENS)
+        before = _decoded(tokenizer, tokens, (max(parted - _TOKENS, 0), parted))
+        here, earlier = _decoded(tokenizer, tokens, following), _decoded(tokenizer, other.tokens, following)
+        return Difference("prompt", None, before, here, earlier)
+    at = _common(text, known)
+    if at == len(known):
+        known += _decoded(tokenizer, other.tokens, (other.prompt_tokens, len(other.tokens) // _WIDTH))
+        at = _common(text, known)
+    place, offset = _place(source, other.source, text, at)
+    return Difference(
+        place or "chat template",
+        offset if place else at,
+        text[max(at - _BEFORE, 0) : at],
+        text[at : at + _AFTER],
+        known[at : at + _AFTER],
+        by_template=not place,
+    )
+
+
+def _place(source: PromptSource, other: PromptSource, text: str, at: int) -> tuple[str, int | None]:
+    """Returns the place in the request, and the offset in the text there; no place if only the template differs.
+
+    at: the character of the prompt.
+    """
+    parts = source.parts
+    changed = next((index for index, pair in enumerate(zip_longest(parts, other.parts)) if _differ(*pair)), None)
+    following = 0
+    for index, (start, end, skipped) in enumerate(_spans(text, parts, at)):
+        if start <= at <= end and index < len(parts) and _differ(parts[index], _get(other.parts, index)):
+            if at == start and parts[index].role == "assistant" and _left_out(source, other, index, at):
+                return "", None
+            if at < end or changed == index:
+                return parts[index].place, at - start + skipped
+        if 0 <= end <= at:
+            following = index + 1
+    if changed is not None and changed <= following < len(parts):
+        return parts[changed].place, None
+    if source.tools != other.tools:
+        tools = enumerate(zip_longest(source.tools, other.tools))
+        return f"tools[{next(index for index, (tool, earlier) in tools if tool != earlier)}]", None
+    if source.settings != other.settings:
+        return "chat_template_kwargs", None
+    if changed is not None and changed <= following:
+        return "end of the messages", None
+    return "", None
+
+
+def _left_out(source: PromptSource, other: PromptSource, index: int, at: int) -> bool:
+    """Returns True if the template leaves out what it, or the model, wrote before an answer, such as thoughts."""
+    answered = index == len(other.parts)
+    return answered and (source.parts[index].thoughts or at < len(other.text or ""))
+
+
+def _get(parts: Sequence[PromptPart], index: int) -> PromptPart | None:
+    return parts[index] if index < len(parts) else None
+
+
+def _differ(part: PromptPart | None, other: PromptPart | None) -> bool:
+    """Returns True unless two parts say the same. They may stand in different places."""
+    if part is None or other is None:
+        return True
+    return (part.role, part.text, part.beside) != (other.role, other.text, other.beside)
+
+
+def _spans(text: str, parts: Sequence[PromptPart], most: int) -> Iterator[tuple[int, int, int]]:
+    """Yields where the text of each part stands in the prompt, up to a character: the first character, the end, and how
+    many characters of the part are left out before the first. The span of a part that is not found is empty.
+    """
+    end = changed = 0
+    for part in parts:
+        shown = part.text.strip()
+        start = _found(text, shown, end) if shown and end <= most and changed < _MOST_CHANGED else -1
+        if start < 0:
+            changed += 1
+            yield -1, -1, 0
+            continue
+        end = start + len(shown)
+        yield start, end, len(part.text) - len(part.text.lstrip())
+
+
+def _found(text: str, shown: str, start: int) -> int:
+    """Returns the place of a text after `start`; -1 if it is not found in some tries."""
+    head = shown[:_HEAD]
+    for _ in range(_TRIES):
+        start = text.find(head, start)
+        if start < 0 or text.startswith(shown, start):
+            return start
+        start += 1
+    return -1
+
+
+def _common(text: str, other: str) -> int:
+    """Returns how many characters two texts have in common at their beginnings."""
+    low, high = 0, min(len(text), len(other))
+    if text.startswith(other[:high]):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if text[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _decoded(tokenizer: TextTokenizer, tokens: bytes, span: tuple[int, int]) -> str:
+    """Returns the text of a span of tokens, without images."""
+    ids = memoryview(tokens).cast("I")[span[0] : span[1]]
+    return tokenizer.decode([token for token in ids if token < _FIRST_IMAGE_KEY])
