@@ -158,10 +158,11 @@ def chosen_peers(arguments: argparse.Namespace) -> list[ServerCommand]:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """start_seconds: from the command to the first healthy answer."""
+    """start_seconds: from the command to the first healthy answer. group: of its processes, for signals."""
 
     url: str
     start_seconds: float
+    group: int
 
 
 @asynccontextmanager
@@ -186,7 +187,7 @@ async def running(
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         await wait_until_healthy(command.name, url, process, log, limit)
-        yield RunningServer(url, time.perf_counter() - started)
+        yield RunningServer(url, time.perf_counter() - started, process.pid)
     finally:
         await asyncio.to_thread(_stop, process)
         loop.remove_signal_handler(signal.SIGTERM)
