@@ -51,7 +51,7 @@ from tgi_server.router.text.encoder import Encoders, ServedEncoder
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
-from tgi_server.router.text.tokenizer_config import read_json, read_tokenizer_config
+from tgi_server.router.text.tokenizer_config import read_object, read_tokenizer_config
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def _image_reader(
         if settings.allowed_media_domains:
             logger.warning("--allowed-media-domains does nothing: the model does not read images")
         return None, info.no_images or "this model reads text only"
-    config = read_json(settings.tokenizer_name / "config.json")
+    config = read_object(settings.tokenizer_name / "config.json")
     token_id = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
     token = None if token_id is None else threads.tokenizer.added_tokens.get(token_id)
     if token_id is None or token is None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tgi_server.router.errors import StartupError
 from tgi_server.router.text.conversation import Turn
 from tgi_server.router.text.tokenizer import TextTokenizer
-from tgi_server.router.text.tokenizer_config import read_json
+from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class DecisionConfig:
 
 def read_decision_config(model: Path) -> DecisionConfig:
     """Reads `decision.json` of a model's folder, if it is there. Raises StartupError for what it cannot be."""
-    content = read_json(model / "decision.json")
+    content = read_object(model / "decision.json")
     if (model / "decision_template.jinja").is_file():
         logger.warning("%s has a decision template, for heads that are not supported; the usual prompt is used", model)
     labels, temperature = content.get("labels") or {}, content.get("temperature") or {}

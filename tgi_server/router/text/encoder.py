@@ -12,7 +12,7 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.text.tokenizer import TokenizerThreads, tokenizer_of
-from tgi_server.router.text.tokenizer_config import read_json
+from tgi_server.router.text.tokenizer_config import read_object
 
 T = TypeVar("T")
 
@@ -80,10 +80,10 @@ class ServedEncoder:
             plain = tokenizer_of(folder)
             plain.encode_special_tokens = True  # what a document spells is text
             self._user_tokenizer = plain
-        described = read_json(folder / "config_sentence_transformers.json")
+        described = read_object(folder / "config_sentence_transformers.json")
         self._prompts: dict[str, Any] = described.get("prompts") or {}
         self._default_prompt = described.get("default_prompt_name")
-        self._lowercase = bool(read_json(folder / "sentence_bert_config.json").get("do_lower_case"))
+        self._lowercase = bool(read_object(folder / "sentence_bert_config.json").get("do_lower_case"))
 
     def is_named(self, name: str) -> bool:
         return name in (self.name, self.info.model_id)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.options import Dialect, fault_of, rows
-from tgi_server.router.text.tokenizer_config import read_json
+from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def read_sampling_defaults(model: Path) -> dict[str, float]:
     Values that no request may have are left out, with a warning.
     """
     file = model / "generation_config.json"
-    config = read_json(file)
+    config = read_object(file)
     defaults: dict[str, float] = {}
     for name in SAMPLING_DEFAULTS:
         if (value := config.get(name)) is None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from tgi_server.router.answers.partial_text import beginning_held
+
 
 class StopSequences:
     """Watches one sequence's text as it grows.
@@ -43,7 +45,7 @@ class StopSequences:
         if self.reveal:
             self._buffer = seen[-self._longest + 1 :] if self._longest > 1 else ""
             return text, False
-        held = self._held(seen)
+        held = max(beginning_held(seen, sequence) for sequence in self._sequences)
         self._buffer = seen[len(seen) - held :]
         return seen[: len(seen) - held], False
 
@@ -67,11 +69,3 @@ class StopSequences:
             return None
         _, start, sequence = min(matches)
         return start, sequence
-
-    def _held(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that begins a stop sequence."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(sequence.startswith(end) for sequence in self._sequences):
-                return length
-        return 0

@@ -50,11 +50,11 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
     """
     own = model / "tokenizer_config.json"
     # Some models name their tokens, or have their template, only where older tokenizers and processors wrote them.
-    older = read_json(model / "special_tokens_map.json") | read_json(model / "chat_template.json")
+    older = read_object(model / "special_tokens_map.json") | read_object(model / "chat_template.json")
     if override is not None and override.suffix != ".json":
-        return _parse(own, older | read_json(own), {DEFAULT_TEMPLATE: _read_text(override)})
+        return _parse(own, older | read_object(own), {DEFAULT_TEMPLATE: _read_text(override)})
     path = override or own
-    config = read_json(path, required=override is not None)
+    config = read_object(path, required=override is not None)
     files = {} if override is not None and config.get("chat_template") else _template_files(model)
     return _parse(path, older | config, files)
 
@@ -101,7 +101,7 @@ def _token(value: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """Returns the object that a file of a model's folder has; an empty one for a file that need not be there and isn't.
 
     Raises StartupError for a file that is not there or has no object.
