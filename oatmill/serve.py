@@ -89,7 +89,7 @@ def _serve_both(flags: Sequence[str], grpc_port: int) -> int:
     _check_grpc_port(settings, grpc_port)
     interrupt_on_signals()
     print(f"starting: HTTP on port {settings.port}, gRPC on port {grpc_port}; Ctrl-C stops both", flush=True)
-    key = next((each.text for each in settings.api_keys), None)
+    key = next((api_key.text for api_key in settings.api_keys), None)
     secrets = {"ENDPOINT_TOKEN": key} if key and not os.environ.get("ENDPOINT_TOKEN") else {}
     services = []
     try:

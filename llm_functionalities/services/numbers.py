@@ -33,7 +33,7 @@ class LLMDecisions(llm_pb2_grpc.LLMDecisionsServicer):
 
         def parse(response: dict[str, Any]) -> llm_pb2.DecisionResponse:
             answers = zip(request.questions, response["answers"], strict=True)
-            return llm_pb2.DecisionResponse(answers=[_answer(*each) for each in answers])
+            return llm_pb2.DecisionResponse(answers=[_answer(*answer) for answer in answers])
 
         body = decision_body(request)
         return await _ask(self._model, context, request.timeout, DECISIONS, body, parse) or (llm_pb2.DecisionResponse())
@@ -145,9 +145,9 @@ def _question(asked: llm_pb2.DecisionQuestion) -> dict[str, Any]:
         return {name: each.label} | ({"description": each.description} if each.description else {})
 
     if asked.choices:
-        kind: dict[str, Any] = {"type": "choice", "choices": [option("value", each) for each in asked.choices]}
+        kind: dict[str, Any] = {"type": "choice", "choices": [option("value", choice) for choice in asked.choices]}
     elif asked.levels:
-        kind = {"type": "score", "levels": [option("label", each) for each in asked.levels]}
+        kind = {"type": "score", "levels": [option("label", level) for level in asked.levels]}
     else:
         kind = {"type": "predicate"}
     return {"instructions": asked.instructions, **kind}

@@ -175,7 +175,7 @@ class _JsonWriter:
                 return self._once(
                     "runs",
                     item,
-                    lambda: " | ".join(self._runs(self._resolved(each)) for each in choices),
+                    lambda: " | ".join(self._runs(self._resolved(choice)) for choice in choices),
                     rule=True,
                 )
         return self._pieces(item)
@@ -250,7 +250,7 @@ def _regex(node: Any) -> str | None:
 
 def _escapes(characters: frozenset[int]) -> str:
     """Returns the regular expression of the escapes that JSON writes for characters; nothing for none."""
-    short = "".join(sorted(_SHORT[each] for each in characters if each in _SHORT)).replace("\\", r"\\")
+    short = "".join(sorted(_SHORT[character] for character in characters if character in _SHORT)).replace("\\", r"\\")
     forms = [f"[{short}]"] if short else []
     for high in range(2):
         low = "".join(

@@ -101,7 +101,7 @@ def launcher_settings(program: str, arguments: Sequence[str]) -> LauncherSetting
 
 
 def _has_hostname(arguments: Sequence[str]) -> bool:
-    return any(each.partition("=")[0] == "--hostname" for each in arguments)
+    return any(argument.partition("=")[0] == "--hostname" for argument in arguments)
 
 
 def _with_address(settings: LauncherSettings) -> LauncherSettings:

@@ -33,7 +33,7 @@ class Disjointness:
 
         required: it must be there in all but one of them.
         """
-        parts = [self.parts(each) for each in schemas]
+        parts = [self.parts(schema) for schema in schemas]
         if not all(self._types(each) == {"object"} for each in parts):
             return None
         for name in dict.fromkeys(name for part in parts[0] for name in _members(part)):
@@ -61,7 +61,7 @@ class Disjointness:
         values, other_values = self.values(one), self.values(other)
         if values is not None and other_values is not None:
             return len(values) * len(other_values) < self._left and not any(
-                same(value, each) for value in values for each in other_values
+                same(value, other_value) for value in values for other_value in other_values
             )
         common = self._types(one) & self._types(other)
         return all(self._disjoint_as(kind, one, other, depth) for kind in common) or any(

@@ -126,14 +126,14 @@ class Negation:
 
 
 def _any(schemas: Sequence[Schema]) -> Schema:
-    possible = [each for each in schemas if each is not False]
+    possible = [schema for schema in schemas if schema is not False]
     if not possible:
         return False
     return possible[0] if len(possible) == 1 else {"anyOf": possible}
 
 
 def _all(schemas: Sequence[Schema]) -> Schema:
-    return False if any(each is False for each in schemas) else {"allOf": list(schemas)}
+    return False if any(schema is False for schema in schemas) else {"allOf": list(schemas)}
 
 
 def _other_types(names: Sequence[str]) -> Schema:

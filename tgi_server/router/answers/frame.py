@@ -129,7 +129,7 @@ class FrameWriter:
             after = answers
             if thoughts.around is not None and "OTHER" not in answers[-1]:  # which is any text
                 first, last = map(self._literal, thoughts.around)
-                after = [*answers, *(f"{first} BLANK ({each}) BLANK {last}" for each in answers)]
+                after = [*answers, *(f"{first} BLANK ({answer}) BLANK {last}" for answer in answers)]
             known = [f"{begin} {thought} {blank} {each}" for each in after]
             answers = known + answers if may_think else known
         return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
@@ -217,7 +217,7 @@ class FrameWriter:
         for i, arguments in enumerate(calls.arguments.values()):
             yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)
         tags = calls.form.tags
-        if tags is not None and tags.end and any(each.tagged for each in calls.arguments.values()):
+        if tags is not None and tags.end and any(argument.tagged for argument in calls.arguments.values()):
             lines: list[str] = []
             yield f"tagged_text: {self._until(tags.closing, 'untagged', [], lines)}"
             yield from lines

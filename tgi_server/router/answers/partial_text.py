@@ -12,7 +12,7 @@ class Beginnings:
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = frozenset(texts)
         self._sorted = sorted(self._texts)
-        self._lengths = sorted({len(each) for each in self._texts}, reverse=True)
+        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
 
     def of(self, text: str) -> str | None:
         """Returns the one that `text` begins with, the longest if there are several; None if there is none."""

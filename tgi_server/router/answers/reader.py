@@ -165,7 +165,7 @@ class AnswerReader:
     def _opening(self, thoughts: ReasoningTags, *, last: bool) -> None:
         """Drops what comes before a text that is the answer."""
         openings = (thoughts.opening, *thoughts.asides) if thoughts.opening else ()
-        if any(each.startswith(self._buffer) for each in openings):
+        if any(opening.startswith(self._buffer) for opening in openings):
             self._buffer = "" if last else self._buffer
             return
         self._buffer = self._buffer.removeprefix(next(filter(self._buffer.startswith, openings), ""))

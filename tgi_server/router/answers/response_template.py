@@ -108,7 +108,7 @@ class ResponseTemplate:
         if not isinstance(fields, dict) or not fields:
             raise ValueError("it has no `fields`")
         regions = tuple(_region(name, each) for name, each in fields.items())
-        rests = [each for each in regions if each.begin is None]
+        rests = [region for region in regions if region.begin is None]
         anchor = _mark(spec, "start_anchor")
         if len(rests) > 1 or anchor is None:
             raise ValueError("it has several fields without `open`, or no `start_anchor`")
@@ -116,27 +116,29 @@ class ResponseTemplate:
 
     @property
     def has_calls(self) -> bool:
-        return any(each.part is AnswerPart.CALL for each in self.regions)
+        return any(region.part is AnswerPart.CALL for region in self.regions)
 
     @property
     def call_marks(self) -> list[tuple[Mark, Mark]]:
         """The beginnings and ends of calls. Nothing follows one without an end."""
-        marks = ((each.begin, each.end) for each in self.regions if each.part is AnswerPart.CALL)
+        marks = ((region.begin, region.end) for region in self.regions if region.part is AnswerPart.CALL)
         return [(begin, end) for begin, end in marks if begin is not None and end is not None]
 
     @property
     def marks(self) -> str:
         """All that its marks are made of, in which special tokens are looked up."""
-        marks = [mark.pattern.pattern for each in self.regions for mark in (each.begin, each.end) if mark is not None]
-        settings = [json.dumps(each.settings, ensure_ascii=False) for each in self.regions]
+        marks = [
+            mark.pattern.pattern for region in self.regions for mark in (region.begin, region.end) if mark is not None
+        ]
+        settings = [json.dumps(region.settings, ensure_ascii=False) for region in self.regions]
         return "".join([*marks, *settings]).replace("\\", "")
 
     @property
     def thoughts(self) -> ReasoningTags | None:
         """The texts around thoughts, where they are always the same."""
-        for each in self.regions:
-            if each.part is AnswerPart.THOUGHT and each.begin is not None and each.end is not None:
-                begins, ends = each.begin.texts, each.end.texts
+        for region in self.regions:
+            if region.part is AnswerPart.THOUGHT and region.begin is not None and region.end is not None:
+                begins, ends = region.begin.texts, region.end.texts
                 return ReasoningTags(begins[0], ends[0]) if len(begins) == len(ends) == 1 else None
         return None
 
@@ -168,7 +170,7 @@ def _mark(spec: Mapping[str, Any], name: str) -> Mark | None:
     if texts is None:
         return None
     texts = [texts] if isinstance(texts, str) else texts
-    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) and each for each in texts):
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"`{name}` is neither a text nor a list of texts")
     ordered = sorted(set(texts), key=len, reverse=True)
     open_ended = any(one.startswith(other) for one, other in permutations(ordered, 2))

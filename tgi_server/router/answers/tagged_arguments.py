@@ -187,7 +187,7 @@ def _text(schema: Any, root: Mapping[str, Any]) -> tuple[tuple[str, ...], bool] 
         return None
     listed = schema["enum"] if "enum" in keywords else [schema["const"]]
     values = [each for each in listed if each is not None] if isinstance(listed, list) else []
-    if not values or not all(isinstance(each, str) and each and not _IN_TAGS.search(each) for each in values):
+    if not values or not all(isinstance(value, str) and value and not _IN_TAGS.search(value) for value in values):
         return None
     may_be_null = None in listed and (not kinds or _NULL in kinds)
     return tuple(dict.fromkeys(values)), nullable or may_be_null
@@ -215,9 +215,13 @@ class Tags:
         """The tags are looked up by what they have before a line break; `rest`: what follows in each of them."""
         self.form = form
         self.rest = form.begin[1].partition("\n")[2]
-        named = {form.tag(each.name, text=each.text): each for each in parameters}
+        named = {form.tag(parameter.name, text=parameter.text): parameter for parameter in parameters}
         if form.begin_text is not None:
-            named |= {form.tag(each.name, text=False): each.as_json for each in parameters if each.nullable}
+            named |= {
+                form.tag(parameter.name, text=False): parameter.as_json
+                for parameter in parameters
+                if parameter.nullable
+            }
         self._parameters = {tag.partition("\n")[0]: each for tag, each in named.items()}
         self._beginnings = Beginnings(self._parameters)
 

@@ -142,7 +142,7 @@ class ForeignPageMiddleware:
             name == "localhost"
             or name.endswith(".localhost")
             or is_ip_address(name)
-            or any(each in (_ANY, name) or _covers(each, name) for each in self._rules.hosts)
+            or any(host in (_ANY, name) or _covers(host, name) for host in self._rules.hosts)
         )
 
     def _allows(self, origin: str | None) -> bool:

@@ -101,7 +101,7 @@ class Account:
             self.remove(holder)  # its request may end some turns of the event loop later
 
     def _look(self) -> dict[Holder, int]:
-        held = {each: size for each in self._holders if (size := each.held)}
+        held = {holder: size for holder in self._holders if (size := holder.held)}
         self._bound = self._looked_at = sum(held.values())
         self.on_counted(self._bound)
         return held

@@ -303,9 +303,9 @@ def reserve(hostname: str, port: int, flag: str) -> ReservedSocket:
 
 def listen(listeners: Iterable[ReservedSocket]) -> None:
     """Lets clients in. Raises StartupError when another kind of server has taken a port since it was reserved."""
-    for each in listeners:
-        host, port = each.getsockname()[:2]
+    for listener in listeners:
+        host, port = listener.getsockname()[:2]
         try:
-            each.listen()
+            listener.listen()
         except OSError as error:
             raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -150,7 +150,7 @@ def serve(folder: Path, most_pixels: int, least_shared: int, tasks: BinaryIO, re
             send(results, ImageResult(error=str(error)))
             continue
         result = ImageResult(placeholder=processor.image_token, text=text)
-        shares = 0 <= least_shared <= sum(each.nbytes for each in arrays.values())
+        shares = 0 <= least_shared <= sum(array.nbytes for array in arrays.values())
         _write_arrays(result, arrays, _LEAST_PART if shares else None, tasks, results)
         del arrays  # while it waits for the next task
 

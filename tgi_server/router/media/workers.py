@@ -147,12 +147,12 @@ class _Worker(WorkerProcess):
         result = receive(self.results, ImageResult)
         memory = self._memory(result)
         tensors: list[Tensor] = []
-        for each in result.arrays:
-            if memory is None or each.start is None:
-                content: bytes | SharedBytes = read(self.results, each.size)
+        for array in result.arrays:
+            if memory is None or array.start is None:
+                content: bytes | SharedBytes = read(self.results, array.size)
             else:
-                content = SharedBytes(memory.place, each.start, each.size, memory)
-            tensors.append(Tensor(each.name, each.dtype, each.shape, content))
+                content = SharedBytes(memory.place, array.start, array.size, memory)
+            tensors.append(Tensor(array.name, array.dtype, array.shape, content))
         return result, tuple(tensors)
 
     def _memory(self, result: ImageResult) -> SharedMemory | None:

@@ -119,4 +119,4 @@ def _grants(grants: Iterable[tuple[int, int]]) -> list[pb.Grant]:
 
 
 def _saves(saves: Iterable[StateSave]) -> list[pb.StateSave]:
-    return [pb.StateSave(request_id=each.request_id, length=each.length, snapshot=each.snapshot) for each in saves]
+    return [pb.StateSave(request_id=save.request_id, length=save.length, snapshot=save.snapshot) for save in saves]

@@ -74,7 +74,7 @@ class ChoiceQuestion(_Question):
 
     @model_validator(mode="after")
     def _unique(self) -> "ChoiceQuestion":
-        seen = [(type(each.value), each.value) for each in self.choices]
+        seen = [(type(choice.value), choice.value) for choice in self.choices]
         if len(set(seen)) < len(seen):
             raise fault("has two choices with the same `value`; each must be unique", "choices")
         return self
@@ -93,7 +93,7 @@ class ScoreQuestion(_Question):
 
     @model_validator(mode="after")
     def _unique(self) -> "ScoreQuestion":
-        if len({each.label for each in self.levels}) < len(self.levels):
+        if len({level.label for level in self.levels}) < len(self.levels):
             raise fault("has two levels with the same `label`; each must be unique", "levels")
         return self
 

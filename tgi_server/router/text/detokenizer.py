@@ -29,7 +29,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        context = [each for each in prompt_ids[-_LOOKED_AT:] if each not in tokenizer.special_tokens]
+        context = [prompt_id for prompt_id in prompt_ids[-_LOOKED_AT:] if prompt_id not in tokenizer.special_tokens]
         self._known = context[-_CONTEXT:]
         self._known_text = tokenizer.decode(self._known) if self._known else ""
         self._pending: list[int] = []

@@ -90,5 +90,5 @@ def _no_entries() -> CompletionLogprobs:
 def _pieces(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> list[str]:
     """Returns the text of each token where it stands; of a special token, its name."""
     detokenizer = Detokenizer(tokenizer, ())
-    pieces = [tokenizer.special_tokens.get(each) or detokenizer.step(each) for each in token_ids]
+    pieces = [tokenizer.special_tokens.get(token_id) or detokenizer.step(token_id) for token_id in token_ids]
     return [*pieces[:-1], pieces[-1] + detokenizer.flush()]

@@ -210,11 +210,11 @@ def _turns(request: DecisionsRequest) -> list[Turn]:
     if isinstance(request.input, str):
         return [Turn("user", (request.input,))]
     items = [each.root for each in request.input]
-    calls = {each.call_id for each in items if isinstance(each, FunctionCall | ResponsesFreeFormCall)}
-    for each in items:
-        if isinstance(each, CallOutput) and each.call_id not in calls:
+    calls = {item.call_id for item in items if isinstance(item, FunctionCall | ResponsesFreeFormCall)}
+    for item in items:
+        if isinstance(item, CallOutput) and item.call_id not in calls:
             raise InvalidRequest.at(
-                "input", f"has an output of the call {(each.call_id or '')[:100]!r}, which it does not have"
+                "input", f"has an output of the call {(item.call_id or '')[:100]!r}, which it does not have"
             )
     return input_turns(items)
 
@@ -224,10 +224,10 @@ def _question(question: AnyQuestion) -> AskedQuestion:
         case PredicateQuestion():
             return AskedQuestion("predicate", question.text, ("", ""))
         case ChoiceQuestion(choices=choices):
-            options = [_listed(_text(each.value), each.description) for each in choices]
+            options = [_listed(_text(choice.value), choice.description) for choice in choices]
             return AskedQuestion("choice", question.text, tuple(options))
         case _:
-            levels = [_listed(each.label, each.description) for each in question.levels]
+            levels = [_listed(level.label, level.description) for level in question.levels]
             return AskedQuestion("score", question.text, tuple(levels))
 
 

@@ -139,7 +139,7 @@ def _info(service: Service) -> Info:
             )
             for served in service.encoders.by_task.values()
         ],
-        adapters=[AdapterInfo(id=each.id, rank=each.rank, ready=each.ready) for each in service.adapters],
+        adapters=[AdapterInfo(id=adapter.id, rank=adapter.rank, ready=adapter.ready) for adapter in service.adapters],
     )
 
 

@@ -54,12 +54,12 @@ def ollama_model_routes(service: Service) -> list[Route]:
         models = [each for each in _models(service, started) if each.name in ready]
         stay = [
             structs.replace(
-                each,
+                model,
                 expires_at=_NEVER,
-                size_vram=0 if service.model.device == "cpu" else each.size,
-                context_length=each.details.context_length,
+                size_vram=0 if service.model.device == "cpu" else model.size,
+                context_length=model.details.context_length,
             )
-            for each in models
+            for model in models
         ]
         return json_response(OllamaModels(models=stay))
 

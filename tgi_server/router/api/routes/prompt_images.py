@@ -64,7 +64,7 @@ async def markdown_prompt(admission: Admission, prompt: str, field: str, salt: s
     images = await _read(admission, reader, sources, salt)
 
     def joined() -> str:
-        shown = (text.template.image_text(each.placeholder).replace(each.placeholder, each.text) for each in images)
+        shown = (text.template.image_text(image.placeholder).replace(image.placeholder, image.text) for image in images)
         return "".join(chain.from_iterable(zip_longest(texts, shown, fillvalue="")))
 
     return RenderedPrompt(await text.threads.handle_text(len(prompt), joined), images=images)

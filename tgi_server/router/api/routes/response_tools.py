@@ -76,7 +76,7 @@ class OfferedTools:
             return None if chosen == "none" else Choice(required, parallel=request.parallel_tool_calls)
         match chosen.root:
             case ResponsesAllowedTools(mode=mode, tools=tools):
-                names = list(self._names(each.root if isinstance(each, AllowedTool) else each for each in tools))
+                names = list(self._names(tool.root if isinstance(tool, AllowedTool) else tool for tool in tools))
                 return Choice(mode == "required", names, request.parallel_tool_calls) if names else None
             case one:
                 return Choice(required=True, only=list(self._names([one])), parallel=False)

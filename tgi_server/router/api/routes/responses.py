@@ -127,7 +127,7 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
 
     def prepare() -> tuple[bytes, dict[str, bytes], Asked, _Response]:
         items = resolved(request.items, referred)
-        turns = input_turns([each.root for each in items])
+        turns = input_turns([item.root for item in items])
         conversation = turns_to_json(earlier, turns)
         if len(conversation) > (most := service.policy.payload_limit):
             raise PayloadTooLarge(f"the conversation has more than {most} bytes (--payload-limit); begin another one")
@@ -193,7 +193,7 @@ async def _count(kept: StoredResponses, admission: Admission, request: InputToke
     def conversation() -> Conversation:
         items = resolved(request.items, referred)
         use = requested_tools(request, items).use(request)
-        turns = [*turns_from_json(earlier), *input_turns([each.root for each in items])]
+        turns = [*turns_from_json(earlier), *input_turns([item.root for item in items])]
         return response_conversation(request, turns, use)
 
     prompt = await rendered(admission, conversation)
