@@ -28,7 +28,7 @@ ENVIRONMENTS = {
 COMPILED = ("check_compiled", "check_costs")
 SECONDS = 1500
 # Files that take longer, and in how many parts they are run.
-PARTS = {"check_passes": 3, "check_memory": 3, "check_compiled": 2}
+PARTS = {"check_passes": 3, "check_memory": 3, "check_compiled": 2, "check_shards": 3}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
