@@ -108,6 +108,22 @@ FIRST = [
     *BENCHMARKS[1:],
     Job("variants of the kernels", ("-m", "tests.gpu.variants"), ENGINE, 240),
 ]
+# What has changed since the last run on a GPU: speed by kind of weights, the variants to choose from, the router on the
+# machine's processors, HTTP, and correctness, which may be cut.
+NEXT = [
+    _measurement("llama-8b", 100, "benchmarks.engine", "llama-8b", *_SHAPE, "--profile"),
+    _measurement("llama-8b-fp8", 70, "benchmarks.engine", "llama-8b", *_SHAPE, "--quantize=fp8", "--profile"),
+    _measurement("llama-8b-int4", 100, "benchmarks.engine", "llama-8b", *_SHAPE, "--quantize=int4", "--profile"),
+    Job("variants to choose from", ("-m", "tests.gpu.variants", "latents", "splits", "decode"), ENGINE, 75),
+    Job("facts", ("-m", "tests.gpu.facts", "card", "cublas", "latents", "grouped"), ENGINE, 25),
+    _measurement("router", 45, "benchmarks.router", "--repeat=2", needs=ENGINE + SHARD + ROUTER),
+    BENCHMARKS[1],
+    _measurement(
+        "opt-125m-http", 60, "benchmarks.serve", f"--start={_OPT}", "--load=W1", "--repeat=100",
+        needs=ENGINE + SHARD + ROUTER,
+    ),
+    _tests("correctness, on all cores", 150, *_PARALLEL, *_KERNELS, "-m", "not whole_gpu"),
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +136,12 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
-    parser.add_argument("what", choices=("first", "check", "bench"))
+    parser.add_argument("what", choices=("first", "next", "check", "bench"))
     parser.add_argument("only", nargs="*", help="part of a name")
     arguments = parser.parse_args()
     jobs = [
         job
-        for job in {"first": FIRST, "check": CHECKS, "bench": BENCHMARKS}[arguments.what]
+        for job in {"first": FIRST, "next": NEXT, "check": CHECKS, "bench": BENCHMARKS}[arguments.what]
         if not arguments.only or any(part in job.name for part in arguments.only)
     ]
     if not jobs:

@@ -2,6 +2,7 @@
 # Checks, or measures, the server on a machine with a GPU. Installs nothing from a network, and takes ten minutes at most.
 #
 #   tests/gpu/run.sh first            what to run first: facts about the kernels, correctness, speed, HTTP; the shortest of each
+#   tests/gpu/run.sh next             what has not run since the last run on a GPU: speed, variants, router, correctness
 #   tests/gpu/run.sh check            correctness; exit code 0 when all that ran passed
 #   tests/gpu/run.sh bench            speed, beside transformers and the floor
 #   tests/gpu/run.sh check attention  only what has "attention" in its name
