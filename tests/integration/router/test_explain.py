@@ -641,3 +641,41 @@ async def test_nothing_is_remembered_if_it_is_off(routers: RouterFactory) -> Non
     assert "prefix" not in answer.json()["usage"]["prompt_tokens_details"]
     request = {"request_id": answer.headers["x-request-id"], "cache_salt": "s"}
     assert (await router.post("/v1/explain", **request)).status_code == 404
+
+
+TIME = {"type": "text", "text": "It is 12:31.", "volatile": True}
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        (
+            [("system", [TIME, *parts("Be brief.")]), ("user", "Hi")],
+            "<|system|>Be brief.<|user|>Hi\n\nIt is 12:31.",
+        ),
+        (
+            [("system", parts("Be brief.")), ("user", [TIME, *parts("Hi")]), ("assistant", "Yes?"), ("user", "Bye")],
+            "<|system|>Be brief.<|user|>Hi<|assistant|>Yes?<|user|>Bye\n\nIt is 12:31.",
+        ),
+        ([("system", [*parts("Be brief. "), TIME])], "<|system|>Be brief. \n\nIt is 12:31."),
+        ([("user", [TIME]), ("assistant", "Yes?")], "<|user|>It is 12:31.<|assistant|>Yes?"),
+    ],
+)
+async def test_volatile_texts_come_last(router: Router, messages: list[tuple[str, Any]], shown: str) -> None:
+    body = {**chat(*messages), "add_generation_prompt": False, "continue_final_message": False}
+    response = await router.post("/chat_tokenize", **body)
+    assert response.json()["templated_text"] == shown
+
+
+@in_one_loop
+async def test_a_prompt_with_a_volatile_time_is_found(router: Router) -> None:
+    own, router.shard.tokens = text("volatile", 120), []
+    for minute in (0, 1):
+        now = {"role": "system", "content": f"It is 12:3{minute}.", "volatile": True}
+        answer = await ask(
+            router, "/v1/chat/completions", chat(now, ("system", own), ("user", "Which time is it?")), "v"
+        )
+    content = await explained(router, answer, "v")
+    assert content["cached_tokens"] > 120
+    assert content["prefix"]["missing_tokens"] < 20

@@ -39,6 +39,9 @@ class TextChunk(RequestModel):
 
     type: Literal["text"]
     text: str
+    volatile: bool = Field(
+        default=False, description="It differs in each request, such as the time: move it after the last user's text."
+    )
 
 
 class ImageChunk(RequestModel):
@@ -95,6 +98,7 @@ class Message(MessageBody):
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in _SAYING]})
 
     role: str
+    volatile: bool = Field(default=False, description="As for a text of `content`: all of its texts are.")
     name: str | None = None
     tool_call_id: str | None = None
 

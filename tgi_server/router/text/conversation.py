@@ -44,7 +44,7 @@ class PastCall:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A message of a conversation, in no interface's words. parts: of its content, texts and images. place: in the
-    request.
+    request. volatile: texts of the content that differ in each request, which come last in the prompt.
     """
 
     role: str
@@ -54,6 +54,7 @@ class Turn:
     name: str | None = None
     tool_call_id: str | None = None
     place: str = field(default="", compare=False)
+    volatile: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -162,6 +163,25 @@ def render_conversation(
     if special_tokens is None:
         return RenderedPrompt(render(*rendered))
     return special_tokens.render(render, rendered)
+
+
+def with_volatile_last(turns: Sequence[Turn]) -> list[Turn]:
+    """Returns the turns with all volatile texts at the end of the last user's turn, or of the last turn if there is no
+    user's: what comes before them is then the same in each request. Other turns that have nothing else are left out.
+    """
+    moved = [text for turn in turns for text in turn.volatile]
+    if not moved:
+        return list(turns)
+    last = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=len(turns) - 1)
+    ordered = []
+    for index, turn in enumerate(turns):
+        if index == last:
+            first, *others = moved
+            texts = [f"{_PARAGRAPH}{first}" if turn.parts else first, *(f"{_PARAGRAPH}{text}" for text in others)]
+            ordered.append(replace(turn, parts=(*turn.parts, *texts), volatile=()))
+        elif turn.parts or turn.calls or turn.reasoning:
+            ordered.append(replace(turn, volatile=()))
+    return ordered
 
 
 def _with_tool_names(turns: Sequence[Turn]) -> list[Turn]:

@@ -33,6 +33,7 @@ from tgi_server.router.text.conversation import (
     render_conversation,
     template_variables,
     thinking_switches,
+    with_volatile_last,
 )
 from tgi_server.router.text.prompt_place import conversation_source
 from tgi_server.router.text.special_tokens import RenderedPrompt
@@ -132,7 +133,7 @@ def tools_of(request: ChatRequest) -> ToolUse:
 def conversation_of(request: ChatRequest) -> Conversation:
     """Returns the conversation that a request asks to answer. Raises InvalidRequest."""
     return Conversation(
-        [_turn(message, f"messages[{index}]") for index, message in enumerate(request.messages)],
+        with_volatile_last([_turn(message, f"messages[{index}]") for index, message in enumerate(request.messages)]),
         tools_of(request),
         template_variables(request.chat_template_kwargs, effort=request.reasoning_effort, documents=request.documents),
         request.tool_prompt,
@@ -144,14 +145,16 @@ def conversation_of(request: ChatRequest) -> Conversation:
 
 def _turn(message: Message, place: str) -> Turn:
     calls = (_past_call(call.root) for call in message.tool_calls or ())
+    parts, volatile = _parts(message, place)
     return Turn(
         message.role,
-        _parts(message, place),
+        parts,
         message.reasoning_content,
         tuple(calls),
         message.name,
         message.tool_call_id,
         place,
+        volatile,
     )
 
 
@@ -161,21 +164,22 @@ def _past_call(call: ToolCall | FreeFormCall) -> PastCall:
     return PastCall(call.id, call.function.name, call.function.arguments, call.type)
 
 
-def _parts(message: Message, place: str) -> tuple[str | ImageSource, ...]:
-    """Returns the texts and images of a message. place: where it stands in the request."""
+def _parts(message: Message, place: str) -> tuple[tuple[str | ImageSource, ...], tuple[str, ...]]:
+    """Returns the texts and images of a message, and its volatile texts. place: where it stands in the request."""
     content = message.content.root if message.content is not None else message.refusal or ""
     if isinstance(content, str):
-        return (content,)
+        return ((), (content,)) if message.volatile else ((content,), ())
     parts: list[str | ImageSource] = []
+    volatile: list[str] = []
     for index, chunk in enumerate(content):
         match chunk.root:
             case ImageChunk(image_url=image):
                 parts.append(ImageSource(image.url, f"{place}.content[{index}]", image.detail))
-            case TextChunk(text=text):
-                parts.append(text)
+            case TextChunk(text=text, volatile=moved):
+                (volatile if moved or message.volatile else parts).append(text)
             case RefusalChunk(refusal=refusal):
                 parts.append(refusal)
-    return tuple(parts)
+    return tuple(parts), tuple(volatile)
 
 
 def _choice(request: ChatRequest) -> Choice | None:
