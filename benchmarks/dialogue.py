@@ -1,12 +1,15 @@
-"""Measures warm prompts: a recorded dialogue of a voice assistant, word by word, beside streams of other users.
+"""Measures warm prompts and early answers: a recorded dialogue of a voice assistant, beside streams of other users.
 
     python -m benchmarks.dialogue                        Oatmill with the demo model
     python -m benchmarks.dialogue --start FOLDER         Oatmill with another model
     python -m benchmarks.dialogue --url URL              a server that runs
 
 Each session sends the turns of `dialogue.json`, whose system message says what the assistant knows at that turn. The
-words of a turn come at speaking pace, some times faster. Sessions without and with `/v1/warm` follow each other; those
-with it send the words so far while the others are spoken. The time to the first token is that from the last word.
+words of a turn come at speaking pace, some times faster, with a pause within it. Once the user has been silent for
+`--silence`, the turn is over and the request is sent; times are counted from there. Sessions of three kinds follow each
+other: without `/v1/warm`; with it, for the words so far, while the others are spoken; and with the first tokens of the
+answer, too, whenever the user has been silent for `--notice`. They are thrown away if another word comes. The first
+sentence is there within a step if it takes no longer than the fastest first token of all, and one step.
 """
 
 import argparse
@@ -14,9 +17,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -27,53 +31,59 @@ import uvloop
 from benchmarks.api import ChatMessage, OpenAi
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import stream_texts
-from benchmarks.reply import BadReply, read_reply
+from benchmarks.reply import BadReply, Reply, read_reply
 from benchmarks.report import finish, number, percentile, table, tell
 from benchmarks.servers import OURS, ServerDidNotStart, running
+from benchmarks.speech import RECORDED, Pace, SpokenTurn, conversations
 from tgi_server import demo_model
 
-RECORDED = Path(__file__).with_suffix(".json")
-# English at the pace of a conversation.
-WORDS_PER_SECOND = 2.5
+_SENTENCE_ENDS = frozenset(".!?")
 _START_SECONDS = 600.0
 _LOG = Path("runs/logs/dialogue.log")
 _TTL_SECONDS = 60
 # Of the streams of other users.
 _WORDS, _NEW_TOKENS = 64, 96
 _COLUMNS = (
-    *("prompts", "turns", "tokens", "computed after the last word", "first token p50, ms", "p90, ms"),
+    *("prompts", "turns", "tokens", "computed after the turn", "first token p50, ms", "p90, ms"),
+    *("first sentence p50, ms", "p90, ms", "within a step"),
     *("other streams, tokens/s", "gap p50, ms", "p99, ms"),
 )
 # Exact numbers of cached tokens are reported only where not everybody shares the cache.
 _SALT = "dialogue"
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """The pace of speech, in words a second, and after how many of them a prompt is warmed, if it is.
+class Preparation(Enum):
+    """What a session has computed before a turn is over."""
 
-    pause: seconds from the last word of a turn to the first of the next, unless the answer takes longer.
-    """
-
-    words_per_second: float
-    warm_every: int
-    pause: float
-    new_tokens: int
+    NOTHING = "as they come"
+    PROMPT = "warm"
+    ANSWER = "warm, with early answers"
 
 
 @dataclass(slots=True)
 class Measured:
-    """Results of all sessions without, or with, warm prompts. Times in seconds. spans: of sessions, on one clock.
+    """Results of all sessions of a kind. Times in seconds. spans: of sessions, on one clock.
 
-    prompts: tokens of each prompt, and those of them that were not cached when its last word came.
+    prompts: tokens of each prompt, and those of them that were not cached when the turn was over. sentences: when the
+    first sentence of each answer was there. steps: times between tokens of answers.
     """
 
-    warm: bool
+    kind: Preparation
     prompts: list[tuple[int, int]] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)
+    sentences: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)
     stream_tokens: int = 0
     gaps: list[float] = field(default_factory=list)
+
+    def add_reply(self, reply: Reply, said: float) -> None:
+        """Notes an answer. said: when the turn was over."""
+        self.first_tokens.append(reply.token_times[0] - said)
+        self.sentences.append(reply.token_times[first_sentence(reply.texts) - 1] - said)
+        self.steps += [later - earlier for earlier, later in pairwise(reply.token_times)]
+        tokens = reply.prompt_tokens or 0
+        self.prompts.append((tokens, tokens - (reply.cached_tokens or 0)))
 
     def add_stream(self, token_times: Sequence[float]) -> None:
         """Notes the tokens of another user's stream that came during the sessions."""
@@ -86,30 +96,21 @@ class Measured:
     def stream_tokens_per_s(self) -> float:
         return self.stream_tokens / sum(ended - begun for begun, ended in self.spans)
 
-    def row(self) -> list[str]:
-        """Returns the cells of a table."""
-        times = [
-            *(percentile(self.first_tokens, 50), percentile(self.first_tokens, 90)),
-            *(percentile(self.gaps, 50), percentile(self.gaps, 99)),
-        ]
-        first, worst, gap, gaps = (number(None if each is None else 1000 * each) for each in times)
+    def row(self, soonest: float) -> list[str]:
+        """Returns the cells of a table. soonest: seconds in which a request is answered if one step is to compute."""
+        times = [percentile(each, share) for each in (self.first_tokens, self.sentences) for share in (50, 90)]
+        times += [percentile(self.gaps, 50), percentile(self.gaps, 99)]
+        first, worst, sentence, late, gap, gaps = (number(None if each is None else 1000 * each) for each in times)
         tokens, computed = (number(fmean(each)) for each in zip(*self.prompts, strict=True))
-        kind = "warm" if self.warm else "as they come"
+        ready = f"{sum(each <= soonest for each in self.sentences) / len(self.sentences):.0%}"
         turns = str(len(self.first_tokens))
-        return [kind, turns, tokens, computed, first, worst, number(self.stream_tokens_per_s), gap, gaps]
+        prepared = [self.kind.value, turns, tokens, computed, first, worst, sentence, late, ready]
+        return [*prepared, number(self.stream_tokens_per_s), gap, gaps]
 
 
-def conversations(recorded: dict[str, Any], session: int) -> Iterator[tuple[list[ChatMessage], list[str]]]:
-    """Yields the messages before each turn of a session, and the words of the turn.
-
-    Other sessions have only the rules in common with it.
-    """
-    history: list[ChatMessage] = []
-    for turn in recorded["turns"]:
-        known = f"{recorded['rules']}\nThis is kitchen {session}. {recorded['task']} {turn['state']}"
-        yield [{"role": "system", "content": known}, *history], turn["user"].split()
-        history.append({"role": "user", "content": turn["user"]})
-        history.append({"role": "assistant", "content": turn["assistant"]})
+def first_sentence(texts: Sequence[str]) -> int:
+    """Returns the number of tokens of the first sentence; of all, if none ends."""
+    return next((place for place, text in enumerate(texts, 1) if set(text) & _SENTENCE_ENDS), len(texts))
 
 
 async def run_session(
@@ -118,43 +119,73 @@ async def run_session(
     """Plays the dialogue once. Raises ServerUnavailable, BadReply."""
     connection = Connection(url)
     begun = time.perf_counter()
-    for messages, words in conversations(recorded, session):
-        await _speak(url, api, messages, words, session, pace, warm=into.warm)
+    for turn in conversations(recorded, session):
+        early = await _speak(url, api, turn, session, pace, into.kind)
         said = time.perf_counter()
-        path, body = api.chat([*messages, {"role": "user", "content": " ".join(words)}], pace.new_tokens, stream=True)
-        salted = json.dumps(json.loads(body) | {"cache_salt": _SALT}).encode()
-        reply = read_reply(await connection.request("POST", path, salted))
-        into.first_tokens.append(reply.token_times[0] - said)
-        tokens = reply.prompt_tokens or 0
-        into.prompts.append((tokens, tokens - (reply.cached_tokens or 0)))
-        await asyncio.sleep(max(0.0, said + pace.pause - time.perf_counter()))
+        body = _body(api, turn.said(len(turn.words)), pace)
+        into.add_reply(
+            read_reply(await connection.request("POST", "/v1/chat/completions", json.dumps(body).encode())), said
+        )
+        if early is not None:
+            await early
+        await _sleep_until(said + pace.pause)
     into.spans.append((begun, time.perf_counter()))
     connection.close()
 
 
+def _body(api: OpenAi, messages: list[ChatMessage], pace: Pace) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(api.chat(messages, pace.new_tokens, stream=True)[1])
+    return body | {"cache_salt": _SALT}
+
+
 async def _speak(
-    url: str, api: OpenAi, messages: list[ChatMessage], words: list[str], session: int, pace: Pace, *, warm: bool
-) -> None:
-    """Returns once the last word has come. A warm prompt that is not ready by then is given up."""
-    begun, warming = time.perf_counter(), None
-    for spoken in range(1, len(words) + 1):
-        await asyncio.sleep(max(0.0, begun + spoken / pace.words_per_second - time.perf_counter()))
+    url: str, api: OpenAi, turn: SpokenTurn, session: int, pace: Pace, kind: Preparation
+) -> "asyncio.Task[None] | None":
+    """Returns once the turn is over: the request for an early answer, which may still run. A warm prompt that is not
+    ready by then is given up, and so is an early answer when another word comes.
+    """
+    begun = time.perf_counter()
+    warming: asyncio.Task[None] | None = None
+    early: asyncio.Task[None] | None = None
+
+    def prepare(spoken: int, answer_tokens: int = 0) -> "asyncio.Task[None]":
+        body = _body(api, turn.said(spoken), pace)
+        body |= {"ttl_seconds": _TTL_SECONDS, "prompt_cache_key": f"kitchen {session}", "answer_tokens": answer_tokens}
+        return asyncio.create_task(_warm(url, body))
+
+    for spoken, (due, following) in enumerate(pairwise(pace.moments(turn)), 1):
+        await _sleep_until(begun + due)
+        await _give_up(early)
+        early = None
         idle = warming is None or warming.done()
-        if warm and idle and spoken < len(words) and spoken % pace.warm_every == 1 % pace.warm_every:
+        last = spoken == len(turn.words)
+        if kind is not Preparation.NOTHING and idle and not last and spoken % pace.warm_every == 1 % pace.warm_every:
             if warming is not None:
                 warming.result()
-            partial: ChatMessage = {"role": "user", "content": " ".join(words[:spoken])}
-            warming = asyncio.create_task(_warm(url, api, [*messages, partial], session))
-    if warming is not None:
-        warming.cancel()
-        await asyncio.gather(warming, return_exceptions=True)
+            warming = prepare(spoken)
+        if kind is Preparation.ANSWER and following - due > pace.notice:
+            await _sleep_until(begun + due + pace.notice)
+            await _give_up(warming)
+            warming, early = None, prepare(spoken, pace.new_tokens)
+        if last:
+            await _sleep_until(begun + following)
+    await _give_up(warming)
+    return early
 
 
-async def _warm(url: str, api: OpenAi, messages: list[ChatMessage], session: int) -> None:
+async def _give_up(request: "asyncio.Task[None] | None") -> None:
+    if request is not None:
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+
+async def _sleep_until(moment: float) -> None:
+    await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+
+
+async def _warm(url: str, body: dict[str, Any]) -> None:
     connection = Connection(url)
     try:
-        body = json.loads(api.chat(messages, 1, stream=False)[1])
-        body |= {"ttl_seconds": _TTL_SECONDS, "prompt_cache_key": f"kitchen {session}", "cache_salt": _SALT}
         response = await connection.request("POST", "/v1/warm", json.dumps(body).encode())
         if response.status != 200:
             raise BadReply(f"/v1/warm: status {response.status}: {response.body[:200]!r}")
@@ -163,18 +194,18 @@ async def _warm(url: str, api: OpenAi, messages: list[ChatMessage], session: int
 
 
 async def measure(url: str, model: str, recorded: dict[str, Any], arguments: argparse.Namespace) -> list[Measured]:
-    """Plays sessions without and with warm prompts in turns, beside streams. Raises ServerUnavailable, BadReply."""
+    """Plays sessions of all kinds in turns, beside streams. Raises ServerUnavailable, BadReply."""
     api, ended, sessions = OpenAi(model), asyncio.Event(), count(1)
-    pace = Pace(WORDS_PER_SECOND * arguments.speed, arguments.warm_every, arguments.pause, arguments.tokens)
+    pace = Pace.of(arguments)
     streams = [
         asyncio.create_task(stream_texts(url, api, user, _WORDS, _NEW_TOKENS, ended))
         for user in range(arguments.streams)
     ]
-    results = [Measured(warm=False), Measured(warm=True)]
+    results = [Measured(kind) for kind in Preparation]
     try:
         for round_ in range(-1, arguments.sessions):
-            # The first round is not counted. The order changes, so that what grows over time is in both.
-            counted = results if round_ >= 0 else [Measured(warm=False), Measured(warm=True)]
+            # The first round is not counted. The order changes, so that what grows over time is in all.
+            counted = results if round_ >= 0 else [Measured(kind) for kind in Preparation]
             for each in counted if round_ % 2 else reversed(counted):
                 await run_session(url, api, recorded, next(sessions), pace, each)
             tell(f"round {round_ + 1} of {arguments.sessions}")
@@ -212,8 +243,12 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=4.0, help="of speech, in usual speeds (default: %(default)s)")
     parser.add_argument("--warm-every", type=int, default=3, metavar="WORDS", help="words of a turn (default: 3)")
     parser.add_argument(
-        "--pause", type=float, default=1.5, help="seconds from a turn's last word to the next turn (default: 1.5)"
+        "--notice", type=float, default=0.2, help="seconds of silence until an early answer (default: %(default)s)"
     )
+    parser.add_argument(
+        "--silence", type=float, default=0.8, help="seconds of silence that end a turn (default: %(default)s)"
+    )
+    parser.add_argument("--pause", type=float, default=1.5, help="seconds from a turn's end to the next (default: 1.5)")
     parser.add_argument("--tokens", type=int, default=24, help="of an answer (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=2, help="of other users (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
@@ -222,12 +257,18 @@ def main() -> None:
         results = uvloop.run(_run(arguments))
     except (ServerDidNotStart, ServerUnavailable, BadReply) as error:
         sys.exit(f"error: {error}")
-    print(table(_COLUMNS, [each.row() for each in results]))
-    cold, warm = results
-    first = [percentile(each.first_tokens, 50) or 0.0 for each in results]
-    lost = f", {1 - warm.stream_tokens_per_s / cold.stream_tokens_per_s:.1%} fewer tokens in other streams"
-    print(f"with warm prompts: first token {1 - first[1] / first[0]:.0%} sooner{lost if cold.stream_tokens else ''}")
-    finish([asdict(each) | {"gaps": []} for each in results], arguments.output)
+    cold = results[0]
+    step = percentile(cold.steps, 50) or 0.0
+    fastest = min(each for measured in results for each in measured.first_tokens)
+    print(table(_COLUMNS, [each.row(fastest + step) for each in results]))
+    print(f"a step takes {1000 * step:.1f} ms; the fastest first token took {1000 * fastest:.1f} ms")
+    for each in results[1:]:
+        first, before = (percentile(some.first_tokens, 50) or 0.0 for some in (each, cold))
+        lost = 1 - each.stream_tokens_per_s / cold.stream_tokens_per_s if cold.stream_tokens else 0.0
+        print(
+            f"{each.kind.value}: first token {1 - first / before:.0%} sooner, {lost:.1%} fewer tokens in other streams"
+        )
+    finish([asdict(each) | {"kind": each.kind.value, "gaps": [], "steps": []} for each in results], arguments.output)
 
 
 if __name__ == "__main__":

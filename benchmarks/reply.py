@@ -16,7 +16,8 @@ class BadReply(Exception):
 class Reply:
     """prompt_tokens, and those of them that were cached: None when the server does not tell.
 
-    token_times: when a stream's tokens came, in seconds. calls: of tools, name and arguments of each.
+    token_times: when a stream's tokens came, in seconds. texts: of these tokens. calls: of tools, name and arguments of
+    each.
     """
 
     text: str
@@ -24,6 +25,7 @@ class Reply:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     token_times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -68,7 +70,7 @@ def _streamed(response: TimedResponse) -> Reply:
             reply.token_times.append(moment)
     if not texts:
         raise BadReply("a stream without a token")
-    reply.text = "".join(texts)
+    reply.text, reply.texts = "".join(texts), texts
     reply.calls = list(calls.values())
     reply.new_tokens = reply.new_tokens or len(texts)
     return reply
