@@ -3,8 +3,7 @@
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from heapq import nlargest
-from itertools import chain, takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import TypeVar
 
@@ -15,8 +14,8 @@ from tgi_server.router.scheduling.sequence import Sequence
 _WIDTH = 4  # bytes of a token
 # Prompts that are remembered, and bytes that they take: of tokens, of the prompts' texts, and of the requests'.
 _MOST_PROMPTS, _MOST_BYTES = 1024, 64 * 2**20
-# Neighbors that are looked at on each side, and the nearest prompts that are noted.
-_NEIGHBORS, _NEAREST = 64, 4
+# Neighbors that are looked at, and similar prompts of each kind that are noted.
+_NEIGHBORS, _NEAREST = 32, 2
 
 N = TypeVar("N")
 _tokens_of, _request_of = attrgetter("tokens"), attrgetter("request_id")
@@ -51,21 +50,17 @@ class _SortedPrompts:
                 return
             yield prompts[place]
 
-    def latest(self, count: int) -> list[KnownPrompt]:
-        """Returns the latest prompts, the latest first."""
-        return nlargest(count, self._prompts, key=_request_of)
+    def common(self, tokens: bytes) -> int:
+        """Returns how many bytes the nearest prompts have in common with `tokens`, at their beginnings."""
+        index = bisect_left(self._prompts, tokens, key=_tokens_of)
+        beside = self._prompts[max(index - 1, 0) : index + 1]
+        return max((common_prefix(prompt.tokens, tokens, 0) for prompt in beside), default=0)
 
-    def nearest(self, tokens: bytes) -> tuple[int, list[KnownPrompt]]:
-        """Returns how many tokens the nearest prompts have in common with `tokens`, and the prompts, in no order."""
-        prompts = self._prompts
-        index = bisect_left(prompts, tokens, key=_tokens_of)
-        before, after = prompts[max(index - _NEIGHBORS, 0) : index][::-1], prompts[index : index + _NEIGHBORS]
-        common = max((common_prefix(prompt.tokens, tokens, 0) for prompt in (*before[:1], *after[:1])), default=0)
-        if not common:
-            return 0, []
-        beginning = tokens[:common]
-        found = [takewhile(lambda prompt: prompt.tokens.startswith(beginning), side) for side in (before, after)]
-        return common // _WIDTH, [*chain(*found)]
+    def beginning(self, tokens: bytes) -> list[KnownPrompt]:
+        """Returns prompts that begin with `tokens`, the latest first, and not all if they are many."""
+        start = bisect_left(self._prompts, tokens, key=_tokens_of)
+        found = takewhile(lambda prompt: prompt.tokens.startswith(tokens), self._prompts[start : start + _NEIGHBORS])
+        return sorted(found, key=_request_of, reverse=True)
 
 
 class PromptHistory:
@@ -88,21 +83,23 @@ class PromptHistory:
         if source is None or source.lookup is not None or sequence.reports_prompt:
             return
         tokens = sequence.beginning(sequence.prompt_tokens)
-        own = self._by_space.get(space) or _SortedPrompts()
-        known, nearest = own.nearest(tokens)
-        similar = nlargest(_NEAREST, nearest, key=_request_of)
-        if known < self._block_size:  # a beginning that many share says little
-            similar += [prompt for prompt in own.latest(_NEAREST) if prompt not in similar]
-        owned = self._by_owner.get(sequence.request.tenant)
-        elsewhere, others = (0, []) if owned is None else owned.nearest(tokens)
+        own, owned = self._by_space.get(space), self._by_owner.get(sequence.request.tenant)
+        common = own.common(tokens) if own is not None else 0
+        elsewhere = owned.common(tokens) if owned is not None else 0
+        nearest = own.beginning(tokens[:common]) if own is not None and common else []
+        similar = nearest[:_NEAREST]
+        if common < self._block_size * _WIDTH:  # a beginning that many share says little
+            latest = (prompt for prompt in islice(reversed(self._all), _NEIGHBORS) if prompt.space == space)
+            similar += [prompt for prompt in islice(latest, _NEAREST) if prompt not in similar]
+        others = owned.beginning(tokens[:elsewhere]) if owned is not None and elsewhere > common else []
         source.lookup = PrefixLookup(
             tokens,
             sequence.cached,
             held,
-            max((min(prompt.cached, known) for prompt in nearest), default=0),
+            max((min(prompt.cached, common // _WIDTH) for prompt in nearest), default=0),
             self._block_size,
             similar,
-            elsewhere if elsewhere > known else 0,
+            elsewhere // _WIDTH if others else 0,
             any(prompt.space[1] == space[1] for prompt in others),
             [(image.start, image.length) for image in sequence.request.images],
         )

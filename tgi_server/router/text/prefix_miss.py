@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
-from tgi_server.router.prompt_source import MissCause, PrefixLookup, PromptSource
+from tgi_server.router.prompt_source import KnownPrompt, MissCause, PrefixLookup, PromptSource
 from tgi_server.router.scheduling.prefix_cache import common_prefix
 from tgi_server.router.text.prompt_place import Difference, difference
 from tgi_server.router.text.tokenizer import TextTokenizer
@@ -86,8 +87,12 @@ def _new(plain: PrefixMiss, source: PromptSource, look: PrefixLookup, tokenizer:
     parting = {other: common_prefix(other.tokens, look.tokens, 0) // _WIDTH for other in look.similar}
     if any(parted * _WIDTH == len(other.tokens) for other, parted in parting.items() if parted >= plain.known_tokens):
         return miss  # it continues another one
-    alike = {other: _alike(look.tokens, other.tokens, parted) for other, parted in parting.items()}
-    nearest = max(parting, key=lambda other: (alike[other], parting[other]), default=None)
+    alike: dict[KnownPrompt, int] = {}
+    for other, parted in parting.items():
+        alike[other] = _alike(look.tokens, other.tokens, parted)
+        if 2 * alike[other] >= plain.missing_tokens:
+            break
+    nearest = max(alike, key=lambda other: (alike[other], parting[other]), default=None)
     if nearest is None or not parting[nearest] + alike[nearest]:
         return miss
     parted = parting[nearest]
@@ -110,11 +115,11 @@ def _covers(image: tuple[int, int], token: int) -> bool:
 def _alike(prompt: bytes, other: bytes, parted: int) -> int:
     """Returns how many tokens of a prompt, after a difference, also follow each other in another prompt there.
 
-    parted: tokens before the difference. It searches at doubling distances from the difference and from the end.
+    parted: tokens before the difference. It searches at growing distances from the difference and from the end.
     """
     start, width = parted * _WIDTH, _SEARCHED_TOKENS * _WIDTH
     last = len(prompt) - width
-    distances = [0] + [_WIDTH << power for power in range(24) if _WIDTH << power <= last - start]
+    distances = [0, *takewhile(lambda distance: distance <= last - start, (_WIDTH << power for power in count(0, 2)))]
     for place in (*(start + distance for distance in distances), *(last - distance for distance in distances)):
         if not start <= place <= last:
             continue
