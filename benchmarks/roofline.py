@@ -80,8 +80,8 @@ def linear_layers(decoder: Decoder) -> dict[str, list[PackedLinear]]:
 
 def weight_bytes(layer: PackedLinear, rows: int) -> int:
     """Returns what a pass reads: weights and scales, or the int8 copy of a head whose outputs it bounds."""
-    if isinstance(layer, PrefilteredHead) and rows <= layer.prefilter[1]:
-        return sum(each.nbytes for each in layer.prefilter[0])
+    if isinstance(layer, PrefilteredHead) and rows <= layer.prefilter["rows"]:
+        return sum(value.nbytes for value in layer.prefilter.values() if isinstance(value, Tensor))
     return sum(value.nbytes for value in _tensors(layer))
 
 

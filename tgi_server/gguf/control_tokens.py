@@ -38,7 +38,7 @@ def looks_like_control(text: str, *, added: bool) -> bool:
 
 
 def ends_of_generation(texts: set[str]) -> set[str]:
-    """Returns those of a model's control tokens that end a reply."""
+    """Returns the control tokens of a model that end a reply."""
     found = texts & END_OF_GENERATION
     for signs, continued in _CONTINUED:
         if signs <= texts:

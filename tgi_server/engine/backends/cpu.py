@@ -11,9 +11,10 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, Attentio
 from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import build_decoder, has_small_layers, pack_linears, unpack
+from tgi_server.engine.backends.build import build_decoder
 from tgi_server.engine.backends.cpu_model import CpuModel
 from tgi_server.engine.backends.lora import CpuLora
+from tgi_server.engine.backends.pack import has_small_layers, pack_linears, unpack
 from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceModel

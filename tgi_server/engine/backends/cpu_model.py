@@ -90,12 +90,12 @@ class CpuModel(PagedModel):
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         self.adapted = True
-        places = []
+        adapted = []
         for linear, parts in self.decoder.adaptable():
             backend = cast(CpuLora, lora(linear.out_features, len(parts)))
             linear.kernel().adapt(backend.kernel)
-            places.append(AdaptedLinear(parts, linear.in_features, backend))
-        return places
+            adapted.append(AdaptedLinear(parts, linear.in_features, backend))
+        return adapted
 
     def decode(self, rows: int, longest: int, top: TopOnly | None, *, adapted: bool) -> tuple[Tensor, Tensor | None]:
         """Decodes as the interface says. The argmax is None if more than that is needed, or if a row has a mask."""
@@ -151,7 +151,7 @@ class CpuModel(PagedModel):
         if states is None or self._attached == states.generation:
             return
         mixers = [layer.mixer for layer in self.decoder.layers]
-        self._kernel.attach_states([each.states(states, self._like.dtype) if each else [] for each in mixers])
+        self._kernel.attach_states([mixer.states(states, self._like.dtype) if mixer else [] for mixer in mixers])
         self._attached = states.generation
 
     def _states_of(self, metadata: ForwardMetadata) -> tuple[Tensor | None, Tensor | None, bool]:
@@ -213,22 +213,23 @@ def _runs(metadata: ForwardMetadata, states: SequenceStates) -> tuple[Tensor, Te
 def _kernel(decoder: Decoder) -> Any:
     """Returns a `torch.classes.oatmill.CausalLM`. Raises UnsupportedModel."""
     spec, head, weight = decoder.spec, inner(decoder.head), decoder.embedding_weight
-    prefilter, prefilter_rows = head.prefilter if isinstance(head, PrefilteredHead) else ([], 0)
-    if isinstance(head, PrefilteredHead) and head.tied:
-        prefilter = [*prefilter, weight]
-    return torch.classes.oatmill.CausalLM(
-        _layers_kernel(decoder),
-        _embedding_kernel(decoder.embedding, spec.embedding_scale),
-        decoder.positions,
-        _norm_kernel(decoder.embedding_norm),
-        None if decoder.inputs is None else _inputs_kernel(decoder.inputs),
-        _norm_kernel(decoder.norm),
-        _linear_kernel(head),
-        spec.logits_divisor,
-        spec.logits_softcap,
-        prefilter,
-        prefilter_rows,
+    prefilter = None
+    if isinstance(head, PrefilteredHead):
+        prefilter = structure("Prefilter", **head.prefilter, weight=weight if head.tied else None)
+    modules = structure(
+        "ModelModules",
+        decoder=_layers_kernel(decoder),
+        embedding=_embedding_kernel(decoder.embedding, spec.embedding_scale),
+        positions=decoder.positions,
+        embedding_norm=_norm_kernel(decoder.embedding_norm),
+        inputs=None if decoder.inputs is None else _inputs_kernel(decoder.inputs),
+        norm=_norm_kernel(decoder.norm),
+        head=_linear_kernel(head),
+        logits_divisor=spec.logits_divisor,
+        logits_softcap=spec.logits_softcap,
+        prefilter=prefilter,
     )
+    return torch.classes.oatmill.CausalLM(modules)
 
 
 def _embedding_kernel(embedding: Any, scale: float) -> Any:
@@ -256,23 +257,36 @@ def _layers_kernel(decoder: Decoder) -> Any:
         if layer.spec.index or layer.spec.token_norm:
             raise UnsupportedModel(f"layer {layer.index} has an index of tokens, or reads their embeddings")
         norms = {name: _norm_kernel(norm) for name, norm in layer.norms.items()}
-        linears = {name: _linear_kernel(each) for name, each in layer.linears.items() if name != _OF_LATENTS}
+        linears = {name: _linear_kernel(linear) for name, linear in layer.linears.items() if name != _OF_LATENTS}
         attention = _attention_kernel(layer, layer.heads, layer.variant) if layer.heads and layer.variant else None
         mixer = layer.mixer.kernel() if layer.mixer else None
         mixture = _mixture_kernel(layer) if layer.mixture is not None else None
         altup = _altup_kernel(layer.altup) if layer.altup else None
         output, down = map(layer.linears.get, ("output", "down"))
         whole = isinstance(output, RowParallel) and isinstance(down, PackedLinear) and mixture is None
-        kernel.add_layer(
-            norms, attention, mixer, mixture, altup, linears, layer.scales, layer.scale, layer.spec.deviations, whole
+        modules = structure(
+            "LayerModules",
+            norms=norms,
+            linears=linears,
+            scales=layer.scales,
+            attention=attention,
+            mixer=mixer,
+            mixture=mixture,
+            altup=altup,
+            scale=layer.scale,
+            deviations=layer.spec.deviations,
+            whole=whole,
         )
+        kernel.add_layer(modules)
     return kernel
 
 
 def _streams_kernel(decoder: Decoder) -> Any:
     if decoder.streams is None:
         return None
-    return torch.classes.oatmill.Streams(*([_linear_kernel(each) for each in part] for part in decoder.streams))
+    return torch.classes.oatmill.Streams(
+        *([_linear_kernel(linear) for linear in linears] for linears in decoder.streams)
+    )
 
 
 def _altup_kernel(altup: AltUpLayer) -> Any:

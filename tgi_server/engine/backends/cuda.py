@@ -14,8 +14,9 @@ from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import MakeLora, PagedModel
-from tgi_server.engine.backends.build import build_decoder, pack_quantized
+from tgi_server.engine.backends.build import build_decoder
 from tgi_server.engine.backends.generic import GenericModel
+from tgi_server.engine.backends.pack import pack_quantized
 from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceModel

@@ -100,8 +100,8 @@ class GenericModel(PagedModel):
             self._taps.pop().remove()
         modules = [_layer(self.source, index) for index in layers]
         self._taps = [
-            each.register_forward_pre_hook(self._note, with_kwargs=True)
-            for each in (*modules, self.source.get_output_embeddings())
+            module.register_forward_pre_hook(self._note, with_kwargs=True)
+            for module in (*modules, self.source.get_output_embeddings())
         ]
         self._keep = keep
 
@@ -127,14 +127,14 @@ def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> lis
 
     current: set before each pass.
     """
-    places = []
+    layers = []
     for path, module in model.named_modules():
         if _is_linear(module) and _OF_EXPERTS not in path and not path.endswith(_NOT_FOR_ROWS):
             inputs, outputs = _sizes(module)
-            place = AdaptedLinear([(path.removesuffix(".inner"), outputs)], inputs, lora(outputs, 1))
-            module.register_forward_hook(partial(_changed, place, current))
-            places.append(place)
-    return places
+            adapted = AdaptedLinear([(path.removesuffix(".inner"), outputs)], inputs, lora(outputs, 1))
+            module.register_forward_hook(partial(_changed, adapted, current))
+            layers.append(adapted)
+    return layers
 
 
 def install_paged_attention(model: PreTrainedModel) -> Callable[[], None]:
@@ -148,11 +148,11 @@ def install_paged_attention(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def _changed(
-    place: AdaptedLinear, current: CurrentRows, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    adapted: AdaptedLinear, current: CurrentRows, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
 ) -> Tensor | None:
     """Returns a layer's output with the deltas of the rows of this pass; None if they change nothing."""
     rows = current.rows
-    return None if rows is None or not place.changes(rows) else place.apply(inputs[0], output, rows)
+    return None if rows is None or not adapted.changes(rows) else adapted.apply(inputs[0], output, rows)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -59,9 +59,10 @@ class PrefilteredHead(FloatLinear):
         return y
 
     @property
-    def prefilter(self) -> tuple[list[Tensor], int]:
-        """Returns the int8 copy as kernels take it, and the number of rows up to which it is used."""
-        return list(self._prefilter), self._max_inputs // self.in_features
+    def prefilter(self) -> dict[str, Any]:
+        """Returns the members of a `torch.classes.oatmill.Prefilter`, but for the weight."""
+        names = ("packed", "scales", "compensation", "error_norm", "weight_norm")
+        return dict(zip(names, self._prefilter, strict=True)) | {"rows": self._max_inputs // self.in_features}
 
 
 def _prefilter(weight: Tensor) -> tuple[Tensor, ...]:

@@ -94,7 +94,10 @@ class LayerParts(PagedModel):
         return output + (shared if gate is None else gate.adapted(x, rows).sigmoid() * shared)
 
     def _attend_to_latents(self, layer: DecoderLayer, x: Tensor, variant: AttentionVariant, step: LayerPass) -> Tensor:
-        """Returns the same for a layer that caches of a token what all heads share: a latent, and what is turned."""
+        """Returns the input of the output projection, [tokens, heads * value_size].
+
+        The cache has of a token what all heads share: a latent, and the elements that are turned.
+        """
         latents, spec = layer.latents, layer.spec
         assert latents is not None
         rank = latents.keys[0].out_features
@@ -132,7 +135,9 @@ class LayerParts(PagedModel):
         key = self._normed(layer.norms["index_norm"], self._projected(layer, "index_key", x, step.rows)).unsqueeze(1)
         weights = self._projected(layer, "index_weights", x.to(of_weights), step.rows).float()
         weights = weights * (index.heads * query.shape[2]) ** -0.5
-        query, key = (self._turned(each, rope, step, interleaved=index.interleaved) for each in (query, key))
+        query, key = (
+            self._turned(x_of_index, rope, step, interleaved=index.interleaved) for x_of_index in (query, key)
+        )
         step.selections.append(Selection(layer.index, query, weights))
         return replace(variant, selection=step.selections[-1]), key
 
@@ -178,13 +183,13 @@ class LayerParts(PagedModel):
         """Returns the streams of hidden states, [streams, tokens, hidden_size] (Baykal et al. 2023); None: just one."""
         if self.decoder.streams is None:
             return None
-        others = (_of_magnitude(each.adapted(hidden, rows), hidden) for each in self.decoder.streams[0])
+        others = (_of_magnitude(projection.adapted(hidden, rows), hidden) for projection in self.decoder.streams[0])
         return torch.stack([hidden, *others])
 
     def _merged(self, streams: Tensor, rows: AdapterRows | None) -> Tensor:
         assert self.decoder.streams is not None
         back = zip(self.decoder.streams[1], streams[1:], strict=True)
-        others = (_of_magnitude(each.adapted(stream, rows), streams[0]) for each, stream in back)
+        others = (_of_magnitude(projection.adapted(stream, rows), streams[0]) for projection, stream in back)
         return torch.stack([streams[0], *others]).mean(0)
 
     def _layer_of_streams(self, layer: DecoderLayer, streams: Tensor, step: LayerPass) -> Tensor:
@@ -262,5 +267,5 @@ def _choose(layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[T
 
 def _of_magnitude(x: Tensor, like: Tensor) -> Tensor:
     """Returns x, multiplied so that each row's mean of squares is that of `like`. Both are [tokens, hidden_size]."""
-    wanted, actual = (each.float().pow(2).mean(-1, keepdim=True) for each in (like, x))
+    wanted, actual = (values.float().pow(2).mean(-1, keepdim=True) for values in (like, x))
     return (x.float() * (wanted / actual.clamp(min=1e-5)).sqrt()).to(x.dtype)

@@ -75,9 +75,9 @@ class LoraDelta:
         )
 
     def to(self, device: torch.device) -> Self:
-        """Returns the same change on another device."""
+        """Returns the delta on another device."""
         dora_scale, bias_delta = (
-            None if each is None else each.to(device) for each in (self.dora_scale, self.bias_delta)
+            None if tensor is None else tensor.to(device) for tensor in (self.dora_scale, self.bias_delta)
         )
         return type(self)(self.a.to(device), [b.to(device) for b in self.b], self.firsts, dora_scale, bias_delta)
 
@@ -86,11 +86,11 @@ class LoraBackend(ABC):
     """Computes the LoRA deltas of one linear layer."""
 
     @abstractmethod
-    def put(self, number: int, change: LoraDelta) -> None:
+    def put(self, adapter: int, change: LoraDelta) -> None:
         """Applies the delta to rows with that adapter number, from the next pass on."""
 
     @abstractmethod
-    def drop(self, number: int) -> None:
+    def drop(self, adapter: int) -> None:
         """Forgets an adapter, if it changes this layer."""
 
     def warm_up(self, inputs: int, dtype: torch.dtype) -> None:  # noqa: B027
@@ -110,17 +110,17 @@ class TorchLora(LoraBackend):
     def __init__(self) -> None:
         self._deltas: dict[int, LoraDelta] = {}
 
-    def put(self, number: int, change: LoraDelta) -> None:
-        self._deltas[number] = change
+    def put(self, adapter: int, change: LoraDelta) -> None:
+        self._deltas[adapter] = change
 
-    def drop(self, number: int) -> None:
-        self._deltas.pop(number, None)
+    def drop(self, adapter: int) -> None:
+        self._deltas.pop(adapter, None)
 
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None) -> Tensor:
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         numbers = rows.of(len(inputs))
-        for number in self._deltas.keys() if rows.present is None else rows.present & self._deltas.keys():
-            _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._deltas[number])
+        for adapter in self._deltas.keys() if rows.present is None else rows.present & self._deltas.keys():
+            _change(inputs, outputs, (numbers == adapter).nonzero().squeeze(1), self._deltas[adapter])
         return y if residual is None else residual + y
 
 
@@ -143,11 +143,11 @@ class CpuLora(LoraBackend):
     def __init__(self, outputs: int) -> None:
         self.kernel: Any = torch.classes.oatmill.Adapters(outputs)
 
-    def put(self, number: int, change: LoraDelta) -> None:
-        self.kernel.put(number, change.a, list(change.b), list(change.firsts), change.dora_scale, change.bias_delta)
+    def put(self, adapter: int, change: LoraDelta) -> None:
+        self.kernel.put(adapter, change.a, list(change.b), list(change.firsts), change.dora_scale, change.bias_delta)
 
-    def drop(self, number: int) -> None:
-        self.kernel.drop(number)
+    def drop(self, adapter: int) -> None:
+        self.kernel.drop(adapter)
 
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, residual: Tensor | None) -> Tensor:
         changed: Tensor = self.kernel.apply(x, y, rows.of(x.numel() // x.shape[-1]))
@@ -167,14 +167,14 @@ class AdaptedLinear:
         self._backend = backend
         self._changed_by: set[int] = set()
 
-    def put(self, number: int, change: LoraDelta) -> None:
+    def put(self, adapter: int, change: LoraDelta) -> None:
         """Applies the delta to rows with that adapter number, from the next pass on."""
-        self._changed_by.add(number)
-        self._backend.put(number, change)
+        self._changed_by.add(adapter)
+        self._backend.put(adapter, change)
 
-    def drop(self, number: int) -> None:
-        self._changed_by.discard(number)
-        self._backend.drop(number)
+    def drop(self, adapter: int) -> None:
+        self._changed_by.discard(adapter)
+        self._backend.drop(adapter)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles what passes with adapters need."""

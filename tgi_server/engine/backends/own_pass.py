@@ -95,9 +95,11 @@ def _own_biases(model: nn.Module) -> Iterator[None]:
         heads = slice(share.queries.start, share.queries.stop)
         return args, kwargs | {name: bias[heads] for name in _BIASES if (bias := kwargs.get(name)) is not None}
 
-    modules = [each for each in model.modules() if isinstance(getattr(each, "share", None), Share)]
+    modules = [attention for attention in model.modules() if isinstance(getattr(attention, "share", None), Share)]
     hooks = [
-        each.register_forward_pre_hook(cut, with_kwargs=True) for each in modules if not isinstance(each, ShardedLayer)
+        attention.register_forward_pre_hook(cut, with_kwargs=True)
+        for attention in modules
+        if not isinstance(attention, ShardedLayer)
     ]
     try:
         yield
@@ -114,7 +116,7 @@ def window_objection(
     spec: of the model; a window that a layer has from it is right, since the layer tells it nobody.
     """
     untold = set() if spec is None else {layer for layer, of_layer in enumerate(spec.layers) if of_layer.window}
-    said = {layer: (0 if layer in untold else each.window, each.chunk) for layer, each in variants.items()}
+    said = {layer: (0 if layer in untold else variant.window, variant.chunk) for layer, variant in variants.items()}
     return (
         None if said == windows_of(model) else "its layers look at other tokens than they tell the attention function"
     )
@@ -131,7 +133,7 @@ def windows_of(model: PreTrainedModel) -> dict[int, tuple[int, int] | None]:
     A probe is too short to show them, so what a layer says of itself is compared with this.
     """
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    chunked = {index for index, each in enumerate(types) if each == "chunked_attention"}
+    chunked = {index for index, kind in enumerate(types) if kind == "chunked_attention"}
     layers: dict[int, Any] = dict(enumerate(DynamicCache(config=model.config).layers))
     for index, source in _shared(model).items():
         layers[index] = layers[source]

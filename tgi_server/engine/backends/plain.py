@@ -13,7 +13,8 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, Attentio
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.base import Backend, MakeLora, PagedModel
-from tgi_server.engine.backends.build import Unfit, build_decoder
+from tgi_server.engine.backends.build import build_decoder
+from tgi_server.engine.backends.decoder import Unfit
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.kv_cache_probe import choose_kv_format
 from tgi_server.engine.backends.lora import TorchLora

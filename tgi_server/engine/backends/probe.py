@@ -121,9 +121,9 @@ def text_logits(model: PagedModel, tokens: Tensor, wanted: Tensor | None) -> Ten
     """
     _allocate_states(model)
     count, size, device = len(tokens), model.attention.block_size, tokens.device
-    places = torch.arange(count, device=device)
+    positions = torch.arange(count, device=device)
     metadata = ForwardMetadata(
-        slots=size + places,
+        slots=size + positions,
         block_tables=torch.arange(1, blocks_of(count, size) + 1, dtype=torch.int32, device=device)[None],
         kv_lengths=torch.tensor([count], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
@@ -132,7 +132,7 @@ def text_logits(model: PagedModel, tokens: Tensor, wanted: Tensor | None) -> Ten
         max_kv_length=count,
         state_slots=[1],
     )
-    return model.forward(PassInput(tokens, places, metadata, wanted))
+    return model.forward(PassInput(tokens, positions, metadata, wanted))
 
 
 def short_logits(model: PagedModel) -> Tensor:

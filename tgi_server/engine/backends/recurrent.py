@@ -52,39 +52,39 @@ class _Texts:
 
         name: of the state. inputs: [tokens, ...].
         """
-        metadata, states, part = self._metadata, self._states, (self._layer, name)
+        metadata, states, key = self._metadata, self._states, (self._layer, name)
         outputs, rows = [], metadata.decoding
         if rows:
             slots = metadata.row_slots
             assert slots is not None
-            output, state = function(states.read(part, slots), *(each[:rows].unsqueeze(1) for each in inputs))
-            states.write(part, slots, state)
+            output, state = function(states.read(key, slots), *(tensor[:rows].unsqueeze(1) for tensor in inputs))
+            states.write(key, slots, state)
             outputs.append(output.squeeze(1))
         for chunk, slot in zip(metadata.chunks, metadata.state_slots[rows:], strict=True):
-            tokens = [each[chunk.start : chunk.start + chunk.length].unsqueeze(0) for each in inputs]
-            place, begin = slice(slot, slot + 1), 0
+            tokens = [tensor[chunk.start : chunk.start + chunk.length].unsqueeze(0) for tensor in inputs]
+            row, begin = slice(slot, slot + 1), 0
             if chunk.drafted:
-                before = states.read(part, place)
+                before = states.read(key, row)
                 outputs.append(function(None if before is None else before.clone(), *tokens)[0].squeeze(0))
-                states.draft(slot, partial(_advance, function, tokens, part, place, states))
+                states.draft(slot, partial(_advance, function, tokens, key, row, states))
                 continue
             for end, snapshot in (*chunk.saves, (chunk.length, None)):
                 if begin < end:
-                    output, state = function(states.read(part, place), *(each[:, begin:end] for each in tokens))
-                    states.write(part, place, state)
+                    output, state = function(states.read(key, row), *(tensor[:, begin:end] for tensor in tokens))
+                    states.write(key, row, state)
                     outputs.append(output.squeeze(0))
                     begin = end
                 if snapshot is not None:
                     target = states.slot_of(snapshot)
-                    states.write(part, slice(target, target + 1), state)
+                    states.write(key, slice(target, target + 1), state)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _advance(
-    function: _Run, inputs: list[Tensor], part: tuple[int, str], place: slice, states: SequenceStates, tokens: int
+    function: _Run, inputs: list[Tensor], key: tuple[int, str], row: slice, states: SequenceStates, tokens: int
 ) -> None:
     """Advances a state by the first `tokens` tokens of some inputs."""
-    states.write(part, place, function(states.read(part, place), *(each[:, :tokens] for each in inputs))[1])
+    states.write(key, row, function(states.read(key, row), *(tensor[:, :tokens] for tensor in inputs))[1])
 
 
 def _delta_net(texts: _Texts, projected: Tensor, of: tuple[Any, ...]) -> Tensor:
@@ -97,9 +97,9 @@ def _delta_net(texts: _Texts, projected: Tensor, of: tuple[Any, ...]) -> Tensor:
         share, key_size = heads // key_heads, of_keys // key_heads
         joined, steps = projected.split((mixed + of_values, 2 * heads), 1)
         parts = joined.unflatten(1, (key_heads, -1)).split((key_size, key_size, share * size, share * size), 2)
-        *inputs, gate = (each.flatten(1) for each in parts)
+        *inputs, gate = (tensor.flatten(1) for tensor in parts)
         x = torch.cat(inputs, 1)
-        beta, step = (each.flatten(1) for each in steps.unflatten(1, (key_heads, -1)).chunk(2, 2))
+        beta, step = (tensor.flatten(1) for tensor in steps.unflatten(1, (key_heads, -1)).chunk(2, 2))
     else:
         x, gate, beta, step = projected.split((mixed, of_values, heads, heads), 1)
     x = texts.run("convolution", partial(convolution, taps, None, True), x)

@@ -68,11 +68,11 @@ class ReferenceModel(LayerParts):
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
         self.adapted = True
-        places = []
+        adapted = []
         for layer, parts in self.decoder.adaptable():
             layer.lora = AdaptedLinear(parts, layer.in_features, lora(layer.out_features, len(parts)))
-            places.append(layer.lora)
-        return places
+            adapted.append(layer.lora)
+        return adapted
 
     def rounding_modules(self) -> list[nn.Module]:
         return [layer for layer, _ in self.decoder.adaptable()]

@@ -54,7 +54,7 @@ class RotaryTable:
         return repeated(turns, self._spec.table, like.dtype)
 
     def gathered(self, like: Tensor, length: int, positions: Tensor) -> list[Tensor]:
-        """Returns the same as `at`, [positions, rotated] each, with the very numbers of `tables`.
+        """Returns the cosines and the sines of some positions, [positions, rotated] each, taken from `tables`.
 
         length: more than any position. positions: [3, positions] int64.
         """

@@ -35,15 +35,15 @@ class SequenceStates:
     @property
     def slot_bytes(self) -> int:
         """The bytes of one slot, of those parts that have been written so far."""
-        return sum(part[0].nbytes for part in self._parts.values())
+        return sum(tensor[0].nbytes for tensor in self._parts.values())
 
     def allocate(self, slots: int, snapshots: int = 0) -> None:
         """Allocates slots 0 .. slots - 1 with zeros, and snapshots behind them. Drops the earlier contents."""
         self._first_snapshot, self._slots = slots, slots + snapshots
         self.generation += 1
-        for key, part in self._parts.items():
-            self._parts[key] = part.new_empty(0)  # or both the old and the new one would have to fit
-            self._parts[key] = _zeros((self._slots, *part.shape[1:]), part)
+        for key, tensor in self._parts.items():
+            self._parts[key] = tensor.new_empty(0)  # or both the old and the new one would have to fit
+            self._parts[key] = _zeros((self._slots, *tensor.shape[1:]), tensor)
         self._drafted.clear()
 
     def slot_of(self, snapshot: int) -> int:
@@ -57,39 +57,39 @@ class SequenceStates:
 
     def slot_tensors(self) -> list[Tensor]:
         """Returns the tensors in which the slots are: [slots, ...] each, contiguous, until the next `allocate`."""
-        return [self._parts[part] for part in sorted(self._parts)]
+        return [self._parts[key] for key in sorted(self._parts)]
 
     def copy(self, source: int, target: int) -> None:
         """Copies all states of a slot to another one."""
-        for part in self._parts.values():
-            part[target] = part[source]
+        for tensor in self._parts.values():
+            tensor[target] = tensor[source]
 
     def clear(self, slot: int) -> None:
         """Resets a slot, for a text of which nothing has been computed."""
-        for part in self._parts.values():
-            part[slot].zero_()
+        for tensor in self._parts.values():
+            tensor[slot].zero_()
 
-    def read(self, part: Part, slots: Tensor | slice) -> Tensor | None:
+    def read(self, key: Part, slots: Tensor | slice) -> Tensor | None:
         """Returns the states in some slots, [slots, ...]; None where no state of this part has ever been written."""
-        states = self._parts.get(part)
+        states = self._parts.get(key)
         if states is None:
             return None
         return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
 
-    def all_slots(self, part: Part, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def all_slots(self, key: Part, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the states of all slots, [slots, *shape], on a CPU; who calls writes into them."""
-        if part not in self._parts:
-            self._parts[part] = mapped((self._slots, *shape), dtype)
-        return self._parts[part]
+        if key not in self._parts:
+            self._parts[key] = mapped((self._slots, *shape), dtype)
+        return self._parts[key]
 
-    def write(self, part: Part, slots: Tensor | slice, states: Tensor) -> None:
+    def write(self, key: Part, slots: Tensor | slice, states: Tensor) -> None:
         """Puts states, [slots, ...], into some slots."""
-        if part not in self._parts:
-            self._parts[part] = _zeros((self._slots, *states.shape[1:]), states)
+        if key not in self._parts:
+            self._parts[key] = _zeros((self._slots, *states.shape[1:]), states)
         if isinstance(slots, slice):
-            self._parts[part][slots] = states
+            self._parts[key][slots] = states
         else:
-            self._parts[part].index_copy_(0, slots, states)
+            self._parts[key].index_copy_(0, slots, states)
 
     def begin_pass(self) -> None:
         """Forgets the drafted tokens of the pass before: those that were right have been accepted by now."""

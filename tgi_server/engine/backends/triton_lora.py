@@ -26,22 +26,22 @@ class TritonLora(LoraBackend):
         self._tables = torch.zeros(4, _NUMBERS, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
 
-    def put(self, number: int, change: LoraDelta) -> None:
+    def put(self, adapter: int, change: LoraDelta) -> None:
         b = change.a.new_zeros(len(change.a), self._outputs)
         rank = 0
         for first, part in zip(change.firsts, change.b, strict=True):
             b[rank : rank + len(part), first : first + part.shape[1]] = part
             rank += len(part)
         tensors = (change.a, b, change.dora_scale, change.bias_delta)
-        self._deltas[number] = tensors
+        self._deltas[adapter] = tensors
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._tables[:, number] = torch.tensor(addresses, device=self._tables.device)
-        self._ranks[number] = len(change.a)
+        self._tables[:, adapter] = torch.tensor(addresses, device=self._tables.device)
+        self._ranks[adapter] = len(change.a)
 
-    def drop(self, number: int) -> None:
-        if self._deltas.pop(number, None) is not None:
-            self._tables[:, number] = 0
-            self._ranks[number] = 0
+    def drop(self, adapter: int) -> None:
+        if self._deltas.pop(adapter, None) is not None:
+            self._tables[:, adapter] = 0
+            self._ranks[adapter] = 0
 
     def warm_up(self, inputs: int, dtype: torch.dtype) -> None:
         for count in (1, FEW_ROWS + 1):

@@ -180,7 +180,7 @@ def _missing_part(path: Path) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns the same text for the same tensors in the same files, whatever their values."""
+    """Returns a text that is equal for files with equal names, tensors and shapes, whatever the values."""
     if (gguf := gguf_of(folder)) is not None:
         return gguf.fingerprint
     digest = hashlib.sha256()

@@ -89,7 +89,7 @@ class LinearFactory:
         return self.merged(*modules)
 
     def merged(self, *modules: Linear) -> PackedLinear:
-        """Returns the same with one weight, which has 8 bits where the layers have different kinds of weights."""
+        """Returns one layer, with one weight; it has 8 bits if the layers have different kinds of weights."""
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if quantized:
             return self._quantized(QuantizedWeight.joined([module.quantized() for module in quantized]), *quantized)

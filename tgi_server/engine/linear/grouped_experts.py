@@ -162,7 +162,7 @@ class GroupedQuantizedExperts(nn.Module):
             self.register_parameter(name, getattr(experts, name))
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Returns the same as `GroupedExperts.forward`."""
+        """Returns the sum of the experts' outputs, as `GroupedExperts.forward` does."""
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups
         from tgi_server.engine.kernels.triton.w4a16_gemm import DENSE_ROWS
 

@@ -135,7 +135,7 @@ def _keeps_order(order: Tensor, inputs: int) -> bool:
 
 
 def narrowed(scales: Tensor) -> Tensor:
-    """Returns the same numbers in 16 bits where these hold them, as those of most checkpoints do: less is read."""
+    """Returns scales in 16 bits if these hold them, as in most checkpoints: less is read."""
     for dtype in (torch.float16, torch.bfloat16):
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales):

@@ -47,8 +47,8 @@ class ReadAdapter:
         return sum(delta.nbytes for delta in self.deltas.values())
 
     def to(self, device: torch.device) -> Self:
-        """Returns the same adapter on another device."""
-        return type(self)(self.rank, {number: delta.to(device) for number, delta in self.deltas.items()})
+        """Returns the adapter on another device."""
+        return type(self)(self.rank, {index: delta.to(device) for index, delta in self.deltas.items()})
 
 
 class RecentAdapters:
@@ -158,33 +158,33 @@ class LoadedAdapters:
         An adapter from `read` is copied to the model's device; one from `fetch` is there already.
         """
         adapter = adapter.to(self._model.device)
-        number = self._numbers.get(adapter_id)
-        if number is None:
+        adapter_number = self._numbers.get(adapter_id)
+        if adapter_number is None:
             taken = set(self._numbers.values())
-            number = next(number for number in range(1, len(taken) + 2) if number not in taken)
-        self._drop(number)
-        for place, delta in adapter.deltas.items():
-            self._linears[place].put(number, delta)
-        self._numbers[adapter_id] = number
+            adapter_number = next(free for free in range(1, len(taken) + 2) if free not in taken)
+        self._drop(adapter_number)
+        for index, delta in adapter.deltas.items():
+            self._linears[index].put(adapter_number, delta)
+        self._numbers[adapter_id] = adapter_number
 
     def drop(self, adapter_id: str) -> None:
         """Forgets an adapter, if it is there. Call it between two steps."""
-        number = self._numbers.pop(adapter_id, None)
-        if number is not None:
-            self._drop(number)
+        adapter_number = self._numbers.pop(adapter_id, None)
+        if adapter_number is not None:
+            self._drop(adapter_number)
 
     def number(self, adapter_id: str) -> int:
         """Returns the number by which rows name the adapter; 0 for an empty id. Raises InvalidCall for another."""
         if not adapter_id:
             return 0
-        number = self._numbers.get(adapter_id)
-        if number is None:
+        adapter_number = self._numbers.get(adapter_id)
+        if adapter_number is None:
             raise InvalidCall(f"there is no adapter {adapter_id!r} here; load it before a request names it")
-        return number
+        return adapter_number
 
-    def _drop(self, number: int) -> None:
+    def _drop(self, adapter_number: int) -> None:
         for linear in self._linears:
-            linear.drop(number)
+            linear.drop(adapter_number)
 
     @cached_property
     def _linears(self) -> list[AdaptedLinear]:

@@ -66,7 +66,7 @@ def parts(share: Share, size: int) -> list[range]:
 
 
 def halves(share: Share, size: int) -> list[range]:
-    """Returns the same share of both halves: of a gate and an up projection, concatenated."""
+    """Returns equal shares of both halves of a gate and an up projection that are concatenated."""
     part = _part(size // 2, share.rank, share.world_size)
     return [part, _shifted(part, size // 2)]
 

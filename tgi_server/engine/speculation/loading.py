@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tgi_server.engine.backends.build import Unfit
 from tgi_server.engine.backends.cpu_model import CpuModel
+from tgi_server.engine.backends.decoder import Unfit
 from tgi_server.engine.backends.devices import choose_dtype
 from tgi_server.engine.backends.generic import GenericModel
 from tgi_server.engine.backends.reference import ReferenceModel

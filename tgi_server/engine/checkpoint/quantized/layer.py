@@ -166,7 +166,7 @@ class QuantizedEmbedding(nn.Module):
         return cls(tuple(plain.weight.shape), plain.weight.dtype, scale, head)
 
     def unscaled(self) -> "QuantizedEmbedding":
-        """Returns the same embedding, with the same layer, without the scale."""
+        """Returns an embedding without the scale that shares the layer."""
         made = QuantizedEmbedding((self.num_embeddings, self.embedding_dim), self.weight.dtype, 1.0, self.layer)
         made.weight = self.weight
         return made

@@ -176,7 +176,7 @@ class QuantizedWeight:
         return replace(self, codes=codes, groups=self.groups[order])
 
     def compact(self) -> Self:
-        """Returns the same weight without groups that have no inputs."""
+        """Returns the weight without groups that have no inputs."""
         used, groups = self.groups.unique(return_inverse=True)
         if len(used) == self.group_count:
             return self
@@ -185,7 +185,7 @@ class QuantizedWeight:
         return replace(self, stored_scales=scales, zeros=zeros, groups=groups, stored_offsets=offsets)
 
     def without_offsets(self) -> Self:
-        """Returns the same weight, up to the rounding of float32, with zeros in place of offsets."""
+        """Returns the weight with zeros in place of offsets; it differs by the rounding of float32."""
         scales, offsets = self.scales, self.offsets
         if offsets is None:
             return self

@@ -248,6 +248,23 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
   return caches;
 }
 
+// A layer as it is handed over. norms, linears: those of Layer that there are, by their names. scales: of the outputs
+// of linears. The others are as in Layer.
+struct LayerModules : torch::CustomClassHolder {
+  c10::Dict<std::string, NormPtr> norms;
+  c10::Dict<std::string, LinearPtr> linears;
+  c10::Dict<std::string, at::Tensor> scales;
+  std::optional<AttentionPtr> attention;
+  std::optional<MixerPtr> mixer;
+  std::optional<MixturePtr> mixture;
+  std::optional<AltUpPtr> altup;
+  double scale = 1;
+  std::optional<double> deviations;
+  bool whole = false;
+};
+
+using LayerModulesPtr = c10::intrusive_ptr<LayerModules>;
+
 // The layers of a model. activation: that of the feed-forward part, or of its gate where it is gated. parallel: the
 // feed-forward part has the input of attention, or the layer's own input, normalised by feed_forward_norm.
 // residual_scale: what is added to the residual is multiplied by it. interleaved: rotary embeddings turn neighbouring
@@ -260,12 +277,10 @@ class Decoder : public torch::CustomClassHolder {
       : activation_(activation_named(activation)), gated_(gated), parallel_(parallel), residual_scale_(residual_scale),
         interleaved_(interleaved), streams_(streams.value_or(nullptr)) {}
 
-  // norms, linears: those of Layer that there are, by their names. scales: of the outputs of linears. The last ones are
-  // as in Layer.
-  void add_layer(const c10::Dict<std::string, NormPtr>& norms, std::optional<AttentionPtr> attention,
-                 std::optional<MixerPtr> mixer, std::optional<MixturePtr> mixture, std::optional<AltUpPtr> altup,
-                 const c10::Dict<std::string, LinearPtr>& linears, const c10::Dict<std::string, at::Tensor>& scales,
-                 double scale, std::optional<double> deviations, bool whole) {
+  void add_layer(const LayerModulesPtr& modules) {
+    const auto& norms = modules->norms;
+    const auto& linears = modules->linears;
+    const auto& scales = modules->scales;
     const auto norm = [&](const char* name) { return norms.contains(name) ? MaybeNorm(norms.at(name)) : MaybeNorm(); };
     const auto linear = [&](const char* name) { return linears.contains(name) ? linears.at(name) : LinearPtr(); };
     const auto projection = [&](const char* name) {
@@ -283,10 +298,10 @@ class Decoder : public torch::CustomClassHolder {
                        norm("mixed_norm"),
                        norm("shared_norm"),
                        norm("input_norm"),
-                       attention.value_or(nullptr),
+                       modules->attention.value_or(nullptr),
                        projection("qkv"),
                        projection("output"),
-                       mixer.value_or(nullptr),
+                       modules->mixer.value_or(nullptr),
                        projection("mixer_in"),
                        projection("mixer_out"),
                        projection("up"),
@@ -294,11 +309,11 @@ class Decoder : public torch::CustomClassHolder {
                        linear("shared_gate"),
                        linear("input_gate"),
                        linear("input_projection"),
-                       mixture.value_or(nullptr),
-                       altup.value_or(nullptr),
-                       scale,
-                       deviations,
-                       whole});
+                       modules->mixture.value_or(nullptr),
+                       modules->altup.value_or(nullptr),
+                       modules->scale,
+                       modules->deviations,
+                       modules->whole});
     const Layer& layer = layers_.back();
     TORCH_CHECK(!layer.attention || (layer.qkv.linear && layer.output.linear));
     TORCH_CHECK(!layer.mixer || (layer.mixer_in.linear && layer.mixer_out.linear));
@@ -683,22 +698,44 @@ c10::Dict<std::string, std::vector<double>> measure_parts(bool on) {
   return found;
 }
 
+// The int8 pre-filter of a head, as Linear::top_logits takes it. weight: of the head, where the embedding has it, too.
+// rows: the most for which it pays.
+struct Prefilter : torch::CustomClassHolder {
+  at::Tensor packed, scales, compensation, error_norm, weight_norm;
+  MaybeTensor weight;
+  int64_t rows = 0;
+};
+
+using PrefilterPtr = c10::intrusive_ptr<Prefilter>;
+
+// What a model is made of. positions: of models that learn their embeddings, [positions, hidden_size]. embedding_norm:
+// of the sum of both; or none. inputs: makes those of each layer; or none. logits_divisor, logits_softcap: what is done
+// with the head's outputs; 1 and 0: nothing. prefilter: none: all logits are computed.
+struct ModelModules : torch::CustomClassHolder {
+  DecoderPtr decoder;
+  EmbeddingPtr embedding;
+  MaybeTensor positions;
+  MaybeNorm embedding_norm;
+  std::optional<LayerInputsPtr> inputs;
+  MaybeNorm norm;
+  LinearPtr head;
+  double logits_divisor = 1, logits_softcap = 0;
+  std::optional<PrefilterPtr> prefilter;
+};
+
+using ModelModulesPtr = c10::intrusive_ptr<ModelModules>;
+
 // A whole model: from tokens to logits. Whatever a step brings, it is computed here: adapters, masks of rows, and
 // hidden states that somebody wants to read.
 class CausalLM : public torch::CustomClassHolder {
  public:
-  // position_embedding: of models that learn it, [positions, hidden_size]. embedding_norm: of the sum of both; or none.
-  // inputs: makes those of each layer; or none. logits_divisor, logits_softcap: what is done with the head's outputs; 1
-  // and 0: nothing. prefilter: as Linear::top_logits takes it, for at most prefilter_rows rows; empty: all logits are
-  // computed. Where the head has the embedding's weights, the sixth tensor is these.
-  CausalLM(DecoderPtr decoder, EmbeddingPtr embedding, MaybeTensor position_embedding, MaybeNorm embedding_norm,
-           std::optional<LayerInputsPtr> inputs, MaybeNorm norm, LinearPtr head, double logits_divisor,
-           double logits_softcap, std::vector<at::Tensor> prefilter, int64_t prefilter_rows)
-      : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
-        position_embedding_(std::move(position_embedding)), embedding_norm_(std::move(embedding_norm)),
-        inputs_(inputs.value_or(nullptr)), norm_(std::move(norm)), head_(std::move(head)),
-        logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), prefilter_(std::move(prefilter)),
-        prefilter_rows_(prefilter_rows) {}
+  explicit CausalLM(const ModelModulesPtr& modules)
+      : decoder_(modules->decoder), embedding_(modules->embedding), position_embedding_(modules->positions),
+        embedding_norm_(modules->embedding_norm), inputs_(modules->inputs.value_or(nullptr)), norm_(modules->norm),
+        head_(modules->head), logits_divisor_(modules->logits_divisor), logits_softcap_(modules->logits_softcap),
+        prefilter_(modules->prefilter.value_or(nullptr)) {
+    TORCH_CHECK(decoder_ && embedding_ && head_, "a model has a decoder, an embedding and a head");
+  }
 
   // Takes the KV blocks of all layers, with what their numbers are multiplied by.
   void attach_cache(std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
@@ -802,11 +839,11 @@ class CausalLM : public torch::CustomClassHolder {
                     std::vector<int64_t> masked_rows) const {
     const TimedPart part("head");
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
-    if (top > 0 && !changed && !ranks_ && !prefilter_.empty() && hidden.size(0) <= prefilter_rows_ &&
-        logits_softcap_ == 0) {
-      return divided(head_->top_logits(
-          hidden, top, prefilter_[0], prefilter_[1], prefilter_[2], prefilter_[3], prefilter_[4],
-          prefilter_.size() > 5 ? MaybeTensor(prefilter_[5]) : MaybeTensor(), masks, std::move(masked_rows)));
+    if (top > 0 && !changed && !ranks_ && prefilter_ && hidden.size(0) <= prefilter_->rows && logits_softcap_ == 0) {
+      const Prefilter& filter = *prefilter_;
+      return divided(head_->top_logits(hidden, top, filter.packed, filter.scales, filter.compensation,
+                                       filter.error_norm, filter.weight_norm, filter.weight, masks,
+                                       std::move(masked_rows)));
     }
     at::Tensor all = head_->adapted(hidden, adapters);
     if (ranks_) all = ranks_->all_gather(all).narrow(1, 0, vocab_size_).contiguous();
@@ -866,9 +903,8 @@ class CausalLM : public torch::CustomClassHolder {
   MaybeNorm norm_;
   LinearPtr head_;
   double logits_divisor_, logits_softcap_;
-  std::vector<at::Tensor> prefilter_;
-  int64_t prefilter_rows_;
-  RanksPtr ranks_;  // or none
+  PrefilterPtr prefilter_;  // or none
+  RanksPtr ranks_;          // or none
   int64_t vocab_size_ = 0;
   std::vector<int64_t> tapped_;
   bool taps_head_ = false;
@@ -983,6 +1019,18 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.class_<AltUp>("AltUp").def(
       torch::init<NormPtr, LinearPtr, LinearPtr, LinearPtr, MaybeTensor, LinearPtr, LinearPtr, NormPtr>());
   library.class_<Streams>("Streams").def(torch::init<std::vector<LinearPtr>, std::vector<LinearPtr>>());
+  library.class_<LayerModules>("LayerModules")
+      .def(torch::init<>())
+      .def_readwrite("norms", &LayerModules::norms)
+      .def_readwrite("linears", &LayerModules::linears)
+      .def_readwrite("scales", &LayerModules::scales)
+      .def_readwrite("attention", &LayerModules::attention)
+      .def_readwrite("mixer", &LayerModules::mixer)
+      .def_readwrite("mixture", &LayerModules::mixture)
+      .def_readwrite("altup", &LayerModules::altup)
+      .def_readwrite("scale", &LayerModules::scale)
+      .def_readwrite("deviations", &LayerModules::deviations)
+      .def_readwrite("whole", &LayerModules::whole);
   library.class_<Decoder>("Decoder")
       .def(torch::init<std::string, bool, bool, double, bool, std::optional<StreamsPtr>>())
       .def("add_layer", &Decoder::add_layer);
@@ -1011,9 +1059,29 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def_readwrite("runs", &PassInput::runs)
       .def_readwrite("saves", &PassInput::saves)
       .def_readwrite("drafted", &PassInput::drafted);
+  library.class_<Prefilter>("Prefilter")
+      .def(torch::init<>())
+      .def_readwrite("packed", &Prefilter::packed)
+      .def_readwrite("scales", &Prefilter::scales)
+      .def_readwrite("compensation", &Prefilter::compensation)
+      .def_readwrite("error_norm", &Prefilter::error_norm)
+      .def_readwrite("weight_norm", &Prefilter::weight_norm)
+      .def_readwrite("weight", &Prefilter::weight)
+      .def_readwrite("rows", &Prefilter::rows);
+  library.class_<ModelModules>("ModelModules")
+      .def(torch::init<>())
+      .def_readwrite("decoder", &ModelModules::decoder)
+      .def_readwrite("embedding", &ModelModules::embedding)
+      .def_readwrite("positions", &ModelModules::positions)
+      .def_readwrite("embedding_norm", &ModelModules::embedding_norm)
+      .def_readwrite("inputs", &ModelModules::inputs)
+      .def_readwrite("norm", &ModelModules::norm)
+      .def_readwrite("head", &ModelModules::head)
+      .def_readwrite("logits_divisor", &ModelModules::logits_divisor)
+      .def_readwrite("logits_softcap", &ModelModules::logits_softcap)
+      .def_readwrite("prefilter", &ModelModules::prefilter);
   library.class_<CausalLM>("CausalLM")
-      .def(torch::init<DecoderPtr, EmbeddingPtr, MaybeTensor, MaybeNorm, std::optional<LayerInputsPtr>, MaybeNorm,
-                       LinearPtr, double, double, std::vector<at::Tensor>, int64_t>())
+      .def(torch::init<ModelModulesPtr>())
       .def("attach_cache", &CausalLM::attach_cache)
       .def("attach_rows", &CausalLM::attach_rows)
       .def("attach_states", &CausalLM::attach_states)

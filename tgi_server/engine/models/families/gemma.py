@@ -129,7 +129,7 @@ _LAYER_INPUTS = ("per_layer_model_projection", "per_layer_input_gate", "per_laye
 
 
 def _gemma3n_plan(config: Any) -> ShardingPlan:
-    """Where a layer sets the smaller features between gate and down projection to zero, every rank has them all."""
+    """Returns a plan in which every rank has all features of layers that set the smaller ones to zero."""
     sparse = [index for index, share in enumerate(config.activation_sparsity_pattern) if share > 0]
     dense = sorted(set(range(config.num_hidden_layers)) - set(sparse))
     splits = {name: split for name, split in LLAMA.items() if name not in GATED}

@@ -12,7 +12,7 @@ from tests.quantized_models import make_quantized
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import EngineConfig
-from tgi_server.engine.backends.build import has_small_layers
+from tgi_server.engine.backends.pack import has_small_layers
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
@@ -105,6 +105,6 @@ def test_a_mixture_of_small_experts_is_not_computed_in_one_thread(tmp_path, monk
     model = load(quantized)
     linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear | QuantizedLinear)]
     of_all = sum(each.weight.nbytes if isinstance(each, torch.nn.Linear) else each.nbytes for each in linears)
-    module = import_module("tgi_server.engine.backends.build")
+    module = import_module("tgi_server.engine.backends.pack")
     monkeypatch.setattr(module, "SMALL_LAYER_BYTES", 1 + of_all // len(linears))
     assert not has_small_layers(model)

@@ -35,7 +35,7 @@ def _nibbles(stored: Tensor) -> Tensor:
 
 
 def _single_nibbles(stored: Tensor) -> Tensor:
-    """Returns the same codes, each in a byte of its own."""
+    """Returns numbers of 4 bits, which are stored in pairs, with a byte for each."""
     return torch.cat((stored & 15, stored >> 4), -1)
 
 

@@ -24,7 +24,7 @@ none = torch.zeros(1, dtype=torch.int64)
 decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False, None)
 head = FloatLinear(torch.ones(16, 16)).kernel()
 embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
-model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
+model = torch.classes.oatmill.CausalLM(structure("ModelModules", decoder=decoder, embedding=embedding, head=head))
 model.forward(structure("PassInput", **dict.fromkeys(TENSORS, none)))
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
@@ -44,7 +44,7 @@ def _kernels() -> None:
     decoder = torch.classes.oatmill.Decoder("relu", False, False, 1.0, False, None)
     head = FloatLinear(torch.ones(16, 16)).kernel()
     embedding = torch.classes.oatmill.Embedding(torch.ones(16, 16), None, 1.0)
-    model = torch.classes.oatmill.CausalLM(decoder, embedding, None, None, None, None, head, 1.0, 0.0, [], 0)
+    model = torch.classes.oatmill.CausalLM(structure("ModelModules", decoder=decoder, embedding=embedding, head=head))
     # The process has threads of its own once it has run.
     model.forward(structure("PassInput", **dict.fromkeys(TENSORS, none)))
 

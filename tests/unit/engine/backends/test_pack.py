@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from tgi_server.engine.backends.build import _replace
+from tgi_server.engine.backends.pack import _replace
 
 
 def test_a_layer_that_is_replaced_is_freed_before_the_next_one_is_made() -> None:
