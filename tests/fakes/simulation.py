@@ -132,6 +132,7 @@ def _ready_adapters() -> Adapters:
         try:
             adapters.add(name, "").send(None)
         except StopIteration:
+            adapters.find(name).digest = name
             continue
         raise AssertionError("nothing is waited for")
     return adapters

@@ -67,7 +67,8 @@ def kill(server: TextGenerationServer) -> None:
     for process in processes:
         process.suspend()
     for process in processes:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # children end with their parents
+            process.kill()
     server.process.wait()
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers  # noqa: F401  # as a whole: `LLM` would import the parts that serving needs
+import transformers  # as a whole: `LLM` would import the parts that serving needs
 
 from oatmill import LLM, LLMError, Result
+from tests.adapters import make_adapter
 from tests.timing import until
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
 from tgi_server.router.scheduling.prefix_loader import PrefixLoader
@@ -168,6 +169,20 @@ def test_the_oldest_files_make_room_and_unused_ones_are_deleted(load: Load, tmp_
         os.utime(file, (0, file.stat().st_mtime - 86400))
     load(prefix_cache_disk_days=0.5)
     assert files(tmp_path) == []
+
+
+def test_texts_of_adapters_are_stored_for_their_files(load: Load, models: dict[str, Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["llama"], dtype="float32")
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    one, _ = make_adapter(model, tmp_path / "one", **settings)
+    adapters = {"lora_adapters": f"a={one}"}
+    fresh = answer(load(**adapters), model="a")
+    found = answer(load(**adapters), model="a")
+    assert (told(found), found.usage.cached_tokens > 350) == (told(fresh), True)
+    plain = answer(load(**adapters))
+    assert (told(plain) != told(fresh), plain.usage.cached_tokens) == (True, 0)
+    make_adapter(model, one, seed=1, **settings)
+    assert answer(load(**adapters), model="a").usage.cached_tokens == 0
 
 
 def test_two_models_at_once_share_a_folder(load: Load, models: dict[str, Path], tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ running request has is evicted, and the shards read the other from its folder wh
 """
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 from tgi_server.router.errors import InvalidRequest, NoSuchAdapter, RouterError
 from tgi_server.router.scheduling.shard_client import ShardedClient
@@ -23,6 +25,7 @@ class Adapter:
 
     id: the name that requests give it. folder: where the shards find it. key: the name that the shards know it by; two
     adapters that had one id, one after the other, have different keys, and so share nothing in the prefix cache.
+    digest: of its files, the same after a restart; empty if they cannot be told.
     rank: the largest of its layers. bytes: that it takes in a shard. used: grows with every request that joins.
     ready: the shards hold it. loading: what makes it ready.
     """
@@ -30,6 +33,7 @@ class Adapter:
     id: str
     folder: str
     key: str
+    digest: str = ""
     rank: int = 0
     bytes: int = 0
     used: int = 0
@@ -77,7 +81,7 @@ class Adapters:
         """
         if adapter_id in self._by_id or adapter_id in self._adding:
             raise InvalidRequest(f"there is an adapter {adapter_id!r} already; unload it first", param="lora_name")
-        adapter = Adapter(adapter_id, folder, f"{adapter_id}#{next(self._numbers)}")
+        adapter = Adapter(adapter_id, folder, f"{adapter_id}#{next(self._numbers)}", _files_digest(folder))
         self._adding.add(adapter_id)
         hold = len(self._held) < self.max_loras
         if hold:
@@ -163,3 +167,14 @@ class Adapters:
         finally:
             adapter.loading = None
             self.on_ready()
+
+
+def _files_digest(place: str) -> str:
+    """Returns a digest of names, sizes and times of change of an adapter's files; "" if they cannot be read."""
+    path = Path(place)
+    try:
+        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+        facts = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    except OSError:
+        return ""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() if place else ""

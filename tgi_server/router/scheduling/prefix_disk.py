@@ -14,7 +14,7 @@ from tgi_server.router.scheduling.memory import space_of
 from tgi_server.router.scheduling.prefix_folder import PrefixFolder
 from tgi_server.router.scheduling.prefix_listing import Listing
 from tgi_server.router.scheduling.prefix_loader import PrefixLoader
-from tgi_server.router.scheduling.prefix_lookup import CachedText, find_stored
+from tgi_server.router.scheduling.prefix_lookup import CachedText, find_stored, stored_adapter
 from tgi_server.router.scheduling.prefix_writer import PrefixWriter
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
@@ -105,11 +105,12 @@ class PrefixDisk:
     def computed(self, sequence: Sequence) -> None:
         """Has what the cache has of a sequence written, unless the disk has it."""
         request, size = sequence.request, self._lending.memory.block_size
-        if sequence.settled < size or sequence.adapter is not None:
+        adapter = stored_adapter(sequence)
+        if sequence.settled < size or adapter is None:
             return
         tokens = sequence.beginning(sequence.settled // size * size)
         named = request.keep is not None
-        self._writer.add(CachedText(space_of(sequence), request.cache_namespace, tokens, named))
+        self._writer.add(CachedText(space_of(sequence), adapter, request.cache_namespace, tokens, named))
 
     async def forget(self, namespace: str) -> int:
         """Deletes the files of a namespace. Returns how many texts, or parts of a text, they were."""

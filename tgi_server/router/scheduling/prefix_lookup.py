@@ -12,9 +12,10 @@ WIDTH = 4  # bytes of a token
 
 @dataclass(frozen=True, slots=True)
 class CachedText:
-    """A text whose blocks are cached. tokens: 4 bytes each. named: it is written whole."""
+    """A text whose blocks are cached. adapter: its digest. tokens: 4 bytes each. named: it is written whole."""
 
     space: Space
+    adapter: str
     namespace: str
     tokens: bytes
     named: bool
@@ -58,7 +59,8 @@ class StoredPrefix:
 
 def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -> StoredPrefix | None:
     """Returns None if the disk has nothing of the sequence that memory has not."""
-    if sequence.adapter is not None:
+    adapter = stored_adapter(sequence)
+    if adapter is None:
         return None
     namespace, snapshots = sequence.request.cache_namespace, memory.snapshots
     space, size = space_of(sequence), memory.block_size
@@ -70,7 +72,7 @@ def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -
     digests: list[bytes] = []
     places: list[tuple[StoredFile, int]] = []
     end, state = 0, None  # of the longest beginning from which the prompt can continue
-    for number, digest in enumerate(folder.chain(folder.root("", namespace), tokens, size), start=1):
+    for number, digest in enumerate(folder.chain(folder.root(adapter, namespace), tokens, size), start=1):
         if number > len(cached):
             if (place := folder.find(digest)) is None:
                 break
@@ -82,5 +84,10 @@ def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -
     if not end:
         return None
     read = max(0, end - len(cached))
-    text = CachedText(space, namespace, tokens[: end * size * WIDTH], named=False)
+    text = CachedText(space, adapter, namespace, tokens[: end * size * WIDTH], named=False)
     return StoredPrefix(text, cached[:end], places[:read], digests[:read], state, (end - usable) * size)
+
+
+def stored_adapter(sequence: Sequence) -> str | None:
+    """Returns the digest of the sequence's adapter, "" without one; None if its texts are not stored."""
+    return "" if sequence.adapter is None else sequence.adapter.digest or None

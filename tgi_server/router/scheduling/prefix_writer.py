@@ -120,7 +120,7 @@ class PrefixWriter:
     async def _write(self, text: CachedText) -> None:
         """Writes the blocks of a text that are not on disk, some at a time, as long as they are in memory."""
         folder, memory = self._folder, self._lending.memory
-        root, size = folder.root("", text.namespace), memory.block_size
+        root, size = folder.root(text.adapter, text.namespace), memory.block_size
         digests = list(folder.chain(root, text.tokens, size))
         start = next((index for index, digest in enumerate(digests) if folder.find(digest) is None), len(digests))
         if (len(digests) - start) * size < (1 if text.named else _LEAST_TOKENS):
