@@ -136,8 +136,8 @@ class RequestGeneration:
         )
 
     def _answer_bytes(self) -> int:
-        """Returns roughly the bytes of the answers that are generated and not sent."""
-        size = 0 if self._outbox is None else self._outbox.waiting
+        """Returns roughly the bytes of the answers that are generated and not sent, and of the prompts' texts."""
+        size = self._record.source_bytes + (0 if self._outbox is None else self._outbox.waiting)
         for each in self._sequences:
             prompt = each.sent_bytes + (each.running_bytes if each.runs else 0)
             size += _SEQUENCE_BYTES + prompt * each.stream.input_length

@@ -131,6 +131,11 @@ class RequestRecord:
         return {} if self._span is None else trace_headers(self._span)
 
     @property
+    def source_bytes(self) -> int:
+        """Roughly the bytes of the texts that the prompts are made of, which are held until the request ends."""
+        return sum(source.size for source in self._sources)
+
+    @property
     def misses(self) -> list[PrefixMiss]:
         """What the prefix cache had of each prompt that was looked up so far; the prompt that lacked most first."""
         for source, miss in self._sources.items():
