@@ -131,7 +131,7 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse_foreign(self, arguments: Sequence[str]) -> None:
         """Ends the process with a line for each flag of another server that is among the arguments, if any is."""
-        given = dict.fromkeys(each.partition("=")[0] for each in arguments)
+        given = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
         answers = {flag: foreign_answer(flag, self._option_string_actions) for flag in given}
         if lines := [f"there is no {flag} here; {answer}" for flag, answer in answers.items() if answer]:
             fail(self.prog, *lines)
@@ -217,13 +217,13 @@ def _take_file(
     """
     flag = "--settings-file="
     values: dict[str, Any] = {}
-    for name in (each.removeprefix(flag) for each in arguments if each.startswith(flag)):
+    for name in (argument.removeprefix(flag) for argument in arguments if argument.startswith(flag)):
         try:
             content = json.loads(Path(name).read_text(encoding="utf-8"))
             values |= {key: content[key] for key in content.keys() & settings.model_fields.keys()}
         except (OSError, ValueError, AttributeError) as error:
             fail(program, f"--settings-file: {name} is not a file with a JSON object: {error}")
-    return [each for each in arguments if not each.startswith(flag)], values
+    return [argument for argument in arguments if not argument.startswith(flag)], values
 
 
 def _refusals(settings: ServiceSettings) -> list[str]:

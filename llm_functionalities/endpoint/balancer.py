@@ -192,7 +192,7 @@ class Balancer:
         complete.
         """
         choices = self.choices(prompt) or list(self._all)
-        available = [each for each in choices if each.breaker.closed and not each.is_avoided]
+        available = [choice for choice in choices if choice.breaker.closed and not choice.is_avoided]
         chosen = (available or choices)[: 1 if len(prompt) >= PREFIX_CHARACTERS else None]
         for endpoint in chosen:
             self._sent(prompt, endpoint)
@@ -224,7 +224,7 @@ def _worst(problems: Sequence[ModelError]) -> ModelError:
     """Returns the error to report when no endpoint accepted a request: a refusal, if there was one, or the last."""
     if not problems:
         return NoEndpoint("no endpoint is configured: set INFERENCE_ENDPOINT_URL")
-    return next((each for each in reversed(problems) if isinstance(each, EndpointRefused)), problems[-1])
+    return next((problem for problem in reversed(problems) if isinstance(problem, EndpointRefused)), problems[-1])
 
 
 def _weight(prefix: bytes, name: str) -> bytes:

@@ -152,7 +152,7 @@ class _Latencies:
         self._seconds.setdefault(endpoint, deque(maxlen=LATENCIES)).append(seconds)
         self._count += 1
         if self._count % EVERY == 0:
-            known = [each for each in self._seconds.values() if len(each) >= ENOUGH_LATENCIES]
+            known = [latencies for latencies in self._seconds.values() if len(latencies) >= ENOUGH_LATENCIES]
             self.percentile = min((sorted(each)[int(0.95 * len(each))] for each in known), default=None)
 
 

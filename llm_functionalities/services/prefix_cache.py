@@ -35,7 +35,7 @@ class LLMPrefixCache(llm_pb2_grpc.LLMPrefixCacheServicer):
 
         count = max(1, len(endpoints))  # without an endpoint the answer is the reason
         answers = await self._model.answers(context, count, ask, self._model.generation(0), deadline)
-        return next((each.value for each in answers if each.value is not None), llm_pb2.WarmResponse())
+        return next((answer.value for answer in answers if answer.value is not None), llm_pb2.WarmResponse())
 
 
 def _body(request: llm_pb2.WarmRequest) -> dict[str, Any]:

@@ -38,10 +38,10 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
     ) -> llm_pb2.ModelBatchResponse:
         responses = await self._responses(request, request.formatted_prompts, context)
         return llm_pb2.ModelBatchResponse(
-            text=[each.text for each in responses],
-            finish_reason=[each.finish_reason for each in responses],
-            prompt_tokens=[each.prompt_tokens for each in responses],
-            generated_tokens=[each.generated_tokens for each in responses],
+            text=[response.text for response in responses],
+            finish_reason=[response.finish_reason for response in responses],
+            prompt_tokens=[response.prompt_tokens for response in responses],
+            generated_tokens=[response.generated_tokens for response in responses],
         )
 
     async def generate_summary(

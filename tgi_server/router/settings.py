@@ -348,7 +348,7 @@ class ServingSettings(RequestSettings):
     def api_keys(self) -> list[ApiKey]:
         """The keys: a request must carry one of them. Empty: it need not."""
         keys = _read_keys(self.api_key_file) if self.api_key_file else []
-        own = [ApiKey(self.api_key)] if self.api_key and all(each.text != self.api_key for each in keys) else []
+        own = [ApiKey(self.api_key)] if self.api_key and all(key.text != self.api_key for key in keys) else []
         return [*own, *keys]
 
     @model_validator(mode="after")

@@ -156,7 +156,7 @@ async def assembled(
             warning = "the tokenizer has %d tokens, the model %d: prompts with unknown tokens are refused"
             logger.warning(warning, tokens, info.vocab_size)
         described = _describe(settings, info, capacity)
-        if taken := [each.id for each in adapters if described.is_named(each.id)]:
+        if taken := [adapter.id for adapter in adapters if described.is_named(adapter.id)]:
             raise StartupError(f"--lora-adapters: {taken[0]!r} is a name of the model itself; choose another id")
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
@@ -476,8 +476,8 @@ def _encoders(
     """Returns the models that embed and rank. Raises StartupError for one whose tokenizer cannot be read."""
     return Encoders(
         {
-            each.task: ServedEncoder(public_name(each.model_id), each, shards, threads, target_gap_ms)
-            for each in info.encoders
+            encoder.task: ServedEncoder(public_name(encoder.model_id), encoder, shards, threads, target_gap_ms)
+            for encoder in info.encoders
         }
     )
 

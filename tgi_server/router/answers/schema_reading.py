@@ -95,7 +95,7 @@ def _shared(schema: Any) -> Iterator[str]:
         return
     for name in _BRANCHES:
         if isinstance(branches := schema.get(name), list) and _others_speak(schema, name):
-            yield from (each["$ref"] for each in branches if _refers(each))
+            yield from (branch["$ref"] for branch in branches if _refers(branch))
     yield from (each["$ref"] for each in map(schema.get, _CONDITIONS) if isinstance(each, dict) and _refers(each))
     if _refers(schema) and not _MEMBERS.isdisjoint(schema.keys() - {"$ref"}):
         yield schema["$ref"]

@@ -271,8 +271,8 @@ def _document(
     homes = _homes(use.names)
     schemas = [_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True)]
     document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
-    places = [place for each in arguments.values() for place in each.places]
-    places += [each.place for each in arguments.values() if as_text and each.place not in places]
+    places = [place for argument in arguments.values() for place in argument.places]
+    places += [argument.place for argument in arguments.values() if as_text and argument.place not in places]
     left = [arguments[tool.name] for tool in use.tools if not tool.strict]
     lenient = [place for each in left for place in dict.fromkeys((each.place, *each.places))]
     if answer is not None:

@@ -183,7 +183,7 @@ class PagedMemory:
         return block
 
     def computed(self, sequence: Sequence) -> None:
-        for length in [each for each in sequence.save_lengths if each <= sequence.computed]:
+        for length in [save_length for save_length in sequence.save_lengths if save_length <= sequence.computed]:
             sequence.save_lengths.remove(length)
             self._save(sequence, length)
         self._keep(sequence, sequence.computed, fresh=True)

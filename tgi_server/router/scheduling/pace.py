@@ -93,7 +93,7 @@ class StepTimes:
         Where none of as many replies has been measured, the next larger one counts, or else the largest.
         """
         digits = replies.bit_length()
-        known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
+        known = min((size for size in self._decode_s if size >= digits), default=max(self._decode_s, default=None))
         return None if known is None else self._decode_s[known].value
 
 

@@ -206,7 +206,7 @@ def _with_joined_instructions(
         template.reads_later_instructions(message["role"], tools=tools) for message in instructions
     ):
         return messages
-    joined = [{**instructions[0], "content": _joined([each["content"] for each in instructions])}]
+    joined = [{**instructions[0], "content": _joined([instruction["content"] for instruction in instructions])}]
     moved = False
     for message in messages:
         if message["role"] in INSTRUCTING:

@@ -221,7 +221,7 @@ def result_of(
 
 def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring, temperature: float) -> list[float]:
     """Returns the softmax of labels' log-probabilities; for texts, of the mean for each token."""
-    lengths = [len(each) if scoring == "sequences" else 1 for each in labels.tokens]
+    lengths = [len(ids) if scoring == "sequences" else 1 for ids in labels.tokens]
     return softmax([value / length / temperature for value, length in zip(logprobs, lengths, strict=True)])
 
 

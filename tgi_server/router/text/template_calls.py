@@ -158,7 +158,7 @@ def text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...],
 
 def joined_size(allowance: Allowance, members: Any, joint: Any) -> int:
     """Returns the maximum number of characters that the members of a list have as one text."""
-    sizes = (len(each) if isinstance(each, str) else allowance.expanded(each) for each in members)
+    sizes = (len(member) if isinstance(member, str) else allowance.expanded(member) for member in members)
     return sum(sizes) + len(str(joint)) * _length(members)
 
 

@@ -190,7 +190,7 @@ def _choice(request: ChatRequest) -> Choice | None:
         case NamedTool(function=function) | NamedFreeForm(custom=function):
             return Choice(required=True, only=[function.name], parallel=False)
         case AllowedTools(allowed_tools=allowed):
-            names = [each.function.name if isinstance(each, NamedTool) else each.custom.name for each in allowed.tools]
+            names = [tool.function.name if isinstance(tool, NamedTool) else tool.custom.name for tool in allowed.tools]
             return Choice(allowed.mode == "required", names, request.parallel_tool_calls)
         case mode:
             return Choice(mode == "required", parallel=request.parallel_tool_calls)

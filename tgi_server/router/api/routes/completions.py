@@ -75,7 +75,7 @@ class CompletionPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(each.input_ids) for each in self.sequences[:: self.attempts])
+        return sum(len(sequence.input_ids) for sequence in self.sequences[:: self.attempts])
 
     @property
     def characters(self) -> int:

@@ -140,7 +140,7 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
         "seed": seed,
         "prefill": _prefill(tokenizer, stream.prefill),
         "tokens": tokens,
-        "top_tokens": [top_tokens(tokenizer, each) for each in output.top_tokens] or UNSET,
+        "top_tokens": [top_tokens(tokenizer, top) for top in output.top_tokens] or UNSET,
     }
 
 

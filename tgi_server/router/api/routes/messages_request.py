@@ -93,7 +93,7 @@ def _tool(tool: OfferedTool | MessagesClientTool) -> ToolSpec:
         return client_tool(tool.type, tool.name, tool.strict)
     description = tool.description
     if tool.input_examples:
-        examples = "\n".join(json.dumps(each, ensure_ascii=False) for each in tool.input_examples)
+        examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
         description = f"{description or ''}\n\nExamples of arguments:\n{examples}".strip()
     return ToolSpec(tool.name, description, tool.input_schema, tool.strict)
 
