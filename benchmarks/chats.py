@@ -1,13 +1,15 @@
-"""Measures what chats gain from cached prefixes that outlive a server, and from replicas that are chosen by them.
+"""Measures what chats gain from prefixes on disk after a restart, and from sending them to the replica that knows them.
 
     python -m benchmarks.chats restart --start MODEL      a long prompt before and after `kill -9`
     python -m benchmarks.chats replicas --start MODEL     chats on two replicas, through llm-functionalities
 
-`restart` asks for the same prompt on a new server, on another one after it was killed, which has its prefixes on disk,
-and on a third one without these. `--keep FOLDER` leaves the files there, and `--parts after` reads them later.
+`restart` sends the same prompt to three servers. The first stores its prefixes on disk and is then killed, the second
+starts with these files, and the third starts without files. `--keep FOLDER` keeps the files, and `--parts after` reads
+them in a later run.
 
-`replicas` sends chats to one replica alone, to two in turns (blind), to two by what they know of the prompt (affinity),
-and to two one of which stands still after a while (stalled). The cached share is that of all prompt tokens.
+`replicas` sends chats to one replica (one), to two in turns (blind), to the one of two that knows most of the prompt
+(affinity), and to two of which one stops responding after a while (stalled). The cached share is the share of all
+prompt tokens that were found in the prefix cache.
 """
 
 import argparse

@@ -1,19 +1,20 @@
-"""Says where the time of a step goes on a CPU, and how far each part is from what the machine can do at most.
+"""Measures where the time of a step goes on a CPU, and compares each part with the fastest that the machine allows.
 
     python -m benchmarks.roofline runs/synthetic/llama-360m
     python -m benchmarks.roofline model.gguf --rows 1 8 32 --prompt 512
     python -m benchmarks.roofline runs/synthetic/llama-360m --quantize int4 --layers
 
-First the peaks: each instruction that the kernels multiply with, by loops whose products do not wait for each other,
-and reading from caches and memory, by one thread and by all. Then a table for a prompt and for each number of decoding
-rows: every part of the pass with its time, its floor and its share of the step. The floor of a linear layer is the
-longer of reading its weights from memory and of its multiplications at the peak of the kernel's instruction; that of
-attention takes the KV cache for the weights. "waiting for threads" is the time in which the thread that runs the pass
-has no work left and another one still has; it is part of the rows above it. "outside of passes" is Python, sampling but
-for the argmax, and the next step's plan.
+It first measures the machine's peaks, with one thread and with all: the rate of each multiply instruction that the
+kernels use, and the bandwidth of caches and memory. It then prints a table for a prompt, and one for each number of
+decoding rows. A table has the time, the floor and the share of the step for every part of the forward pass.
 
-With --layers linear layers alone are measured as well, by shape and number of rows, beside oneDNN with weights of 16
-and 32 bits.
+The floor of a linear layer is the time to read its weights from memory, or to do its multiplications at peak rate,
+whichever is longer. The floor of attention is computed in the same way, with the KV cache in place of the weights.
+"waiting for threads" is the time in which the thread that runs the pass waits for other threads; the rows above
+include it. "outside of passes" is Python, sampling except for the argmax, and planning the next step.
+
+With --layers it also measures single linear layers, by shape and number of rows, and compares them with oneDNN with
+weights of 16 and 32 bits.
 """
 
 import argparse
@@ -271,15 +272,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a model folder or a GGUF file")
     parser.add_argument(
-        "--rows", type=positive, nargs="+", default=[1, 8, 32], help="of decoding steps (default: %(default)s)"
+        "--rows", type=positive, nargs="+", default=[1, 8, 32], help="decoding rows of a step (default: %(default)s)"
     )
-    parser.add_argument("--prompt", type=positive, default=512, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--quantize", metavar="WAY", help="rounds weights as the server's flag of this name")
+    parser.add_argument("--quantize", metavar="WAY", help="as the server's flag of this name")
     parser.add_argument("--linear-kernels", metavar="NAMES", help="as the server's flag of this name")
-    parser.add_argument("--layers", action="store_true", help="measure linear layers alone as well, beside oneDNN")
-    parser.add_argument("--threads", type=positive, help="of torch; default: one for each core")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
+    parser.add_argument("--layers", action="store_true", help="also measure single linear layers, and oneDNN")
+    parser.add_argument("--threads", type=positive, help="threads of torch; default: one for each core")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the results to this JSON file")
     arguments = parser.parse_args()
     finish_run(_run, arguments, EngineError, ModelUnavailable, ValueError, RuntimeError)
 

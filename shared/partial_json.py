@@ -1,4 +1,4 @@
-"""JSON of which a part has come: the end of a value, and the members of an object as they are complete."""
+"""Parses JSON that arrives in pieces: finds the end of a value, and the members of an object as they are complete."""
 
 import re
 from typing import NamedTuple
@@ -11,8 +11,8 @@ _AFTER_WORD = re.compile(r"[^\w.+-]")
 class JsonReader:
     """Finds the end of a JSON value: of an object, an array or a text, or of a number or another word.
 
-    White space before it is dropped. A word ends before the first character that cannot belong to it. ended: the end
-    has been found.
+    White space before the value is dropped. A word ends before the first character that cannot belong to it. ended:
+    True once the end has been found.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class JsonReader:
         self.ended = False
 
     def read(self, text: str) -> tuple[str, str, bool]:
-        """Returns what is certain of the value, what has to be read again or comes after it, and True at its end.
+        """Returns the text that belongs to the value, the rest, and True if the value has ended.
 
-        text: what was left, and what has come since. A word is certain only as a whole.
+        text: the rest of the last call, and the text that has arrived since. A word is returned only as a whole.
         """
         if not self._begun:
             text = text.lstrip(_WHITE_SPACE)
@@ -65,7 +65,7 @@ class JsonReader:
 
 
 class Member(NamedTuple):
-    """A member of an object. Both are JSON, as they were written."""
+    """A member of an object; name and value are JSON, as they were written."""
 
     name: str
     value: str
@@ -79,13 +79,13 @@ class MemberReader:
 
     def __init__(self) -> None:
         self._rest = ""
-        self._sign = "{"  # that comes before the next name or value; empty: nothing is read any more
+        self._sign = "{"  # the sign before the next name or value; empty: the object has ended, or there is none
         self._reader: JsonReader | None = None  # of the name or the value that has begun
-        self._pieces: list[str] = []  # of it
+        self._pieces: list[str] = []  # of this name or value
         self._name = ""
 
     def read(self, text: str) -> list[Member]:
-        """Returns the members that are complete with `text`."""
+        """Returns the members that `text` completes."""
         members: list[Member] = []
         self._rest += text
         while self._begin() and self._reader is not None:
@@ -102,7 +102,7 @@ class MemberReader:
         return members
 
     def _begin(self) -> bool:
-        """Reads the sign before a name or a value. Returns False if there is none yet, or none any more."""
+        """Reads the sign before a name or a value. Returns False if it has not arrived, or if no member follows."""
         if self._reader is not None:
             return True
         self._rest = self._rest.lstrip(_WHITE_SPACE)

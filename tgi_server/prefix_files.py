@@ -1,7 +1,7 @@
-"""The form of files with parts of cached prefixes: shards write and read them, the router finds them by their headers.
+"""The format of files with cached prefixes. Shards write and read them; the router finds them by their headers.
 
-A file has a header and then entries of equal length, each the KV blocks of one index, or one snapshot of states. Texts
-are not in it: digests stand for them.
+A file has a header, and entries of equal length: each is the KV block of one index in all layers, or one snapshot of
+states. The file contains digests of texts, not the texts.
 """
 
 import os
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Self
 
 DIGEST_BYTES = 16
-# The last character is the version of the form.
+# The last character is the version of the format.
 _MAGIC = b"oatmill prefix 1"
 # Magic, bytes of the header, layout, before, number of entries, bytes of an entry.
 _FIXED = struct.Struct(f"<{len(_MAGIC)}sI{DIGEST_BYTES}s{DIGEST_BYTES}sIQ")
 _CHECKSUM = struct.Struct("<I")
-# Entries of a file, at most: blocks are held while they are written.
+# Maximum number of entries of a file: blocks are held while they are written.
 MOST_ENTRIES = 64
 _LONGEST_HEADER = 4096
 
 
 class UnusableFile(ValueError):
-    """A file that is damaged, or has something else than what is looked for."""
+    """A file that is damaged, or does not have the expected contents."""
 
 
 def file_of(path: Path, rank: int) -> Path:

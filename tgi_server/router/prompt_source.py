@@ -1,7 +1,7 @@
-"""What a prompt was made of, and what the prefix cache had of it: from these a miss is explained.
+"""The source of a prompt, and the part of it that the prefix cache had. From these, misses are explained.
 
-The API notes the texts of a request, the scheduler what it found, and `text/prefix_miss.py` says why the rest had to be
-computed.
+The API records the texts of a request, the scheduler records the lookup in the cache, and `text/prefix_miss.py` finds
+the cause for which the rest had to be computed.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,9 @@ class MissCause(StrEnum):
 class PromptPart:
     """A text of a request that the prompt shows.
 
-    place: in the request, such as `messages[2].content[0]`. role: whose message it is in. beside: what else the message
-    has, such as its calls, as JSON. thoughts: there are thoughts beside it, which templates may leave out.
+    place: the field of the request, such as `messages[2].content[0]`. role: the role of its message. beside: the other
+    fields of the message, such as its calls, as JSON. thoughts: True if the message has reasoning, which templates may
+    leave out.
     """
 
     place: str
@@ -65,7 +66,7 @@ class KnownPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """What the prefix cache had of a prompt when it was admitted.
+    """The result of looking up a prompt in the prefix cache when it was admitted.
 
     tokens: of the prompt, as the cache has them. found: how many need not be computed. held: how many the cache had;
     more than `found` if the states after them are missing. known: how many it once had, by the prompts that are

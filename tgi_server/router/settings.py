@@ -143,18 +143,18 @@ class RequestSettings(ServiceSettings):
     )
     prefix_cache_disk: str | None = Field(
         default=None,
-        description="SIZE or SIZE:FOLDER: also store cached prefixes on disk, such as 20GiB:/var/cache/oatmill, so "
-        "that they outlive restarts; servers on one machine may share them; on CPUs. Default: off; FOLDER: "
-        "~/.cache/oatmill/prefixes.",
+        description="SIZE or SIZE:FOLDER, such as 20GiB:/var/cache/oatmill: also store cached prefixes on disk, so "
+        "that they outlive restarts. CPUs only. Servers on one machine may share the folder. Default: off; without "
+        "FOLDER: ~/.cache/oatmill/prefixes.",
     )
     prefix_cache_disk_days: PositiveFloat = Field(
-        default=30, description="Days after which stored prefixes that were not used are deleted."
+        default=30, description="Days after their last use after which prefixes on disk are deleted."
     )
     explain_misses: ExplainedMisses = Field(
         default="own",
-        description="own: why a prompt was not found in the prefix cache is explained in full to requests with a "
-        "`cache_salt`, or an API key of several, and in part to others; all: in full to all requests, if all users may "
-        "read each other's prompts; off: to none.",
+        description="Explanations of prefix-cache misses. own: complete for requests with a `cache_salt` or one of "
+        "several API keys, otherwise without places and texts; all: complete for all requests, for users who may read "
+        "each other's prompts; off: none.",
     )
     max_batch_size: Count | None = Field(
         default=None, description="Maximum number of requests in a batch. Default: max-concurrent-requests."

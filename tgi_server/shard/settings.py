@@ -127,8 +127,9 @@ class ModelSettings(CheckpointSettings):
     )
     numa: str | None = Field(
         None,
-        description="keep each shard on the cores of one NUMA node, whose memory then has its weights and KV cache: "
-        "auto, or the cores of the nodes, such as 0-63;64-127; --num-shard is the number of nodes, or a multiple",
+        description="keep each shard on the cores of one NUMA node, so that its weights and KV cache are in the memory "
+        "of that node: auto, or the cores of each node, such as 0-63;64-127; --num-shard must be the number of nodes, "
+        "or a multiple of it",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(

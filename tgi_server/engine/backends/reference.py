@@ -1,4 +1,4 @@
-"""A decoder as its spec describes it, in plain torch: by this the models with kernels are judged.
+"""A decoder as its spec describes it, in plain torch: the reference for models with kernels.
 
 It runs on any device, and computes models for which a device has no kernels.
 """

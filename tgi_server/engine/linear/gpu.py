@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: dense weights stay with cuBLAS, and a kernel for quantized ones is proved at load."""
+"""Linear layers on a GPU: cuBLAS for dense weights; for quantized ones the fastest kernel that is right at load."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +21,13 @@ from tgi_server.engine.parallel import ShardGroup, fault_of_any
 logger = logging.getLogger(__name__)
 
 TRITON = "triton"
-# Rows by which a weight is multiplied, one number for each shape of a program; and how many outputs of it.
+# Numbers of rows in the checks, one for each shape of a program, and number of a weight's outputs that are checked.
 _ROWS = (2, 40, 130)
 _OUTPUTS = 256
-# Kernels of humming-kernels are compiled for a layer's sizes and a class of rows: each is proved, with a whole layer.
+# humming-kernels compiles a kernel for a layer's sizes and a range of rows: each is checked with a whole layer.
 _ROWS_OF_HUMMING = (1, *(rows + 1 for rows in ROW_CLASSES[:-1]))
-# The product of FP8 takes multiples of this many inputs and outputs, on devices of this compute capability and newer.
-# With scales for blocks of this many inputs, on the other one alone.
+# `_scaled_mm` needs multiples of _UNIT inputs and outputs and compute capability _OLDEST or newer; with scales for
+# blocks of _BLOCK inputs, exactly _WITH_BLOCKS.
 _UNIT, _BLOCK = 16, 128
 _OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 
@@ -35,9 +35,9 @@ _OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 def gpu_linear_factory(
     model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None
 ) -> tuple[LinearFactory, list[str]]:
-    """Returns the factory of a model's linear layers on a GPU, and why quantized weights take a slower path.
+    """Returns the factory of a model's linear layers on a GPU, and the reasons for slower kernels.
 
-    Weights of a kind for which no kernel is right stay what they are, in plain torch. All shards choose the same.
+    Plain torch multiplies quantized weights of a kind for which no kernel is right. All shards choose the same kernels.
     """
     by_kind: dict[str, list[QuantizedLinear]] = {}
     for module in model.modules():
@@ -63,9 +63,9 @@ def gpu_linear_factory(
 
 
 class ProvedLayers:
-    """Makes the quantized layers of one model; of humming-kernels only with the shapes for which it is right.
+    """Makes the quantized layers of one model, by humming-kernels only for the shapes for which its results are right.
 
-    fallbacks: reasons are added to it.
+    fallbacks: the list to which reasons for slower kernels are added.
     """
 
     def __init__(self, fallbacks: list[str]) -> None:
@@ -111,7 +111,7 @@ def fault_of(
     bias: Tensor | None = None,
     row_counts: Sequence[int] = _ROWS,
 ) -> str | None:
-    """Multiplies some rows by each weight. Returns why a kernel must not be used, in words; None if it is right."""
+    """Multiplies some rows by each weight. Returns the reason not to use the kernel; None if it is right."""
 
     def cases() -> Iterator[proofs.Case]:
         for weight in weights:
@@ -140,9 +140,9 @@ def _candidates(
 
 
 def _has_scaled_mm(module: QuantizedLinear, dtype: torch.dtype) -> bool:
-    """Returns True if torch has a product in bfloat16 for this layer of FP8 on its device.
+    """Returns True if torch's `_scaled_mm` can multiply this layer of FP8 on its device.
 
-    That is for a scale for each output, or for each of its blocks of 128 inputs.
+    The layer must have one scale for each output, or one for each block of 128 inputs of an output.
     """
     if dtype is not torch.bfloat16 or module.zeros is not None:
         return False

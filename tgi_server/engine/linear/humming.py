@@ -16,19 +16,19 @@ from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 HUMMING = "humming"
-# What the library takes as zero where none is given.
+# The library's zero point if none is given.
 _MIDDLE = 8
-# Outputs and inputs have to be multiples of these.
+# Outputs and inputs must be multiples of this.
 _UNIT = 128
 _CODES_OF_WORD = 8
-# A kernel is compiled for each class of rows, from the bound before up to its own; the library alone has one for every
-# 8 rows or so, 33 a shape, which takes minutes on few cores. There is no bound above the last one.
+# Upper bounds of the ranges of rows; a kernel is compiled for each range, and the last one has no upper bound. By
+# default the library compiles one for about every 8 rows, 33 for each shape, which takes minutes on few cores.
 ROW_CLASSES = (8, 16, 32, 64, 128, 256, 4096)
 _ANY_ROWS = 1 << 30
 
 
 def takes(module: QuantizedLinear, dtype: torch.dtype) -> bool:
-    """Returns True if the library is there and takes the layer: 4-bit integers, integer zero points, no act-order."""
+    """Returns True if the library is there and fits the layer: 4-bit integers, integer zero points, no act-order."""
     weight = module.quantized(0, 1)
     sizes = module.out_features % _UNIT, module.in_features % _UNIT, weight.group_size
     if find_spec("humming") is None or dtype is torch.float32 or sizes[:2] != (0, 0) or not sizes[2]:

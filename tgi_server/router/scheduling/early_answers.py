@@ -1,7 +1,8 @@
-"""Answers that are generated before they are requested, in the background, for requests that are likely to come.
+"""Early answers: beginnings of answers that are generated in the background, before a request for them arrives.
 
-What the shards are told of a request determines its tokens. So the tokens of one that was told the same are its tokens,
-with the same log-probabilities: it gets them at once, as if it had been preempted after them, and continues from there.
+The message that the shards get determines the tokens of a request. If a request has the same message as an earlier one,
+it therefore has the same tokens and log-probabilities. It gets the tokens that are known at once, and continues from
+there like a sequence that was preempted after them.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from tgi_server.wire import grammar_to_message
 
 logger = logging.getLogger(__name__)
 
-# Answers that are kept at once.
+# Maximum number of answers that are kept.
 _MOST_ANSWERS = 64
 
 
@@ -31,9 +32,9 @@ _MOST_ANSWERS = 64
 class _Answer:
     """The beginning of an answer.
 
-    name: the cache namespace and the name of its prompt; an answer to another prompt of that name takes its place.
-    known: its tokens, as if one step had yielded them. logprobs: they have log-probabilities. writer: the request that
-    generates it; None: it is as long as it gets. expires: in seconds of the clock.
+    name: the cache namespace and the name of the prompt; an answer to another prompt with this name replaces it.
+    known: the tokens so far, in the form of one step's tokens. logprobs: True if they have log-probabilities. writer:
+    the request that generates the answer; None: it has ended. expires: the time of the clock, in seconds.
     """
 
     name: tuple[str, str]
@@ -44,7 +45,7 @@ class _Answer:
 
 
 class EarlyAnswers:
-    """Keeps the beginnings of answers, by digests of all that determines them, until they expire or are replaced."""
+    """Keeps beginnings of answers, by a digest of what determines them, until they expire or are replaced."""
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class EarlyAnswers:
         metrics: EarlyAnswerMetrics,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """enter: queues a request. start: tells a request that it has begun; returns False if that ended it. end: ends
-        a request. cancel: ends the request of an id without a word to it; returns nothing if it had ended. clock: in
-        seconds.
+        """enter: queues a request. start: notifies a request's sink that it has begun; returns False if that ended the
+        request. end: ends a request. cancel: ends the request with an id without notifying its sink; returns an empty
+        text if the id is unknown. clock: returns seconds.
         """
         self._enter = enter
         self._start = start
@@ -66,12 +67,13 @@ class EarlyAnswers:
         self._metrics = metrics
         self._clock = clock
         self._answers: dict[bytes, _Answer] = {}  # the latest is the last
-        self._beginning: dict[int, Sequence] = {}  # that get tokens as soon as their routes have submitted them
+        self._beginning: dict[int, Sequence] = {}  # requests that are about to get known tokens, by id
 
     def begin(self, sequence: Sequence) -> None:
-        """Hands a new request what is known of its answer, and queues it.
+        """Gives a new request the known tokens of its answer, and queues it.
 
-        A request that generates an early answer is recorded. One that gets what another has generated ends that one.
+        The tokens of a request for an early answer are recorded. A request that continues or replaces an answer ends
+        the request that generates it.
         """
         request = sequence.request
         if not (self._answers or request.early_tokens):
@@ -94,7 +96,7 @@ class EarlyAnswers:
             self._enter(sequence)
 
     def get(self, request_id: int) -> Sequence | None:
-        """Returns the request if it is about to get what is known."""
+        """Returns the request with this id if it is about to get known tokens."""
         return self._beginning.get(request_id)
 
     def leave(self, sequence: Sequence) -> None:
@@ -102,12 +104,12 @@ class EarlyAnswers:
         self._beginning.pop(sequence.id, None)
 
     def forget(self, namespace: str) -> None:
-        """Forgets the answers to requests of a cache namespace."""
+        """Deletes the answers of a cache namespace."""
         for key in [key for key, answer in self._answers.items() if answer.name[0] == namespace]:
             self._forget(key)
 
     def _hand_out(self, sequence: Sequence, known: pb.Generation) -> None:
-        """Gives the request the known beginning of its answer, and queues it if that is not all."""
+        """Gives the request the known beginning of its answer, and queues it unless that ends it."""
         if self._beginning.pop(sequence.id, None) is None:
             return
         try:
@@ -131,7 +133,7 @@ class EarlyAnswers:
             self._enter(sequence)
 
     def _record(self, sequence: Sequence, key: bytes, known: pb.Generation) -> None:
-        """Has the tokens of a request be kept as an early answer. known: those that it begins with."""
+        """Records the tokens of a request as an early answer. known: the tokens that it begins with."""
         self._answers.pop(key, None)
         if len(self._answers) >= _MOST_ANSWERS:
             self._forget(next(iter(self._answers)))
@@ -141,7 +143,7 @@ class EarlyAnswers:
         sequence.send_to(_EarlySink(sequence, answer, self._metrics, self._clock))
 
     def _stop_writing(self, answer: _Answer) -> None:
-        """Ends the request that generates the answer: what it has is needed now, or will not be needed."""
+        """Ends the request that generates the answer: its tokens are needed now, or not at all."""
         writer, answer.writer = answer.writer, None
         if writer is not None and self._cancel(writer.id):
             tell_end(writer.id, writer.sink, Superseded("another request continues or replaces the answer"))
@@ -163,9 +165,9 @@ class EarlyAnswers:
 
 
 class _EarlySink:
-    """Passes what a request gets to its sink, and keeps its tokens as an early answer, until there are enough.
+    """Passes tokens to the sink of a request, records them as an early answer, and ends the request when it has enough.
 
-    Only what comes before tokens that the model alone sees is kept: they are not among the tokens of a step any more.
+    Recording stops at the first hidden tokens (hints), because a step does not report these.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ def _name(sequence: Sequence) -> tuple[str, str]:
 
 
 def _digest(sequence: Sequence) -> bytes:
-    """Returns a digest of all that determines the tokens of a request that has not joined a batch yet."""
+    """Returns a digest of everything that determines the tokens of a request that has not joined a batch yet."""
     request, message = sequence.request, pb.Request()
     message.CopyFrom(sequence.message)
     message.id = 0

@@ -1,7 +1,8 @@
-"""KV blocks and snapshots of states that are lent to the shards, which write them into files or read files into them.
+"""Lends KV blocks and snapshots of states to the shards, which write them into files or read files into them.
 
-They work beside the steps of other requests, so that nothing else may use what is lent, and only once the shards have
-answered all steps that were sent before: these may still write into blocks that were granted to others.
+The shards do this while they compute the steps of other requests, so nothing else may use what is lent. They begin only
+when all steps that were sent before have been answered, because these may still write into blocks that were granted to
+other sequences.
 """
 
 from collections.abc import Awaitable, Callable, Iterable

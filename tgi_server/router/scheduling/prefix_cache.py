@@ -1,9 +1,9 @@
 """Keys and values of finished work, found again by the tokens that a prompt begins with.
 
-A radix tree over tokens. Where two token strings part, a node is split, be it inside a block: both halves then hold
-the block on the boundary. A node's first block is always filled from the block's beginning with the tokens of the
-path that leads to the node; so where parent and child both hold a block of the same index, the child's is the better
-one, and any prefix of any path can be read from the deepest node's blocks.
+A radix tree over tokens. A node is split where two token strings begin to differ, even inside a block: both halves then
+hold the block on the boundary. A node's first block always contains the tokens of the path to the node from the
+block's beginning. So if parent and child both hold a block of the same index, the child's has more of the path, and any
+prefix of a path can be read from the blocks of its deepest node.
 """
 
 import heapq

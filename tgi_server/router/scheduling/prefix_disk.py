@@ -1,4 +1,4 @@
-"""Cached prefixes on disk: written when a request has ended, read before one joins that begins with them."""
+"""Cached prefixes on disk: writes what was computed, reads the beginning of a prompt before its request joins."""
 
 import asyncio
 import logging
@@ -36,9 +36,9 @@ class DiskPrefixes:
 
 
 class PrefixDisk:
-    """The scheduler's view of the files: looks up, reads before a request joins, and writes what is computed.
+    """The scheduler's interface to the files: looks up prompts, reads files before a request joins, writes new ones.
 
-    busy: blocks are lent, so that others may lack them.
+    busy: blocks may be lent to the shards, so that other requests may lack them.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class PrefixDisk:
         metrics: Metrics,
         work: asyncio.Event,
     ) -> None:
-        """Begins to delete files that are not used, on the running event loop.
+        """Starts a task on the running event loop that deletes files that are not used.
 
-        next_response: returns when a step has been answered. forecast: says what a prompt token takes to compute.
-        work: set when a request need not wait any more, or blocks are free again.
+        next_response: returns when a step has been answered. forecast: estimates the time of a prompt token. work: set
+        when a request no longer has to wait, or blocks are free again.
         """
         self._folder = disk.folder
         self._lending = lending = Lending(batch, next_response, work.set)
@@ -62,9 +62,9 @@ class PrefixDisk:
         sizes = disk.folder, disk.block_bytes, disk.snapshot_bytes
         self._loader = PrefixLoader(*sizes, shards, lending, forecast, self._metrics)
         self._writer = PrefixWriter(*sizes, shards, lending, self._refresh, self._metrics)
-        self._unsure: dict[int, Sequence] = {}  # that came when another server had changed the folder
+        self._unsure: dict[int, Sequence] = {}  # requests that wait until the changed folder has been listed
         self._refreshing: asyncio.Task[None] | None = None
-        self._listing: asyncio.Task[Listing] | None = None  # that goes on although it was late
+        self._listing: asyncio.Task[Listing] | None = None  # continues after a time-out
         self._expiring = asyncio.create_task(self._expire())
         self._metrics.held(self._folder.bytes)
 
@@ -73,7 +73,7 @@ class PrefixDisk:
         return any(task is not None for task in (self._loader.task, self._writer.task, self._refreshing))
 
     async def stop(self) -> None:
-        """Waits a moment for what is to be written."""
+        """Waits a few seconds for the last writes, then cancels all tasks and closes the folder."""
         if self._writer.task is not None:
             await asyncio.wait([self._writer.task], timeout=_LAST_WRITES_S)
         tasks = self._loader.task, self._writer.task, self._refreshing, self._expiring
@@ -94,7 +94,7 @@ class PrefixDisk:
         self._note(sequence)
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Returns True if the sequence may join. If files are to be read for it first, that begins when it can."""
+        """Returns True if the sequence may join. Starts to read its files if it has any and none are being read."""
         return sequence.id not in self._unsure and self._loader.prepare(sequence)
 
     def _note(self, sequence: Sequence) -> None:
@@ -103,7 +103,7 @@ class PrefixDisk:
             sequence.likely_cached = max(sequence.likely_cached, sequence.on_disk)
 
     def computed(self, sequence: Sequence) -> None:
-        """Has what the cache has of a sequence written, unless the disk has it."""
+        """Queues the cached blocks of a sequence to be written, unless they are on disk."""
         request, size = sequence.request, self._lending.memory.block_size
         adapter = stored_adapter(sequence)
         if sequence.settled < size or adapter is None:
@@ -120,7 +120,7 @@ class PrefixDisk:
         return await self._writer.forget(namespace)
 
     async def _refresh_for_waiting(self) -> None:
-        """Lists the folder, and looks up for requests again; those that wait too long are computed."""
+        """Lists the folder, and looks up the waiting requests again. If that takes too long, they are computed."""
         try:
             async with asyncio.timeout(_LONGEST_REFRESH_S):
                 await self._refresh()
@@ -136,7 +136,7 @@ class PrefixDisk:
             self._lending.on_change()
 
     async def _refresh(self) -> None:
-        """Notes what other servers have done in the folder. Raises OSError."""
+        """Takes over the changes that other servers have made in the folder. Raises OSError."""
         folder = self._folder
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(asyncio.to_thread(folder.listing))

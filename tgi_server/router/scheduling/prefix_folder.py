@@ -1,8 +1,8 @@
-"""A folder with files of cached prefixes: which texts they have, and which are deleted when there is no more room.
+"""A folder with files of cached prefixes: finds files by their texts, and chooses the files to delete for new ones.
 
-A text is known by a chain of digests, one for each of its blocks, each of the digest before it and the block's tokens.
-The first is made of what distinguishes texts that share nothing. All are keyed with a secret in the folder, so that
-names of files say nothing to who cannot read them. `tgi_server/prefix_files.py` has the form of a file.
+A text is identified by a chain of digests, one for each block, computed from the digest before it and the block's
+tokens. The chain starts with a digest of the model, the adapter and the namespace. All digests are keyed with a secret
+in the folder, so the names of files alone reveal nothing. `tgi_server/prefix_files.py` defines the file format.
 """
 
 import fcntl
@@ -19,19 +19,19 @@ from pathlib import Path
 from tgi_server.prefix_files import DIGEST_BYTES, file_of
 from tgi_server.router.scheduling.prefix_listing import Listing, StoredFile, changed_at, list_files
 
-# The folder within the one that the settings name, and what it has beside files with prefixes.
+# The folder within the one that the settings name, and its files other than prefixes.
 _FOLDER, _KEY, _LOCK = "oatmill-prefixes", "key", "lock"
 _KEY_BYTES = 32
 _WIDTH = 4  # bytes of a token
 
 
 class PrefixFolder:
-    """Knows the files in a folder, for one model, and has those of others deleted with its own, the oldest first.
+    """Index of the files in a folder that one model can use. Files of other models count for the size, too.
 
-    bytes: of all files. size: the most that they may have. writing: this server may write, and no other one.
+    bytes: the bytes of all files. size: their maximum. writing: True while this server has the lock.
 
-    Several servers may use a folder: each reads what all have written, and one at a time writes. Methods do not wait
-    for the disk, but for `open`, `listing`, `exists`, `delete` and `note_use`.
+    Several servers may use a folder: all read, and one at a time writes. Only `open`, `listing`, `exists`, `delete` and
+    `note_use` wait for the disk.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class PrefixFolder:
         shards: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """layout: of the blocks of the model. max_age_s: since a file was used last. shards: that write one each."""
+        """layout: the layout of the model's blocks. max_age_s: files not used for longer expire. shards: the number of
+        shards, each of which writes a file for each text."""
         self.folder = folder / _FOLDER
         self.bytes = 0
         self.size = size
@@ -59,7 +60,7 @@ class PrefixFolder:
         self._entries: dict[tuple[bool, bytes], tuple[StoredFile, int]] = {}  # by (is a state, digest)
 
     def open(self) -> int:
-        """Reads the folder, which is made if it is not there. Returns how many damaged files were deleted.
+        """Creates the folder if it does not exist, and lists it. Returns how many damaged files were deleted.
 
         Raises OSError, also for a folder that others may write to.
         """
@@ -72,7 +73,7 @@ class PrefixFolder:
         alone = self.lock()
         listing = self.listing()
         self.delete(self.take(listing))
-        if alone:  # or what lacks files of some shards may be written now
+        if alone:  # otherwise a file that is incomplete may be being written
             self.delete([*map(self.drop, listing.incomplete), *self.expired(), *self.make_room(0)])
             self.unlock()
         return len(listing.damaged) + (len(listing.incomplete) if alone else 0)
@@ -85,7 +86,7 @@ class PrefixFolder:
         self._lock = -1
 
     def lock(self) -> bool:
-        """Returns False if another server writes now. Otherwise none may until `unlock`, or until this one ends."""
+        """Returns False if another server has the lock. Otherwise this one has it until `unlock`, or until it ends."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -94,7 +95,7 @@ class PrefixFolder:
         return True
 
     def unlock(self) -> None:
-        """Lets others write. What came meanwhile is known: this server wrote it."""
+        """Releases the lock. Changes made meanwhile are this server's, so the folder need not be listed again."""
         with suppress(OSError):
             self._listed_at = changed_at(self.folder)
         self.writing = False
@@ -135,15 +136,15 @@ class PrefixFolder:
         return [self.drop(file) for file in listing.damaged]
 
     def secret(self, purpose: str) -> bytes:
-        """Returns a secret that stays the same as long as the folder does, another for each purpose."""
+        """Returns a secret for a purpose, which stays the same as long as the folder exists."""
         return hashlib.blake2b(purpose.encode(), key=self._key).digest()[:_KEY_BYTES]
 
     def namespace(self, name: str) -> str:
-        """Returns what names of files have for a cache namespace."""
+        """Returns the digest of a cache namespace that names of files contain."""
         return hashlib.blake2b(b"namespace" + name.encode(), key=self._key, digest_size=8).hexdigest()
 
     def root(self, adapter: str, namespace: str) -> bytes:
-        """Returns the digest of the empty text. adapter, namespace: texts with other ones share nothing."""
+        """Returns the digest of the empty text. Texts with different adapters or namespaces share nothing."""
         text = repr((self._layout, adapter, namespace)).encode()
         return hashlib.blake2b(text, key=self._key, digest_size=DIGEST_BYTES).digest()
 
@@ -230,7 +231,7 @@ class PrefixFolder:
         return file_of(self.path(file), 0).exists()
 
     def note_use(self, files: Iterable[StoredFile]) -> None:
-        """Writes down when files were used last, for later starts."""
+        """Stores the time of the last use in the files, for later starts."""
         for number, file in enumerate(files):
             with suppress(OSError):
                 os.utime(file_of(self.path(file), min(file.ranks)), (file.used_at, file.used_at - number / 1000))

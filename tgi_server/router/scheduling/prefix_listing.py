@@ -1,4 +1,4 @@
-"""Reads which files with cached prefixes a folder has, also those of other servers that share it."""
+"""Lists the files with cached prefixes in a folder, which other servers may share."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from tgi_server.prefix_files import Header, UnusableFile, file_of
 
-# Nothing else is ever deleted than files with such names.
+# Only files with such names are ever deleted.
 _NAME = re.compile(
     r"(?P<stem>(?P<layout>[0-9a-f]{16})-(?P<namespace>[0-9a-f]{16})-[0-9a-f]{32}\.(blocks|state))\.(?P<rank>\d{1,4})"
 )
 _UNFINISHED = re.compile(r"[A-Za-z0-9_]+\.unfinished")
 _DAY = 86400
-# Times of change are as exact as this: a folder may change once more within it without another time of change.
+# Resolution of modification times: within it, a folder may change again and keep its modification time.
 _TICK_NS = 20_000_000
 
 

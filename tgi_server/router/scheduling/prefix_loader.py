@@ -16,16 +16,16 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 
 logger = logging.getLogger(__name__)
 
-# The longest wait for a file: three times what it takes to compute, and between these bounds.
+# Maximum wait for files: _LATE times the time to compute their tokens, but within these bounds.
 _LATE, _EARLIEST_LATE_S, _LATEST_LATE_S = 3.0, 1.0, 10.0
-# What is read more slowly than computed is computed; after so many such prompts it is tried again.
+# If reading is slower than computing, prompts are computed; after so many of them reading is measured again.
 _TRIED_AGAIN = 16
 
 
 class PrefixLoader:
-    """Reads for one request at a time.
+    """Reads files, for one request at a time.
 
-    block_bytes, snapshot_bytes: in all shards together. task: that reads, if one does.
+    block_bytes, snapshot_bytes: sizes in all shards together. task: the task that reads; None: nothing is read.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PrefixLoader:
         forecast: Forecast,
         metrics: PrefixDiskMetrics,
     ) -> None:
-        """forecast: says what a prompt token takes to compute."""
+        """forecast: estimates the time of a prompt token."""
         self._folder, self._block_bytes, self._snapshot_bytes = folder, block_bytes, snapshot_bytes
         self._shards = shards
         self._lending = lending
@@ -50,7 +50,7 @@ class PrefixLoader:
         self.task: asyncio.Task[None] | None = None
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Returns True if the sequence may join. If files are to be read for it first, that begins when it can."""
+        """Returns True if the sequence may join. Starts to read its files if it has any and none are being read."""
         if not sequence.on_disk or self._late:
             return True
         if self.task is not None:
@@ -89,9 +89,9 @@ class PrefixLoader:
     async def _load_for(
         self, sequence: Sequence, stored: StoredPrefix, blocks: list[int], snapshot: int, batch_id: int
     ) -> None:
-        """Reads what was found into `blocks` and into a snapshot, and lets the sequence join.
+        """Reads stored entries into `blocks` and into a snapshot, and lets the sequence join.
 
-        batch_id: of the batch when blocks and snapshot were lent.
+        batch_id: the id of the batch when blocks and snapshot were lent.
         """
         lending, memory, text = self._lending, self._lending.memory, stored.text
         late = asyncio.get_running_loop().call_later(self._late_s(stored), self._give_up, sequence)
@@ -117,9 +117,9 @@ class PrefixLoader:
             await asyncio.to_thread(self._folder.note_use, self._folder.use(stored.files))
 
     async def _load_files(self, stored: StoredPrefix, blocks: list[int], snapshot: int) -> int:
-        """Returns how many blocks were read, and the snapshot as one more: fewer if a file is of no use.
+        """Returns how many entries were read, blocks and the snapshot; fewer than all if a file is unusable.
 
-        Raises RouterError if it is not known what was read.
+        Raises RouterError if the shards failed, so that the contents of the blocks are unknown.
         """
         read, size, seconds = 0, 0, 0.0
         try:
@@ -140,7 +140,7 @@ class PrefixLoader:
         return read
 
     async def _load(self, file: StoredFile, request: pb.PrefixFile) -> tuple[int, float]:
-        """Reads from a file. Returns bytes and seconds. Raises InvalidRequest for one of no use, and RouterError."""
+        """Reads from a file. Returns bytes and seconds. Raises InvalidRequest for an unusable file, and RouterError."""
         request.path = str(self._folder.path(file))
         try:
             return await self._shards.load_file(request)

@@ -1,4 +1,4 @@
-"""Looks up which files continue what memory has of a prompt."""
+"""Finds the files that continue the cached part of a prompt."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class CachedText:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """Entries on disk that continue what is in memory of a prompt.
+    """Entries on disk that continue the cached part of a prompt.
 
     text: up to the end of that. cached: its blocks in memory. places: of each further block. state: of the state after
     the text, if sequences have states and that one is not in memory. gained: tokens that need not be computed.
@@ -58,7 +58,7 @@ class StoredPrefix:
 
 
 def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -> StoredPrefix | None:
-    """Returns None if the disk has nothing of the sequence that memory has not."""
+    """Returns the entries that continue the cached part of a sequence; None if there are none."""
     adapter = stored_adapter(sequence)
     if adapter is None:
         return None

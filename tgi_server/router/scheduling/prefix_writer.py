@@ -1,4 +1,4 @@
-"""Writes what the cache has of requests into files."""
+"""Writes cached blocks and snapshots into files."""
 
 import asyncio
 import logging
@@ -16,22 +16,22 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 
 logger = logging.getLogger(__name__)
 
-# A text without a name is written once this many of its tokens are not on disk: files have some MB.
+# A text without a name is written when this many of its tokens are not on disk, so that files are not too small.
 _LEAST_TOKENS = 256
-# Ended requests that wait to be written; then the oldest is passed over.
+# Maximum number of texts that wait to be written; the oldest is dropped then.
 _MOST_WAITING = 256
 # Seconds without writing after a file could not be written.
 _PAUSE_S = 60.0
-# Seconds between two tries while another server writes into the folder, and until nothing is written for a while.
+# Seconds between two attempts to get the lock while another server writes, and until writing pauses.
 _LOCK_EVERY_S, _LOCK_S = 0.05, 10.0
-# Snapshots of states of a text that are written, the last ones: a next turn may part from it a little before its end.
+# Last snapshots of a text's states that are written: the next turn may differ from it shortly before its end.
 _STATES = 3
 
 
 class PrefixWriter:
     """Writes one text at a time.
 
-    block_bytes, snapshot_bytes: in all shards together. task: that writes, if one does.
+    block_bytes, snapshot_bytes: sizes in all shards together. task: the task that writes; None: nothing is written.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PrefixWriter:
         refresh: Callable[[], Awaitable[None]],
         metrics: PrefixDiskMetrics,
     ) -> None:
-        """refresh: returns when it is known which files there are."""
+        """refresh: lists the folder again, after other servers have changed it."""
         self._folder, self._block_bytes, self._snapshot_bytes = folder, block_bytes, snapshot_bytes
         self._shards = shards
         self._lending = lending
@@ -56,7 +56,7 @@ class PrefixWriter:
         self.task: asyncio.Task[None] | None = None
 
     def add(self, text: CachedText) -> None:
-        """Has the blocks of a text written, unless the disk has them."""
+        """Queues the blocks of a text to be written, unless they are on disk."""
         self._waiting.append(text)
         if self.task is None:
             self.task = asyncio.create_task(self._write_all())

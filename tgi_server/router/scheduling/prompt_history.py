@@ -1,4 +1,4 @@
-"""The latest prompts, by which a miss of the prefix cache is explained. What is cached does not depend on them."""
+"""The latest prompts, from which misses of the prefix cache are explained. The cache itself does not use them."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from tgi_server.router.scheduling.prefix_cache import common_prefix
 from tgi_server.router.scheduling.sequence import Sequence
 
 _WIDTH = 4  # bytes of a token
-# Prompts that are remembered, and bytes that they take: of tokens, of the prompts' texts, and of the requests'.
+# Maximum number of prompts, and of the bytes of their tokens, their texts and the texts of their requests.
 _MOST_PROMPTS, _MOST_BYTES = 1024, 64 * 2**20
 # Neighbors that are looked at, and similar prompts of each kind that are noted.
 _NEIGHBORS, _NEAREST = 32, 2
@@ -40,7 +40,7 @@ class _SortedPrompts:
         del self._prompts[index]
 
     def covered(self, tokens: bytes) -> Iterator[KnownPrompt]:
-        """Yields the prompts just before the place of `tokens`, or there, that these begin with."""
+        """Yields prompts that `tokens` begin with, or are equal to, the longest first."""
         prompts = self._prompts
         index = bisect_left(prompts, tokens, key=_tokens_of)
         if index < len(prompts) and prompts[index].tokens == tokens:
@@ -78,7 +78,7 @@ class PromptHistory:
         return len(self._all)
 
     def look_up(self, sequence: Sequence, space: tuple[str, str], held: int) -> None:
-        """Notes what is known of the prompt of a sequence that is being admitted. held: tokens that the cache has."""
+        """Records what is known of the prompt of a sequence that is being admitted. held: tokens that the cache has."""
         source = sequence.request.source
         if source is None or source.lookup is not None or sequence.reports_prompt:
             return
@@ -105,7 +105,7 @@ class PromptHistory:
         )
 
     def cached(self, sequence: Sequence, space: tuple[str, str], tokens: int) -> None:
-        """Notes that the first tokens of a sequence are cached now."""
+        """Records that the first `tokens` tokens of a sequence are cached now."""
         source = sequence.request.source
         if source is None:
             return

@@ -1,4 +1,4 @@
-"""/v1/explain: what the prefix cache had of a request that has ended."""
+"""/v1/explain: the explanation of a request's prefix-cache miss."""
 
 from pydantic import Field
 

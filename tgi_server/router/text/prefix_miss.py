@@ -1,4 +1,4 @@
-"""Why a prompt was not wholly found in the prefix cache."""
+"""Explains misses of the prefix cache: the cause, and the first difference to the nearest earlier prompt."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -14,19 +14,20 @@ _WIDTH = 4  # bytes of a token
 # so many are searched at once.
 _ALIKE_TOKENS, _SEARCHED_TOKENS = 16, 8
 _TRIES = 16
-# Numbers of cached tokens are rounded down to these steps for requests that share them with others.
+# Requests that share the cache with others get numbers of tokens rounded down to multiples of this.
 _SHARED_STEP = 128
-# Explained requests that are remembered.
+# Maximum number of explained requests that are kept.
 _MOST_EXPLAINED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMiss:
-    """What was found of a prompt, and why not all of it.
+    """The tokens of a prompt that the prefix cache had, and the cause for which it did not have the others.
 
-    cause: None if nothing was missing. found_tokens: need not be computed. known_tokens: of the prompt's beginning,
-    cached at some time. movable_tokens: would have been found if what differs came after them. difference: the first
-    one to the nearest prompt; None: there is no such prompt, or the prompt continues it.
+    cause: None if nothing was missing. found_tokens: tokens that need not be computed. known_tokens: tokens at the
+    beginning of the prompt that were cached at some time. movable_tokens: known tokens after the difference, which
+    would have been found if the difference came after them. difference: the first difference to the nearest prompt;
+    None: there is no such prompt, or the prompt continues it.
     """
 
     cause: MissCause | None
@@ -42,7 +43,7 @@ class PrefixMiss:
         return max(self.prompt_tokens - 1 - self.found_tokens, 0)
 
     def as_shared(self) -> "PrefixMiss":
-        """Returns what a request may learn that shares cached prefixes with the requests of others."""
+        """Returns the part of the explanation for requests that share the cache with other users."""
         hidden = self.cause in (MissCause.OTHER_SALT, MissCause.OTHER_ADAPTER)
         return replace(
             self,
@@ -55,7 +56,7 @@ class PrefixMiss:
 
 
 def explain(source: PromptSource, tokenizer: TextTokenizer) -> PrefixMiss | None:
-    """Returns what was found of a prompt and why not more; None if it was not looked up."""
+    """Returns the explanation of a prompt; None if the prompt was not looked up."""
     look = source.lookup
     if look is None:
         return None
@@ -75,14 +76,14 @@ def explain(source: PromptSource, tokenizer: TextTokenizer) -> PrefixMiss | None
 
 
 def _lost(look: PrefixLookup, found: int, known: int) -> MissCause:
-    """Returns why tokens that were cached once are not used."""
+    """Returns the cause for which tokens that were cached once are not used."""
     if known - found < look.block_size:
         return MissCause.BELOW_BLOCK
     return MissCause.NO_STATE if look.held - found >= look.block_size else MissCause.EVICTED
 
 
 def _new(plain: PrefixMiss, source: PromptSource, look: PrefixLookup, tokenizer: TextTokenizer) -> PrefixMiss:
-    """Returns why most of the prompt differs from all prompts so far."""
+    """Returns the explanation of a prompt most of which no earlier prompt begins with."""
     miss = replace(plain, cause=MissCause.NEVER_SEEN)
     parting = {other: common_prefix(other.tokens, look.tokens, 0) // _WIDTH for other in look.similar}
     if any(parted * _WIDTH == len(other.tokens) for other, parted in parting.items() if parted >= plain.known_tokens):
@@ -162,7 +163,7 @@ def _in_steps(tokens: int) -> int:
 
 
 class ExplainedRequests:
-    """What was found of the prompts of the latest requests, by cache namespace and the id of the request."""
+    """Explanations of the latest requests, by cache namespace and id of the request."""
 
     def __init__(self) -> None:
         self._misses: OrderedDict[tuple[str, str], PrefixMiss] = OrderedDict()
@@ -175,7 +176,7 @@ class ExplainedRequests:
             self._misses.popitem(last=False)
 
     def get(self, namespace: str, request_id: str) -> PrefixMiss | None:
-        """Returns what was found for a request; None if it is not remembered."""
+        """Returns the explanation of a request; None if it is not kept."""
         return self._misses.get((namespace, request_id))
 
     def forget(self, namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""The place in a request at which its prompt parts from an earlier one."""
+"""Finds the place in a request at which its prompt begins to differ from an earlier one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from tgi_server.router.text.conversation import Conversation, Turn
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 _WIDTH = 4  # bytes of a token
-# Characters that are shown before and after a difference, and tokens where the characters are not known.
+# Characters that are shown before and after a difference, and tokens if the text of a prompt is not known.
 _BEFORE, _AFTER, _TOKENS = 32, 24, 8
 _FIRST_IMAGE_KEY = 2**31
-# By so many first characters the text of a part is searched in the prompt, and so often.
+# The text of a part is searched in the prompt by its first characters, and in so many places.
 _HEAD, _TRIES = 64, 8
-# Parts that the template shows in another way, after which no more are searched.
+# Maximum number of parts that the template renders differently; no more parts are searched then.
 _MOST_CHANGED = 16
 
 
@@ -24,9 +24,9 @@ _MOST_CHANGED = 16
 class Difference:
     """The first difference of two prompts.
 
-    place: in the request, such as `messages[2]`. offset: in characters of the text there; None: not in a text. before,
-    here, earlier: characters before it, after it, and those of the earlier prompt in place of them. by_template: the
-    requests say the same up to there.
+    place: a field of the request, such as `messages[2]`. offset: the character in the text of that field; None: not in
+    a text. before, here: the characters before and after the difference. earlier: the characters of the earlier
+    prompt after it. by_template: True if the requests have the same texts up to there.
     """
 
     place: str
@@ -38,7 +38,7 @@ class Difference:
 
 
 def conversation_source(conversation: Conversation) -> PromptSource:
-    """Returns what the prompt of a conversation is made of, without its text."""
+    """Returns the source of a conversation's prompt, without the text of the prompt."""
     parts = [part for index, turn in enumerate(conversation.turns) for part in _parts(turn, f"messages[{index}]")]
     return PromptSource(
         parts=parts,
