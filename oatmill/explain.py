@@ -11,12 +11,12 @@ from oatmill.server_client import DEFAULT_URL, NotAnswered, client_of, opened
 _CAUSES: Final = {
     None: "all of it was found; the last token is always computed",
     "never_seen": "the text is new",
-    "changed": "something was changed, and text after it that was known had to be computed again",
-    "template": "the chat template wrote something else, though the request says the same",
-    "evicted": "it was cached once, and the memory was needed for other prompts, or the model was restarted",
-    "no_state": "it is cached, but no state of the model was stored at that place",
-    "below_block": "what is known ends inside a block, and this model continues from whole blocks only",
-    "other_salt": "it is cached under another `cache_salt`, which shares nothing with this one",
+    "changed": "a text changed, and the known text after it had to be computed again",
+    "template": "the request has the same texts, but the chat template renders them differently",
+    "evicted": "it was cached, but the memory was needed for other prompts, or the model was restarted",
+    "no_state": "the keys and values are cached, but no snapshot of the model's state at that point",
+    "below_block": "the known text ends inside a block, and hybrids and files continue from whole blocks only",
+    "other_salt": "it is cached under another `cache_salt`, and salts share nothing",
     "other_adapter": "it is cached for another adapter, or for the model without one",
 }
 
@@ -56,4 +56,4 @@ def _lines(answer: dict[str, Any]) -> Iterator[str]:
             yield f"  this prompt:    {difference['before'] + difference['here']!r}"
             yield f"  earlier prompt: {difference['before'] + difference['earlier']!r}"
     if movable := prefix["movable_tokens"]:
-        yield f"{movable:,} tokens after it would have been found if what differs came after them"
+        yield f"{movable:,} known tokens follow the difference; they would be found if the changed text came last"

@@ -1,15 +1,15 @@
-"""Which servers were sent which beginnings of prompts, so that a prompt goes to where most of it is cached."""
+"""Remembers which server was sent which beginnings of prompts, so that a prompt goes to where most of it is cached."""
 
 import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 
-# Digests are made after so many bytes of a prompt, and of its first ones only.
+# A digest is computed after each step of bytes, up to the longest beginning.
 STEP_BYTES, _LONGEST_BYTES = 256, 2**18
-# Digests that are remembered, of about 150 bytes each; those that were not used for the longest time are forgotten.
+# Maximum number of digests, which take about 150 bytes each; the least recently used ones are dropped.
 _MOST = 2**17
-# Servers that are remembered for a beginning, the latest ones.
+# Maximum number of servers for a beginning; the latest ones are kept.
 _SERVERS = 8
 
 
@@ -22,7 +22,7 @@ class PrefixAffinity:
         self._lock = threading.Lock()
 
     def known(self, prompt: bytes) -> dict[str, int]:
-        """Returns how many of the prompt's first bytes each server was sent before; nothing of unknown servers."""
+        """Returns how many of the prompt's first bytes each server was sent, for servers with any."""
         known: dict[str, int] = {}
         with self._lock:
             for length, digest in _chain(prompt):
@@ -33,7 +33,7 @@ class PrefixAffinity:
         return known
 
     def sent(self, prompt: bytes, server: str) -> None:
-        """Notes that a server gets the prompt."""
+        """Records that a server gets the prompt."""
         with self._lock:
             for _, digest in _chain(prompt):
                 others = [each for each in self._servers.pop(digest, ()) if each != server]

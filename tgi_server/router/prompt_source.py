@@ -46,8 +46,8 @@ class PromptPart:
 class KnownPrompt:
     """A prompt whose keys and values were cached, with the tokens that were generated after it.
 
-    owner: the name of the API key, where there are several. space: of the prefix cache. tokens: 4 bytes each, as the
-    prefix cache has them. prompt_tokens: how many of them are the prompt. cached: how many were cached at some time.
+    owner: the name of the API key, if there are several. space: its space in the prefix cache. tokens: 4 bytes each, as
+    in the prefix cache. prompt_tokens: how many of them are the prompt. cached: how many were cached at some time.
     """
 
     request_id: int
@@ -68,11 +68,11 @@ class KnownPrompt:
 class PrefixLookup:
     """The result of looking up a prompt in the prefix cache when it was admitted.
 
-    tokens: of the prompt, as the cache has them. found: how many need not be computed. held: how many the cache had;
-    more than `found` if the states after them are missing. known: how many it once had, by the prompts that are
-    remembered. similar: prompts that have so many in common with this one, and, if these are few, the latest prompts.
-    elsewhere: how many are known of prompts with another salt or adapter, if that is more. other_adapter: it is another
-    adapter. images: first token and number of tokens of each image. block_size: in tokens.
+    tokens: the prompt's, as in the cache. found: how many need not be computed. held: how many the cache had; more than
+    `found` if the states after them are missing. known: how many the cache once had, according to remembered prompts.
+    similar: the prompts with most tokens in common, and, if these are few, the latest prompts. elsewhere: how many
+    tokens are known with another salt or adapter, if these are more. other_adapter: True if it is another adapter.
+    images: first token and number of tokens of each image. block_size: in tokens.
     """
 
     tokens: bytes
