@@ -177,7 +177,7 @@ def _facts(
         block_size=runner.block_size,
         grammars=has_tokenizer(folder.path),
         speculate=speculation.most if speculation else 0,
-        forward_pass=runner.model.name if isinstance(runner, PagedRunner) else "transformers, in padded batches",
+        forward_pass=_forward_pass(runner),
         quantization=getattr(model, "quantization", ""),
         linear_kernels=runner.backend.linear_kernels,
         kv_cache_dtype=str(runner.model.attention.kv_format) if isinstance(runner, PagedRunner) else dtype,
@@ -186,3 +186,11 @@ def _facts(
         whole_images=tower is not None and bool(tower.two_way),
         weight_bytes=weight_bytes(folder.path),
     )
+
+
+def _forward_pass(runner: Runner) -> str:
+    """Returns how a step is computed, in words."""
+    if not isinstance(runner, PagedRunner):
+        return "transformers, in padded batches"
+    attention = runner.model.attention.name
+    return f"{runner.model.name}, attention by {attention}" if attention else runner.model.name

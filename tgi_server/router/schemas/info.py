@@ -52,7 +52,10 @@ class Info(ResponseModel, kw_only=True):
     linear_kernels: str | None = None
     forward_pass: Annotated[
         str | None,
-        Meta(description="how a step is computed: one kernel call, fused layers, or transformers, which is slower"),
+        Meta(
+            description="how a step is computed: one kernel call, fused layers, or plain torch or transformers, which "
+            "are slower; on GPUs also what computes attention"
+        ),
     ] = None
     fallbacks: Annotated[
         list[str], Meta(description="why parts of the model are computed in a slower way than the device has")

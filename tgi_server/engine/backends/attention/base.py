@@ -183,8 +183,10 @@ class AttentionBackend(ABC):
     dtype: of the model; keys and values arrive in it, and attention computes in it. kv_format: how they are stored.
     any_lengths: True if a step without prompts launches the same work on the device for all lengths of its sequences
     and all slots of its tokens, since only the tensors of its metadata have them. any_prompts: the same of steps with
-    prompts.
+    prompts. name: for people, of what computes it on a GPU; empty: there is no choice.
     """
+
+    name = ""
 
     block_size: int
     any_lengths = False

@@ -23,6 +23,7 @@ class CudaAttention(GatherAttention):
     A pass's tokens are cut into tiles, and their keys into parts, once for all layers with the same window.
     """
 
+    name = "Triton"
     block_size = 32
     any_lengths = any_prompts = True
 

@@ -18,6 +18,7 @@ _MOST_RANK = 512
 class LatentAttention(GatherAttention):
     """Latents of all layers; indices of sparse attention, caches in FP8 and prompts are left to plain torch."""
 
+    name = "Triton"
     block_size = 32
     any_lengths = True
 

@@ -26,6 +26,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class FlashAttention(CudaAttention):
     """Prompts by the library; all else, and layers that it does not take, by the engine's own kernels."""
 
+    name = "flash-attn-4 and Triton"
+
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
         major, _ = torch.cuda.get_device_capability()
