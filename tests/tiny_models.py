@@ -204,6 +204,11 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
     "gpt_neox_serial": ("gpt_neox", {"intermediate_size": 96, "use_parallel_residual": False}),
     "gptj": ("gptj", {"rotary_dim": 8}),
+    "hyperclovax": (
+        "hyperclovax",
+        _GATED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 0.3},
+    ),
     "jais2": ("jais2", _GATED | {"head_dim": 16}),
     "jamba": (
         "jamba",
@@ -236,6 +241,14 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "llama3": ("llama", _GATED | _LLAMA3),
     "llama_yarn": ("llama", _GATED | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "mamba": ("mamba", {"state_size": 8}),
+    "mellum": (
+        "mellum",
+        _GATED
+        | _MOE
+        | _MIXED_WINDOWS
+        | _ALTERNATING
+        | {"head_dim": 16, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    ),
     # Values with fewer elements than keys, and more KV heads in layers with a window.
     "mimo_v2_flash": (
         "mimo_v2_flash",

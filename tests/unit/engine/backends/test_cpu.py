@@ -30,7 +30,7 @@ IN_ONE_CALL += ["gemma3n_text", "gemma4_text", "gemma4_text_moe", "llama4_text"]
 OF_THE_SAME_PARTS = {"cohere2", "ernie4_5", "exaone4", "helium", "olmo3", "qwen2_moe", "stablelm", "stablelm_parallel"}
 OF_THE_SAME_PARTS |= {"arcee", "bloom_6_heads", "falcon_7b", "falcon_11b", "falcon_rw", "galactica", "gpt_neox", "mpt"}
 OF_THE_SAME_PARTS |= {"gpt_bigcode_multi_head", "gpt_neox_serial", "phi", "phi_norms", "santacoder", "starcoder2"}
-OF_THE_SAME_PARTS |= {"cwm", "jais2", "ministral", "olmoe", "persimmon", "vaultgemma"}
+OF_THE_SAME_PARTS |= {"cwm", "hyperclovax", "jais2", "mellum", "ministral", "olmoe", "persimmon", "vaultgemma"}
 OF_THE_SAME_PARTS |= {"deepseek_v2", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "minicpm3", "minimax_m2", "youtu"}
 IN_ONE_CALL += sorted(OF_THE_SAME_PARTS)
 # Of the others only what gives all logits runs by default.

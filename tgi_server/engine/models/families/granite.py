@@ -1,8 +1,9 @@
-"""Granite: Llama's layers, with what enters, what layers add and what leaves multiplied by numbers of config.json."""
+"""Granite and HyperCLOVA X: Llama's layers, with embeddings, residual branches and logits scaled by config.json."""
 
+from dataclasses import replace
 from typing import Any
 
-from tgi_server.engine.models.spec import DecoderSpec, Family, activation
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
 from tgi_server.engine.models.splits import llama_plan
 
 
@@ -16,4 +17,11 @@ def granite(config: Any) -> DecoderSpec:
     )
 
 
-FAMILIES = {"granite": Family(granite, llama_plan)}
+def hyperclovax(config: Any) -> DecoderSpec:
+    """Its layers may have norms after attention and the feed-forward part; logits are multiplied, not divided."""
+    layer = LayerSpec(attended_norm="post_norm1", fed_norm="post_norm2") if config.use_post_norm else LayerSpec()
+    layers = (layer,) * config.num_hidden_layers
+    return replace(granite(config), layers=layers, logits_divisor=1 / config.logits_scaling)
+
+
+FAMILIES = {"granite": Family(granite, llama_plan), "hyperclovax": Family(hyperclovax, llama_plan)}

@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE, Qwen MoE, MiMo V2 and MiniMax M2: Llama's attention, and mixtures of experts."""
+"""Mixtral, OLMoE, Qwen MoE, Mellum, MiMo V2 and MiniMax M2: Llama's attention, and mixtures of experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -66,6 +66,14 @@ def minimax(config: Any) -> DecoderSpec:
     return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act))
 
 
+def mellum(config: Any) -> DecoderSpec:
+    """Qwen3's layers, some of which have windows and their own rotary tables, and some a plain feed-forward part."""
+    mixed = replace(_QWEN3, mixture=MixtureSpec(normalised=config.norm_topk_prob))
+    layers = (mixed if kind == "sparse" else _QWEN3 for kind in config.mlp_layer_types)
+    spec = DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+    return spec.rotary_by_type(config.layer_types)
+
+
 def mimo(config: Any) -> DecoderSpec:
     """Some layers have windows and rotary tables of their own, and some a plain feed-forward part."""
     plain = LayerSpec(value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale)
@@ -104,6 +112,7 @@ def _qwen2_moe(config: Any) -> ShardingPlan:
 
 
 FAMILIES = {
+    "mellum": Family(mellum, _plan),
     "mimo_v2_flash": Family(mimo, _mimo),
     "minimax_m2": Family(minimax, _minimax),
     "mixtral": Family(mixtral, _plan),
