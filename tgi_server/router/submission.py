@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix:
-    """The time for which a prompt is given up last by the prefix cache.
+    """Protects a prompt from being evicted from the prefix cache for a time.
 
     name: the next prompt of the same name and cache namespace takes its place. seconds: from the end of the request.
     """

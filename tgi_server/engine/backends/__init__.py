@@ -11,7 +11,8 @@ __all__ = ["Backend", "PagedModel", "PassInput", "create_backend"]
 def create_backend(model: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> Backend:
     """Returns the backend of the device that a model of `transformers` is on; plain torch without custom kernels.
 
-    alone: False: this process runs a larger model, too. Raises UnsupportedModel for kernels that the device has not.
+    alone: True unless the model drafts for a larger one in this process. Raises UnsupportedModel for kernels that the
+    device does not have.
     """
     if config.custom_kernels and model.device.type == "cuda":
         from tgi_server.engine.backends.cuda import CudaBackend

@@ -100,7 +100,8 @@ class PlainBackend(Backend):
         linear: LinearFactory,
         pack: Callable[[nn.Module, LinearFactory], None],
     ) -> tuple[ReferenceModel, LogitsProbe] | None:
-        """Returns a model by its spec in plain torch, and its logits with its own attention; None: it is not so made.
+        """Returns a model by its spec in plain torch, and its logits with its own attention; None if it has
+        no such model.
 
         linear: makes linear layers. pack: packs those of a mixture. Raises UnsupportedModel for a spec that is wrong.
         """

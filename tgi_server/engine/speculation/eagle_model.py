@@ -5,12 +5,13 @@ reads the embedding of a token beside the features of the token before: hidden s
 projected to one.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from tgi_server.engine.backends import Backend
 from tgi_server.engine.checkpoint.load_model import load_layer
@@ -31,18 +32,20 @@ _NAMES = {
 }
 
 
-def read_eagle(folder: Path, model: PreTrainedModel, backend: Backend) -> tuple[LayerModel, Tensor | None]:
+def read_eagle(
+    folder: Path, settings: Mapping[str, Any], model: PreTrainedModel, backend: Backend
+) -> tuple[LayerModel, Tensor | None]:
     """Returns the network in a folder of the format that vLLM and SGLang load, and the ids of its tokens.
 
-    backend: of the model. The ids are [drafter's vocabulary] int64, or None where it has the model's own. Raises
-    InvalidWeights or UnsupportedModel.
+    settings: of the folder's config.json. backend: of the model. The ids are [drafter's vocabulary] int64, or None
+    where it has the model's own. Raises InvalidWeights or UnsupportedModel.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if not isinstance(config, LlamaConfig) or config.num_hidden_layers != 1:
+    kind, layers = settings.get("model_type"), settings.get("num_hidden_layers")
+    if (kind, layers) != (LlamaConfig.model_type, 1):
         raise UnsupportedModel(
-            f"{folder} has {config.num_hidden_layers} layers of the kind {config.model_type}; for EAGLE-3 only one "
-            "Llama layer is supported"
+            f"{folder} has {layers} layers of the kind {kind}; for EAGLE-3 only one Llama layer is supported"
         )
+    config = LlamaConfig.from_dict(dict(settings))
     with open_checkpoint(folder) as tensors:
         features = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None
         offsets = tensors["d2t"][...] if "d2t" in tensors else None

@@ -47,7 +47,7 @@ def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunn
     assert folder is not None
     settings = read_object(folder / "config.json")
     if "medusa_num_heads" in settings:
-        return _medusa(folder, config, model, runner)
+        return _medusa(folder, settings, config, model, runner)
     if any("eagle3" in str(name).lower() for name in settings.get("architectures") or ()):
         return _eagle(folder, settings, model, runner)
     return _draft_model(folder, config, model, runner)
@@ -109,13 +109,15 @@ def _hidden_layers(folder: Path, settings: dict[str, Any], layers: int) -> tuple
 def _eagle(folder: Path, settings: dict[str, Any], model: PreTrainedModel, runner: PagedRunner) -> Eagle:
     """Loads the layer into each shard: it is small."""
     layers = model.config.get_text_config(decoder=True)
-    eagle, token_ids = read_eagle(folder, model, runner.backend)
+    eagle, token_ids = read_eagle(folder, settings, model, runner.backend)
     hidden_layers = _hidden_layers(folder, settings, layers.num_hidden_layers)
     return _over_hidden_states(eagle, runner, hidden_layers, token_ids)
 
 
-def _medusa(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> Medusa:
-    heads = read_heads(folder, model)
+def _medusa(
+    folder: Path, settings: dict[str, Any], config: EngineConfig, model: PreTrainedModel, runner: PagedRunner
+) -> Medusa:
+    heads = read_heads(folder, settings, model)
     if config.speculate > len(heads):
         raise UnsupportedModel(f"--speculate is {config.speculate}, but {folder} has {len(heads)} Medusa heads")
     runner.backend.pack(heads)

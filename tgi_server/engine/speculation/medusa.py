@@ -4,9 +4,9 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 guesses are not followed: each head gives the token that it finds the likeliest.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +82,11 @@ class Medusa(StateDrafter):
         return torch.stack([argmax(head(hidden)) for head in self._heads[:tokens]], dim=1)
 
 
-def read_heads(folder: Path, model: PreTrainedModel) -> nn.ModuleList:
+def read_heads(folder: Path, settings: Mapping[str, Any], model: PreTrainedModel) -> nn.ModuleList:
     """Returns the heads in a folder of TGI's format, on the model's device. Heads without an output have the model's.
 
-    Raises InvalidWeights or UnsupportedModel.
+    settings: of the folder's config.json. Raises InvalidWeights or UnsupportedModel.
     """
-    settings = json.loads((folder / "config.json").read_text())
     count, depth = int(settings["medusa_num_heads"]), int(settings.get("medusa_num_layers", 1))
     try:
         weights = read_tensors(folder / WEIGHTS)

@@ -61,7 +61,7 @@ class Batch:
     at in each step. Sequences with a grammar are the exception: they jump ahead by the tokens that the grammar forces,
     as far as they have blocks, so they are looked at, and given some blocks ahead. So are all where shards speculate.
 
-    id: of the batch, as the shards know it. step: the number of the next step. answered: of the last one whose tokens
+    id: the batch's, in calls to the shards. step: the number of the next step. answered: of the last one whose tokens
     are known. filter_due: the shards hold sequences that have left.
     """
 

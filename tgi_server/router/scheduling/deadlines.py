@@ -14,7 +14,7 @@ from tgi_server.router.limits import Limits
 from tgi_server.router.scheduling.pace import Average, StepTimes
 from tgi_server.router.scheduling.sequence import Sequence
 
-# Of the answers that ended lately, one in ten is shorter: so long an answer is at the least expected to be.
+# An answer is expected to be at least as long as the shortest tenth of recent ones.
 _RECENT_ANSWERS, _SHORT_SHARE = 64, 10
 # Averages are of about this many; the last ones count most.
 _RECENT_STEPS, _RECENT_PROMPTS = 64, 32

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # counts cached tokens in the same steps.
 _CACHED_TOKENS_STEP = 128
 
-# No request is overtaken by one of its class that comes so much later, however soon that one's deadline is.
+# A request that comes so much later than another of its class never overtakes it, whatever its deadline is.
 _LONGEST_OVERTAKEN_S = 10.0
 
 # A text that ends before its deadline does so by these seconds, or this share of its time, so that it arrives.
@@ -290,7 +290,7 @@ class Sequence:
         return finish_reason_from_message(generation.finish_reason) or stop
 
     def preempt(self) -> None:
-        """Sends the sequence back to the queue. All of its tokens, generated ones too, will be computed again."""
+        """Sends the sequence back to the queue. Its tokens are computed again, but for those in the prefix cache."""
         self.known = len(self.tokens)
         self.computed = self.cached = 0
         self.blocks = []
@@ -317,7 +317,7 @@ def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:
 
 
 def _drop_hidden(generation: pb.Generation) -> None:
-    """Returns the step's tokens without the ones that only the model sees."""
+    """Removes the tokens that only the model sees from a step's."""
     for place in reversed(generation.hidden):
         del generation.token_ids[place]
         if generation.logprobs:
