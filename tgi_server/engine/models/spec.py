@@ -1,7 +1,7 @@
-"""A decoder as data: what it is made of, and the names that its modules have in `transformers`.
+"""A decoder as data: its parts, and the names of its modules in `transformers`.
 
-What the layers of `transformers` say when they call attention (scaling, window, soft cap, sinks) does not stand here:
-the probe notes it. Layers that do not call attention through `AttentionInterface` have it in their spec.
+Scaling, window, soft cap and sinks are not here: `transformers`' layers pass them when they call attention, and the
+probe records them. Only layers that do not call attention through `AttentionInterface` have them in their spec.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,17 +36,18 @@ class NoSpec(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MixtureSpec:
-    """A mixture of experts: a module of that name, with `experts` and a router that chooses some of them for a token.
+    """A mixture of experts, of which a router chooses some for each token.
 
-    name: empty where the layer itself has them. router: its name in the module. chosen: the number of a token's
-    experts; None: the router has it, as `top_k`. wide: the router computes in float32. router_scale: a tensor by which
-    the router's input is multiplied, and divided by the root of its size; None: there is none.
-    sigmoid: an expert's score is the sigmoid of its own output of the router, not its part of the softmax over all.
-    bias: what is added to scores in the choice alone, by its name in the module; None: nothing. groups: of the experts,
-    of equal size; a token has those of the `chosen_groups` best ones alone, by the sum of the `group_scores` highest
-    scores in each. normalised: the shares of a token's experts add up to 1, and are otherwise their scores. factor: by
-    which shares are multiplied then. factors: a tensor with the same for each expert. share_inputs: shares multiply
-    what goes into experts, not what comes out.
+    name: the module; empty if the layer itself holds experts and router. router: its name in the module.
+    chosen: experts of a token; None: `top_k` of the router. wide: the router computes in float32.
+    router_scale: a tensor that the router's input is multiplied by, after it is divided by the root of its size.
+    sigmoid: the score of an expert is the sigmoid of its logit; otherwise the softmax over all logits.
+    bias: a tensor of the module that is added to scores for the choice only.
+    groups, chosen_groups, group_scores: experts form groups of equal size; only those of the `chosen_groups` best
+    groups may be chosen, and a group is judged by the sum of its `group_scores` highest scores.
+    normalised: the weights of a token's experts sum to 1; otherwise they are the scores. factor: weights are multiplied
+    by it afterwards. factors: a tensor with one for each expert. share_inputs: weights multiply the inputs of experts,
+    not their outputs.
     """
 
     name: str = "mlp"
@@ -82,11 +83,12 @@ class MixtureSpec:
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """An index, which chooses the tokens that a query attends to (DeepSeek-V3.2, 2025), by the names of its modules.
+    """An index, which chooses the tokens that a query attends to (DeepSeek-V3.2, 2025).
 
-    tokens: how many are chosen. heads: of its queries. query: makes these of what the layer makes its own queries of.
-    key, norm: of a token, once for all heads. weights: of the heads in the sum of their scores. interleaved: rotary
-    positions pair neighbouring elements. shared: the layer has no index, but attends to what the last one chose.
+    tokens: how many are chosen. heads: of the index's queries. interleaved: its rotary positions pair neighbouring
+    elements. shared: the layer has no index and attends to the tokens that the last one chose. Modules: query makes
+    the index's queries from the input of the layer's own queries; key and norm make one key for all heads; weights
+    makes the weight of each head in the sum of scores.
     """
 
     tokens: int
@@ -101,11 +103,11 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """A module with states, such as a gated delta net: the kernel that computes it, and the names of its modules.
+    """A module with recurrent states, such as a gated delta net.
 
-    name: in the layer. projections: the first linear layers, whose outputs stand side by side for the kernel. output:
-    the last one. norm: of what the kernel gives. grouped: the outputs of the projections are, for each key head, its
-    queries, keys, values and so on.
+    name: the module. kernel: what computes it. projections: the first linear layers; the kernel reads their outputs
+    side by side. norm: of the kernel's output. output: the last linear layer. grouped: the projections' outputs are
+    ordered by key head: its queries, keys, values and so on.
     """
 
     name: str
@@ -118,42 +120,44 @@ class MixerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A decoder layer, by the names of its modules. A norm that is None does not exist.
+    """A decoder layer, by the names of its modules. The defaults are Llama's. A norm that is None does not exist.
 
-    mixer: a module with states in the place of attention; then what says how a layer attends says nothing. None: the
-    layer attends. beside: it does both, and adds both to the residual.
-    attention: the module that says the size of heads; None: the layer does not attend. qkv: the projections that are
-    computed as one; they may be one in the checkpoint, too. grouped: their outputs are, for each KV head, its query
-    heads, its key and its value. clip: no output of theirs is further from 0; 0: nothing is clipped.
-    latents: attention is over latents (DeepSeek-V2, 2024): the last of `qkv` makes these and the turned elements of
-    keys. query: makes queries of what the first of `qkv` gives; None: that gives them.
-    token_norm: attention reads, in front of the layer's input, the embedding of the token by this norm (EAGLE-3).
-    normed_residual: what the layer adds is added to its normalised input.
-    query_norm, key_norm, value_norm: of each head, or of all together, as their weights say; with latents, of what
-    `query` takes, and of latents.
-    index: of the latents attended to, where there is a `query`; None: all are.
-    attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
-    up: the gate's projection first, where there is a gate; none: there is no feed-forward part but the mixture, if any.
-    mixture: in the place of `up` and `down`.
-    shared: beside the mixture, `up` and `down` are those of an expert that all tokens have. shared_gate: a linear layer
-    whose output, by its sigmoid, is a gate of that expert's. mixed_norm, shared_norm: of what the mixture and that
-    expert give. mixture_norm, router_norm: of the layer's residual, which experts and router then read in place of what
-    `up` does.
-    input_gate, input_projection, input_norm: the layer has a further input (`LayerInputs`), multiplied by the gate's
-    activation; the normalised projection of that is added to the residual. output_scale: a tensor with the number by
-    which the layer's output is multiplied. deviations: of what the gate gives, only the excess over the mean and so
-    many standard deviations counts (Gemma 3n); None: all.
-    rope: which of the model's rotary tables turns queries and keys; None: none does. alibi: what is added to scores by
-    the position of the key (Press et al. 2022), with slopes as in BLOOM ("geometric"), rounded as in Falcon
-    ("rounded"), or ordered as in MPT ("interleaved"); None: nothing. chunk: a token attends to those of its own chunk
-    of so many tokens (Llama 4); 0: there are no chunks. window: a token attends to so many tokens, itself included,
-    where `transformers` does not say it in the call (GPT-Neo); 0: as it says there.
-    value_scale: of values. scaling: of the scores, where `transformers` scales the query before it calls attention;
-    None: as it says there. tuning: a floor and a scale, of the query at each position: it is multiplied by
-    1 + scale * log(1 + floor((position + 1) / floor)) (Nakanishi 2025).
-    gated: the query's projection gives a gate beside each head's query; the head's output is multiplied by its sigmoid.
-    scales: what the outputs of linear layers are multiplied by, by their names: a number, or one and the name of a
-    tensor with a further one for each output.
+    mixer: a module with states that replaces attention; the fields of attention then have no effect. beside: the layer
+    has both, and adds both to the residual.
+
+    Attention. attention: the module that knows the size of heads; None: the layer does not attend. qkv: projections
+    that are computed as one; the checkpoint may store them as one, too. grouped: their outputs are ordered by KV head:
+    its query heads, its key, its value. clip: bound of the absolute values of these outputs; 0: none. output: the last
+    projection. query_norm, key_norm, value_norm: of each head, or of all heads together if their weights are that long;
+    with latents, of the input of `query`, and of latents. scaling: of scores, if `transformers` scales the query before
+    it calls attention. value_scale: of values. gated: the query's projection also gives a gate for each head; its
+    sigmoid multiplies the head's output.
+
+    Latents (DeepSeek-V2, 2024). latents: the last of `qkv` makes latents and the rotated elements of keys. query: makes
+    queries from the output of the first of `qkv`; None: that output is the queries. index: chooses the latents that are
+    attended to, if there is a `query`; None: all are.
+
+    Positions. rope: index of the rotary table; None: none. alibi: the bias by the position of the key (Press et al.,
+    2022), with slopes as in BLOOM ("geometric"), rounded as in Falcon ("rounded"), or ordered as in MPT
+    ("interleaved"). chunk: a token attends to its own chunk of so many tokens (Llama 4). window: a token attends to so
+    many tokens, itself included, if `transformers` does not pass it in the call (GPT-Neo). tuning: floor and scale; the
+    query at a position is multiplied by 1 + scale * log(1 + floor((position + 1) / floor)) (Nakanishi, 2025).
+
+    Feed-forward. up: the projections that are computed as one, the gate's first if there is one; empty: the layer has
+    none, or only a mixture. mixture: replaces `up` and `down`. shared: the layer has both; `up` and `down` are the
+    expert of all tokens. shared_gate: a linear layer; the sigmoid of its output multiplies that expert's output.
+    deviations: of the gate's output only what exceeds the mean by so many standard deviations counts (Gemma 3n).
+
+    Norms. attention_norm, feed_forward_norm: of the inputs. attended_norm, fed_norm: of what attention and feed-forward
+    add to the residual. mixture_norm, router_norm: of the residual; experts and router read it in place of the input of
+    `up`. mixed_norm, shared_norm: of the outputs of the mixture and of the shared expert. token_norm: of the token's
+    embedding, which attention reads in front of the layer's input (EAGLE-3). normed_residual: the residual is the
+    normalised input.
+
+    Rest. input_gate, input_projection, input_norm: the layer's further input (`LayerInputs`) is multiplied by the
+    activated gate, projected, normalised, and added to the residual. output_scale: a tensor that multiplies the layer's
+    output. scales: by the names of linear layers, a number that multiplies their outputs, or one and the name of a
+    tensor with another for each output.
     """
 
     mixer: MixerSpec | None = None
@@ -209,10 +213,10 @@ class LayerSpec:
 class RopeSpec:
     """Rotary tables of some layers.
 
-    layer_type: that of the layers, where the embedding of `transformers` has tables of several types. table: what that
-    returns for a head: its numbers twice ("halves"), once ("half"), each beside itself ("pairs"), or once as complex
-    numbers ("complex"). rotated: the
-    elements of a head that are turned, as in RoFormer (arXiv:2104.09864), where `transformers` has no such embedding.
+    layer_type: the type of the layers, if the embedding of `transformers` has tables by type. table: the form of its
+    output for a head: each number twice ("halves"), once ("half"), each beside itself ("pairs"), or once as a complex
+    number ("complex"). rotated: elements of a head that are rotated (RoFormer, arXiv:2104.09864), if `transformers` has
+    no such embedding.
     """
 
     layer_type: str | None = None
@@ -222,10 +226,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """A further input of each layer (Gemma 3n): of its token, by an embedding, and of what the first layer gets.
+    """A further input of each layer (Gemma 3n): an embedding of its token and a projection of the first layer's input.
 
-    embedding, projection: modules of the decoder, whose outputs are those for all layers side by side. tokens: that the
-    embedding has; others have the input of the first one. norm: of each layer's part of the projection.
+    embedding, projection: modules of the decoder; their outputs are those of all layers side by side. tokens: size of
+    the embedding's vocabulary; other tokens have the input of token 0. norm: of each layer's slice of the projection.
     embedding_scale, projection_scale, scale: of the two, and of their sum.
     """
 
@@ -242,15 +246,14 @@ class LayerInputs:
 class DecoderSpec:
     """A model with a causal decoder: token embedding, layers, norm, head.
 
-    activation: of the feed-forward part, or of its gate, if it is gated.
-    layer_list, final_norm, positions, embedding_norm, rotary: modules of the decoder: the list of layers, the norm
-    after them, learned positions, the norm of embeddings, and rotary positions.
-    interleaved: rotary embeddings turn neighbouring elements of a head, not those half of it apart.
-    parallel: the feed-forward part has the input of attention; or, where there is a `feed_forward_norm`, the layer's
-    input, normalised by that. residual_scale: what layers add is multiplied by it.
-    embedding_scale: the same of embeddings, as the model's dtype has it. inputs: of layers; None: they have no further
-    ones. logits_divisor, logits_softcap: what logits are divided by; and capped by, 0 for not at all.
-    altup: there are several streams of hidden states, as in Gemma 3n, by the names of modules there.
+    activation: of the feed-forward part; gated_mlp: of its gate. layer_list, final_norm, positions, embedding_norm,
+    rotary: modules of the decoder: the list of layers, the norm after them, learned positions, the norm of embeddings,
+    rotary positions. ropes: the rotary tables. interleaved: rotary positions pair neighbouring elements of a head, not
+    elements that are half of it apart.
+    parallel: the feed-forward part reads the input of attention or, if there is a `feed_forward_norm`, the layer's
+    input after that norm. residual_scale: multiplies what layers add. embedding_scale: multiplies embeddings, rounded
+    to the model's dtype. logits_divisor, logits_softcap: of logits; 0: no cap.
+    inputs: further inputs of layers; None: none. altup: several streams of hidden states, with Gemma 3n's module names.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -310,13 +313,14 @@ class Family:
 
     spec: raises NoSpec for a model that it does not describe; None: the family has no spec.
     plan: how the model is split among ranks; None: it cannot be split.
-    relative: positions are relative, so that nothing bounds the length of a text.
+    relative: positions are relative, so nothing bounds the length of a text.
     mtp: checkpoints may have a layer that predicts further tokens (DeepSeek-V3, 2024).
-    padding_first: positions are counted from the one behind the padding token's id, as in RoBERTa.
-    Of a model with a text model in it: images: it reads images. two_way: returns the layers in which an image's tokens
-    attend to each other: "all", those with a window ("windows"), or none (""). image_projector: the module that makes
-    features of what `get_image_features` returns; None: these are the features. text_alone: the class of `transformers`
-    needs a library for images (timm), so that the text model is built alone.
+    padding_first: positions are counted from the id of the padding token plus one, as in RoBERTa.
+
+    Of models that contain a text model. images: it reads images. two_way: returns the layers in which the tokens of an
+    image attend to each other: "all", those with a window ("windows"), or none (""). image_projector: the module that
+    makes features from the output of `get_image_features`; None: that output is the features. text_alone: the class of
+    `transformers` needs a library for images (timm), so the text model is built alone.
     """
 
     spec: Callable[[Any], DecoderSpec] | None = None
