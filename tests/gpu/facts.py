@@ -226,7 +226,7 @@ def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
         groups = torch.arange(inputs, device=weight.groups.device) // 128
         weight = replace(weight, stored_scales=weight.scales.repeat(1, inputs // 128), groups=groups)
     layer.fill(weight)
-    return layer.to(DEVICE).quantized()
+    return layer.to(DEVICE).quantized
 
 
 def _tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Callable[[], Tensor], **more: float) -> None:

@@ -54,7 +54,7 @@ def test_fp8_is_multiplied_by_tensor_cores_that_have_it(tmp_path) -> None:
 def test_layers_of_the_usual_size(quantize, dtype) -> None:
     layer = QuantizedLinear(torch.nn.Linear(4096, 11008, bias=False, device="meta"))
     layer.fill(ROUNDINGS[quantize][1](torch.randn(11008, 4096) * 0.02))
-    weight = layer.to(CUDA).quantized()
+    weight = layer.to(CUDA).quantized
     names = [TRITON]
     if quantize == "fp8" and dtype is torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 9):
         names.append(SCALED_MM)

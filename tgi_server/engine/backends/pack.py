@@ -151,4 +151,6 @@ def replace_module(parent: nn.Module, name: str, new: nn.Module, deferred: Defer
     parent.set_submodule(name, new)
     for module in old.modules():
         if isinstance(module, nn.Linear | Conv1D | QuantizedLinear):
-            deferred.add([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+            deferred.add(module.parameters(recurse=False))
+        if isinstance(module, QuantizedLinear):
+            deferred.add(module.quantized.tensors())

@@ -60,7 +60,7 @@ class LinearFactory:
     def takes(self, module: nn.Module) -> bool:
         """Returns True for a layer that it makes another one of."""
         if isinstance(module, QuantizedLinear):
-            return self.layer is Int8Linear or self.kind_of(module.quantized(0, 1)) in self.quantized
+            return self.layer is Int8Linear or self.kind_of(module.quantized) in self.quantized
         return type(module) is nn.Linear
 
     def joins(self, *modules: nn.Module) -> bool:
@@ -72,12 +72,12 @@ class LinearFactory:
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if not all(map(self.takes, modules)) or 0 < len(quantized) < len(modules):
             return False
-        weights = [module.quantized(0, 1) for module in quantized]
+        weights = [module.quantized for module in quantized]
         return all(weights[0].joins(weight) for weight in weights)
 
     def __call__(self, module: Linear) -> PackedLinear:
         if isinstance(module, QuantizedLinear):
-            return self._quantized(module.quantized(), module)
+            return self._quantized(module.quantized, module)
         return self.layer(module.weight, module.bias, self.kernels)
 
     def joined(self, *modules: Linear) -> PackedLinear:
@@ -92,7 +92,7 @@ class LinearFactory:
         """Returns one layer, with one weight; it has 8 bits if the layers have different kinds of weights."""
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if quantized:
-            return self._quantized(QuantizedWeight.joined([module.quantized() for module in quantized]), *quantized)
+            return self._quantized(QuantizedWeight.joined([module.quantized for module in quantized]), *quantized)
         plain = [module for module in modules if isinstance(module, nn.Linear)]
         return self.layer.joined(*plain, kernels=self.kernels)
 
@@ -118,7 +118,7 @@ def _kind(module: Linear) -> Hashable:
     """Returns a key that is equal for layers whose weights can be concatenated without a conversion."""
     if not isinstance(module, QuantizedLinear):
         return None
-    weight = module.quantized(0, 1)
+    weight = module.quantized
     book = None if weight.codebook is None else tuple(weight.codebook.tolist())
     return weight.codes.dtype, weight.six_bits, book, tuple(weight.groups.tolist())
 

@@ -109,7 +109,7 @@ def _real(kernels: Sequence[str]) -> tuple[str, ...]:
 def quantized_kinds(model: nn.Module) -> list[str]:
     """Returns the kinds of quantized weights that linear layers of a model have."""
     layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
-    return sorted({packed_kind_of(layer.quantized(0, 1)) for layer in layers})
+    return sorted({packed_kind_of(layer.quantized) for layer in layers})
 
 
 def choose_kernels(weights: Weights) -> KernelTable:

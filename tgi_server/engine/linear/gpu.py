@@ -42,17 +42,18 @@ def gpu_linear_factory(
     by_kind: dict[str, list[QuantizedLinear]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            by_kind.setdefault(kind_of(module.quantized(0, 1)), []).append(module)
+            by_kind.setdefault(kind_of(module.quantized), []).append(module)
     quantized: dict[str, KernelTable] = {}
     fallbacks = []
     for kind, modules in sorted(by_kind.items()):
-        if fault := device_fault(modules[0].scales.device):
+        if fault := device_fault(modules[0].quantized.codes.device):
             fallbacks.append(f"{kind} weights are multiplied in plain torch, which is slow: {fault}")
             logger.warning(fallbacks[-1])
             continue
         for name in _candidates(kind, modules, dtype, group):
             distinct = {module.in_features: module for module in modules}.values() if name != HUMMING else ()
-            fault = fault_of_any(fault_of([module.quantized(0, _OUTPUTS) for module in distinct], name, dtype), group)
+            weights = [module.quantized.rows(slice(_OUTPUTS)) for module in distinct]
+            fault = fault_of_any(fault_of(weights, name, dtype), group)
             if fault is None:
                 quantized[kind] = KernelTable.of(name)
                 break
@@ -144,11 +145,11 @@ def _has_scaled_mm(module: QuantizedLinear, dtype: torch.dtype) -> bool:
 
     The layer must have one scale for each output, or one for each block of 128 inputs of an output.
     """
-    if dtype is not torch.bfloat16 or module.zeros is not None:
+    weight, sizes = module.quantized, (module.out_features, module.in_features)
+    if dtype is not torch.bfloat16 or weight.zeros is not None:
         return False
-    capability = torch.cuda.get_device_capability(module.scales.device)
-    sizes = module.out_features, module.in_features
-    if module.scales.shape[1] == 1:
+    capability = torch.cuda.get_device_capability(weight.codes.device)
+    if weight.group_count == 1:
         return capability >= _OLDEST and not any(size % _UNIT for size in sizes)
-    in_blocks = module.quantized(0, 1).group_size == _BLOCK and not any(size % _BLOCK for size in sizes)
+    in_blocks = weight.group_size == _BLOCK and not any(size % _BLOCK for size in sizes)
     return in_blocks and capability == _WITH_BLOCKS

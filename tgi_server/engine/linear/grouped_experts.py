@@ -124,7 +124,7 @@ def _facts(experts: Any) -> tuple[int, int, torch.device]:
     """Returns the number of a layer's experts, the elements of their inputs, and where they are."""
     if isinstance(experts, Experts):
         down: Any = experts.down[0]
-        return len(experts.down), down.out_features, down.scales.device
+        return len(experts.down), down.out_features, down.quantized.codes.device
     weight = experts.down_proj
     return len(weight), weight.shape[2 if experts.is_transposed else 1], weight.device
 
@@ -135,7 +135,7 @@ def _joins(experts: Experts) -> bool:
     Those of the layers with the same input have to have the same order.
     """
     for of_experts in (cast(Any, experts.gate_up), [[layer] for layer in cast(Any, experts.down)]):
-        weights = [[layer.quantized(0, 1) for layer in layers] for layers in of_experts]
+        weights = [[layer.quantized for layer in layers] for layers in of_experts]
         if not all(own[0].joins(module) for own in weights for module in own):
             return False
         first, *others = (own[0].reordered(_order_of(own[0])) for own in weights)
@@ -194,12 +194,12 @@ class _AllExperts(nn.Module):
 
         super().__init__()
         parts: list[Any] = []
-        orders = [_order_of(layers[0].quantized(0, 1)) for layers in experts]
+        orders = [_order_of(layers[0].quantized) for layers in experts]
         alike = all(torch.equal(orders[0], order) for order in orders)
         for start in range(0, len(experts), _PACKED_AT_ONCE):
             weights = []
             for layers, order in list(zip(experts, orders, strict=True))[start : start + _PACKED_AT_ONCE]:
-                own = [layer.quantized() for layer in layers]
+                own = [layer.quantized for layer in layers]
                 weights += own if alike else [weight.reordered(order) for weight in own]
             parts.append(TritonLinear(QuantizedWeight.joined(weights), None, None, dtype))
         self.kind, self.block = parts[0]._kind, parts[0].block

@@ -29,11 +29,11 @@ _ANY_ROWS = 1 << 30
 
 def takes(module: QuantizedLinear, dtype: torch.dtype) -> bool:
     """Returns True if the library is there and fits the layer: 4-bit integers, integer zero points, no act-order."""
-    weight = module.quantized(0, 1)
+    weight = module.quantized
     sizes = module.out_features % _UNIT, module.in_features % _UNIT, weight.group_size
     if find_spec("humming") is None or dtype is torch.float32 or sizes[:2] != (0, 0) or not sizes[2]:
         return False
-    zeros = module.quantized().without_offsets().zeros
+    zeros = weight.without_offsets().zeros
     return zeros is None or bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 16)).all())
 
 

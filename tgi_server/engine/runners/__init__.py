@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.backends import Backend, create_backend
 from tgi_server.engine.backends.cpu_model import CpuModel
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.memory import malloc_trim
@@ -32,7 +33,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
     cannot be quantised in this format. All shards of a model come to the same decision.
     """
     progress(PACKING)
-    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    weights = (module for module in model.modules() if isinstance(module, QuantizedLinear))
+    weight_bytes = sum(holder.nbytes for holder in (*model.parameters(), *model.buffers(), *weights))
     backend = create_backend(model, config, alone=alone)
     family = family_of(model.config.get_text_config(decoder=True))
     paged = backend.create_model(family, _spec(model))

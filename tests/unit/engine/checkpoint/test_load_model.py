@@ -225,7 +225,7 @@ def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPat
     move = PreTrainedModel.to
 
     def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-        codes = [module.codes for module in model.modules() if isinstance(module, QuantizedLinear)]
+        codes = [module.quantized.codes for module in model.modules() if isinstance(module, QuantizedLinear)]
         before.append({tensor.device.type for tensor in (*model.parameters(), *codes)})
         return move(model, device)
 

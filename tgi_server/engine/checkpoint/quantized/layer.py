@@ -1,13 +1,13 @@
 """A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tgi_server.engine.checkpoint.quantized.weight import BlockScales, QuantizedWeight, Scales
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 
 # Numbers of the weight that are dense at a time: few fit a cache, many take few calls.
 _DENSE_AT_ONCE = 1 << 21
@@ -22,35 +22,13 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _scale_buffers(name: str, scales: Scales | None) -> dict[str, Tensor | None]:
-    """Returns scales as buffers: those of groups or blocks, and factors where there are any."""
-    if isinstance(scales, BlockScales):
-        return {f"{name}s": scales.blocks.contiguous(), f"{name}_factors": scales.factors.contiguous()}
-    return {f"{name}s": None if scales is None else scales.contiguous(), f"{name}_factors": None}
-
-
-def _stored(scales: Tensor, factors: Tensor | None, first: int, last: int | None) -> Scales:
-    return scales if factors is None else BlockScales(scales, factors[first:last])
-
-
-def _chosen(scales: Tensor, factors: Tensor | None, indices: Tensor) -> Scales:
-    return scales[indices] if factors is None else BlockScales(scales[indices], factors[indices])
-
-
 class QuantizedLinear(nn.Module):
     """y = x W^T + b with W as its checkpoint has it; parts of it become dense while they are needed.
 
     It takes the place of a plain layer before there are weights, and holds one once it was `filled`.
     """
 
-    codes: Tensor
-    scales: Tensor
-    groups: Tensor
-    codebook: Tensor | None
-    zeros: Tensor | None
-    offsets: Tensor | None
-    scale_factors: Tensor | None
-    offset_factors: Tensor | None
+    quantized: QuantizedWeight
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -61,45 +39,18 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, made anew at every call, for models that read it themselves. A shape before `fill`."""
-        if "codes" not in self._buffers:
+        if "quantized" not in self.__dict__:
             return torch.empty(self.out_features, self.in_features, dtype=self._dense_dtype, device="meta")
-        return self.quantized().dense(self._dense_dtype)
+        return self.quantized.dense(self._dense_dtype)
 
     def fill(self, weight: QuantizedWeight) -> None:
         """Takes the weight, [out_features, in_features]."""
-        self._dtype = weight.codes.dtype
-        self._group_size = weight.group_size
-        self._on_a_line = weight.on_a_line
-        self._six_bits = weight.six_bits
-        buffers = {
-            "codes": weight.codes.view(torch.uint8).contiguous(),
-            "codebook": weight.codebook,
-            "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
-            "groups": weight.groups,
-            **_scale_buffers("scale", weight.stored_scales),
-            **_scale_buffers("offset", weight.stored_offsets),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
-
-    def quantized(self, first: int = 0, last: int | None = None) -> QuantizedWeight:
-        """Returns the weight of the outputs from `first` up to, but without, `last`."""
-        codes = self.codes[first:last].view(self._dtype)
-        zeros = None if self.zeros is None else self.zeros[first:last]
-        scales = _stored(self.scales[first:last], self.scale_factors, first, last)
-        offsets = None
-        if self.offsets is not None:
-            offsets = _stored(self.offsets[first:last], self.offset_factors, first, last)
-        return QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets, self._six_bits)
+        self.quantized = weight.apply(Tensor.contiguous)
+        self._group_size, self._on_a_line = weight.group_size, weight.on_a_line
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the weights of some outputs, [rows, in_features]. indices: [rows] int64."""
-        zeros = None if self.zeros is None else self.zeros[indices]
-        scales = _chosen(self.scales, self.scale_factors, indices)
-        offsets = None if self.offsets is None else _chosen(self.offsets, self.offset_factors, indices)
-        codes = self.codes[indices].view(self._dtype)
-        weight = QuantizedWeight(codes, self.codebook, scales, zeros, self.groups, offsets)
-        return weight.dense(dtype, self._group_size, on_a_line=self._on_a_line)
+        return self._dense(indices, dtype)
 
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""
@@ -108,7 +59,7 @@ class QuantizedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """The size of the weight."""
-        return sum(buffer.nbytes for buffer in self.buffers())
+        return sum(tensor.nbytes for tensor in self.quantized.tensors())
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns y, [..., out_features], for x, [..., in_features]."""
@@ -120,8 +71,16 @@ class QuantizedLinear(nn.Module):
 
     def _part(self, x: Tensor, first: int, last: int) -> Tensor:
         bias = None if self.bias is None else self.bias[first:last]
-        weight = self.quantized(first, last).dense(x.dtype, self._group_size, on_a_line=self._on_a_line)
-        return linear(x, weight, bias)
+        return linear(x, self._dense(slice(first, last), x.dtype), bias)
+
+    def _dense(self, index: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return self.quantized.rows(index).dense(dtype, self._group_size, on_a_line=self._on_a_line)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Changes the weight with the parameters, as `to` does."""
+        if "quantized" in self.__dict__:
+            self.quantized = self.quantized.apply(fn)
+        return super()._apply(fn, recurse)
 
 
 class QuantizedEmbedding(nn.Module):

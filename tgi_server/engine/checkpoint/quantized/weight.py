@@ -1,9 +1,9 @@
 """The one representation of a quantised weight: codes, and what makes numbers of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,11 +29,10 @@ class BlockScales:
         """Returns the scales in float32."""
         return self.blocks.repeat_interleave(self.factors.shape[1] // self.blocks.shape[1], 1) * self.factors.float()
 
-    def outputs(self, ranges: Sequence[range]) -> "BlockScales":
-        return BlockScales(taken(self.blocks, ranges, 0), taken(self.factors, ranges, 0))
-
 
 Scales = Tensor | BlockScales
+# Changes a tensor: takes rows of it, or moves it to a device.
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,16 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         return len(self.codes), len(self.groups)
 
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors that the weight consists of."""
+        scales = [
+            tensor
+            for stored in (self.stored_scales, self.stored_offsets)
+            for tensor in ((stored.blocks, stored.factors) if isinstance(stored, BlockScales) else (stored,))
+        ]
+        tensors = (self.codes, self.codebook, self.zeros, self.groups, *scales)
+        return [tensor for tensor in tensors if tensor is not None]
+
     @property
     def single_codes(self) -> Tensor:
         """The codes, each in a byte of its own: [outputs, inputs] uint8."""
@@ -156,9 +165,22 @@ class QuantizedWeight:
         """Returns the weight of some outputs."""
         if _is_all(ranges, self.shape[0]):
             return self
-        zeros = None if self.zeros is None else taken(self.zeros, ranges, 0)
-        codes, scales = taken(self.codes, ranges, 0), _taken_scales(self.stored_scales, ranges)
-        offsets = None if self.stored_offsets is None else _taken_scales(self.stored_offsets, ranges)
+        return self._by_output(lambda tensor: taken(tensor, ranges, 0))
+
+    def rows(self, index: slice | Tensor) -> Self:
+        """Returns the weight of some outputs, as views for a slice. index: a slice, or [rows] int64."""
+        return self._by_output(lambda tensor: tensor[index])
+
+    def apply(self, change: Change) -> Self:
+        """Returns the weight with all its tensors changed, such as moved to a device; codes change as bytes."""
+        codebook = None if self.codebook is None else change(self.codebook)
+        return replace(self._by_output(change), codebook=codebook, groups=change(self.groups))
+
+    def _by_output(self, change: Change) -> Self:
+        """Returns the weight with those tensors changed that have a row for each output."""
+        codes = change(self.codes.view(torch.uint8)).view(self.codes.dtype)
+        scales, offsets = (_changed(scales, change) for scales in (self.stored_scales, self.stored_offsets))
+        zeros = None if self.zeros is None else change(self.zeros)
         return replace(self, codes=codes, stored_scales=scales, zeros=zeros, stored_offsets=offsets)
 
     def inputs(self, ranges: Sequence[range]) -> Self:
@@ -249,8 +271,10 @@ def _expanded(scales: Scales) -> Tensor:
     return scales.expanded() if isinstance(scales, BlockScales) else scales
 
 
-def _taken_scales(scales: Scales, ranges: Sequence[range]) -> Scales:
-    return scales.outputs(ranges) if isinstance(scales, BlockScales) else taken(scales, ranges, 0)
+def _changed(scales: Any, change: Change) -> Any:
+    if isinstance(scales, BlockScales):
+        return BlockScales(change(scales.blocks), change(scales.factors))
+    return None if scales is None else change(scales)
 
 
 def _joined_scales(parts: Sequence[Scales]) -> Scales:

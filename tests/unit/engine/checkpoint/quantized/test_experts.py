@@ -69,7 +69,7 @@ def test_experts_stay_quantised_on_their_way_to_a_gpu(tmp_path) -> None:
     model = load_model(EngineConfig(quantized, dtype=torch.bfloat16), torch.device("meta"))
     assert not dense_experts(model)
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    assert {layer.codes.device.type for layer in layers} == {"meta"}
+    assert {layer.quantized.codes.device.type for layer in layers} == {"meta"}
     assert len(layers) > 4 * 3  # one for each projection of each expert
 
 
