@@ -178,7 +178,7 @@ def _dequantize(layer: nn.Module, file: Path, prefix: str, settings: GptqSetting
         files = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         for source in gptq_format.sources(files, read):
             module: Any = layer.get_submodule(source.name.removeprefix(prefix).removesuffix(".weight"))
-            module.weight = nn.Parameter(source.dense().to(module.weight.dtype), requires_grad=False)
+            module.weight = nn.Parameter(source[...].to(module.weight.dtype), requires_grad=False)
 
 
 def _output(result: Any) -> Tensor:

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.pickled import load_pickled
-from tgi_server.engine.checkpoint.quantized import Quantization, QuantizedWeight
+from tgi_server.engine.checkpoint.quantized import Quantization
 from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_tensors
 from tgi_server.engine.checkpoint.quantized.rounding import STACKED
-from tgi_server.engine.checkpoint.quantized.source import TensorSource
+from tgi_server.engine.checkpoint.quantized.source import QuantizedTensor
 from tgi_server.engine.checkpoint.weight_files import gguf_of, weight_files
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import DeferredFree, mapped
@@ -81,75 +81,6 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
     return whole
 
 
-@dataclass(slots=True, eq=False)
-class QuantizedTensor:
-    """A tensor of a quantised checkpoint, to read a shard's slice, `part`, from.
-
-    `[...]` reads it as a dense tensor, `weights` as it is stored. plain: the tensor in a checkpoint that is not
-    quantised itself, which `[...]` then reads. transposed: the model has it as [inputs, outputs].
-    """
-
-    source: TensorSource
-    deferred: DeferredFree
-    part: Slice | None
-    share: Share | None
-    plain: SlicedTensor | None
-    transposed: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the dense tensor that it stands for."""
-        return self.source.name
-
-    @property
-    def stacked(self) -> bool:
-        """True for the weights of a layer's experts in one tensor, False for the weight of a linear layer."""
-        return self.source.stacked
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.plain is not None:
-            return self.plain.shape
-        shape = self.source.shape[::-1] if self.transposed else self.source.shape
-        return self.part.shape(self.share, shape) if self.part and self.share else shape
-
-    def weights(self) -> Iterator[QuantizedWeight]:
-        """Yields this shard's part of the weight, [outputs, inputs], or of each expert's. Raises InvalidWeights."""
-        for weight in self.source.weights():
-            if not bool(weight.scales.isfinite().all()):
-                raise InvalidWeights(
-                    f"the scales of tensor {self.source.name} are not all finite numbers; download the folder again"
-                )
-            yield self._part(weight)
-        self.deferred.add(self.source.stored())
-
-    def _part(self, weight: QuantizedWeight) -> QuantizedWeight:
-        if self.part is None or self.part.axis is None:
-            return weight
-        outputs = self.part.axis == (2 if self.stacked else 1 if self.transposed else 0)
-        ranges = self._ranges(weight.shape[0 if outputs else 1])
-        return weight.outputs(ranges) if outputs else weight.inputs(ranges)
-
-    def __getitem__(self, _: EllipsisType) -> Tensor:
-        if self.plain is not None:
-            return self.plain[...]
-        if not self.stacked:
-            (weight,) = self.weights()
-            dense = weight.dense()
-            return dense.T.contiguous() if self.transposed else dense
-        dense = self.source.dense()
-        if self.part is None or self.part.axis is None:
-            return dense
-        axis = self.part.axis
-        pieces = [dense.narrow(axis, indices.start, len(indices)) for indices in self._ranges(dense.shape[axis])]
-        return torch.cat(pieces, axis)
-
-    def _ranges(self, size: int) -> list[range]:
-        assert self.part is not None
-        assert self.share is not None
-        return self.part.ranges(self.share, size)
-
-
 Checkpoint = dict[str, SlicedTensor | QuantizedTensor]
 
 
@@ -188,20 +119,19 @@ def open_checkpoint(
         for path in weight_files(folder) if gguf is None else ():
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        sources = quantization.sources(files) if quantization else []
         slices = plan.slice if plan else lambda _: None
-        tensors: Checkpoint = {}
         plain = {name: SlicedTensor(file, slices(name), share) for name, file in files.items()}
+        quantized = quantization.sources(files) if quantization else []
         deferred = DeferredFree()
         stack.callback(deferred.free)
-        for source in sources:
-            rounded = plain[source.name] if quantization and quantization.rounds else None
-            tensors[source.name] = QuantizedTensor(source, deferred, slices(source.name), share, rounded)
-            for part in source.parts:
-                del plain[part]
+        for tensor in quantized:
+            tensor.part, tensor.share, tensor.deferred = slices(tensor.name), share, deferred
+            tensor.plain = plain[tensor.name] if quantization and quantization.rounds else None
+            for name in tensor.names:
+                del plain[name]
         if quantization and not quantization.rounds:
             _check_left_over({name: files[name] for name in plain})
-        yield {**plain, **tensors}
+        yield {**plain, **{tensor.name: tensor for tensor in quantized}}
 
 
 def _check_left_over(plain: dict[str, Any]) -> None:

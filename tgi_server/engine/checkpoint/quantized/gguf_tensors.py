@@ -11,7 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized_weight
-from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
 from tgi_server.gguf.architectures import ROPE_TENSORS, Architecture, architecture_of, config_of, layer_of, part_of
@@ -164,10 +164,10 @@ def gguf_types(file: Gguf) -> list[str]:
     return sorted(sizes, key=sizes.__getitem__, reverse=True)
 
 
-def packed_sources(files: Files) -> list[TensorSource]:
-    """Returns a source for every tensor whose codes the engine's kernels read."""
+def packed_sources(files: Files) -> list[QuantizedTensor]:
+    """Returns a quantised tensor for every tensor whose codes the engine's kernels read."""
     return [
-        TensorSource(name, files, (name,), tensor.shape, tensor.weights, tensor.mapped_tensors)
+        QuantizedTensor(name, files, (name,), tensor.shape, tensor.weights, tensor.mapped_tensors)
         for name, tensor in files.items()
         if tensor.is_packed
     ]

@@ -15,7 +15,7 @@ from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES
 from tgi_server.engine.checkpoint.quantized.gguf_tensors import gguf_types, packed_sources
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.checkpoint.quantized.rounding import sources as rounding_sources
-from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor
 from tgi_server.engine.checkpoint.weight_files import gguf_of
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.gguf.file import QUANTIZED
@@ -42,7 +42,7 @@ class Quantization:
 
     names: frozenset[str]
     text: str
-    sources: Callable[[Files], Sequence[TensorSource]]
+    sources: Callable[[Files], Sequence[QuantizedTensor]]
     rounds: bool = False
 
 
@@ -188,7 +188,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
     names = {"compressed-tensors"} | ({"fp8"} if kinds == ["FP8"] else set())
     block = next(iter(blocks), None)
 
-    def sources(files: Files) -> Sequence[TensorSource]:
+    def sources(files: Files) -> Sequence[QuantizedTensor]:
         return [*packed.sources(files, bits, sizes), *scaled.sources(files, block)]
 
     return Quantization(frozenset(names), f"compressed-tensors, {' and '.join(kinds)}", sources)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor
 from tgi_server.engine.checkpoint.quantized.weight import LINE, QuantizedWeight, paired
 
 Rounding = Callable[[Tensor], QuantizedWeight]
@@ -97,14 +97,14 @@ ROUNDINGS: dict[str, tuple[str, Rounding]] = {
 STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-def sources(files: Files, rounding: Rounding) -> list[TensorSource]:
-    """Returns a source for every matrix of a checkpoint, and for every tensor of all experts of a layer."""
-    found: list[TensorSource] = []
+def sources(files: Files, rounding: Rounding) -> list[QuantizedTensor]:
+    """Returns a quantised tensor for every matrix of a checkpoint, and for every tensor of all experts of a layer."""
+    found: list[QuantizedTensor] = []
     for name, file in files.items():
         shape = tuple(file.get_shape())
         if (name.endswith(".weight") and len(shape) == 2) or (name.endswith(STACKED) and len(shape) == 3):
             weights = partial(_rounded_weights, file, rounding)
-            found.append(TensorSource(name, files, (name,), shape, weights))
+            found.append(QuantizedTensor(name, files, (name,), shape, weights))
     return found
 
 

@@ -1,7 +1,8 @@
-"""The tensors of a checkpoint that make up a quantised weight."""
+"""A tensor of a checkpoint that is stored quantised, in several tensors; and what its formats read it with."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -9,46 +10,84 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.weight import LINE, QuantizedWeight, paired
 from tgi_server.engine.errors import InvalidWeights
+from tgi_server.engine.memory import DeferredFree
+from tgi_server.engine.parallel.plan import Slice
+from tgi_server.engine.parallel.shares import Share
 
 # What `get_slice` of open safetensors files returns, by the name of the tensor.
 Files = Mapping[str, Any]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """The tensors of one quantised weight, which are read when they are needed.
+@dataclass(slots=True, eq=False)
+class QuantizedTensor:
+    """A dense tensor that tensors of a quantised checkpoint stand for, to read a shard's slice, `part`, from.
 
-    name: of the dense tensor that they stand for. parts: the names of the tensors in `files`.
-    shape: of the dense tensor: [outputs, inputs] of a linear layer, or [experts, inputs, outputs] of a layer's experts.
-    weights: yields the weight, [outputs, inputs], or each expert's. Raises InvalidWeights, which names the tensor, for
-        what does not fit together.
+    `[...]` reads it as a dense tensor, `weights` as it is stored, both when they are called.
+
+    names: of the tensors in `files`. name, whole_shape: of the dense tensor: [outputs, inputs] of a linear layer, or
+    [experts, inputs, outputs] of a layer's experts.
+    read: yields the whole weight, [outputs, inputs], or each expert's. Raises InvalidWeights, which names the tensor,
+        for what does not fit together.
+    mapped: returns the bytes of the file, where `files` does not. deferred: frees the tensors of the file.
+    plain: the tensor in a checkpoint that is not quantised itself, which `[...]` then reads. transposed: the model has
+    it as [inputs, outputs].
     """
 
     name: str
     files: Files
-    parts: Sequence[str]
-    shape: tuple[int, ...]
-    weights: Callable[[], Iterator[QuantizedWeight]]
+    names: Sequence[str]
+    whole_shape: tuple[int, ...]
+    read: Callable[[], Iterator[QuantizedWeight]]
     mapped: Callable[[], Iterable[Tensor]] | None = None
+    part: Slice | None = None
+    share: Share | None = None
+    deferred: DeferredFree = field(default_factory=DeferredFree)
+    plain: Any = None
+    transposed: bool = False
 
     @property
     def stacked(self) -> bool:
         """True for the weights of a layer's experts in one tensor, False for the weight of a linear layer."""
-        return len(self.shape) == 3
+        return len(self.whole_shape) == 3
 
-    def dense(self) -> Tensor:
-        """Returns the dense tensor. Raises InvalidWeights as `weights` does."""
-        if not self.stacked:
-            return next(self.weights()).dense()
-        dense = torch.empty(self.shape, dtype=torch.bfloat16)
-        for expert, weight in zip(dense, self.weights(), strict=True):
-            expert.copy_(weight.dense().T)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.plain is not None:
+            found: tuple[int, ...] = self.plain.shape
+            return found
+        shape = self.whole_shape[::-1] if self.transposed else self.whole_shape
+        return self.part.shape(self.share, shape) if self.part and self.share else shape
+
+    def weights(self) -> Iterator[QuantizedWeight]:
+        """Yields this shard's part of the weight, [outputs, inputs], or of each expert's. Raises InvalidWeights."""
+        for weight in self.read():
+            if not bool(weight.scales.isfinite().all()):
+                raise InvalidWeights(
+                    f"the scales of tensor {self.name} are not all finite numbers; download the folder again"
+                )
+            yield self._part(weight)
+        self.deferred.add(self.mapped() if self.mapped else (self.files[name][...] for name in self.names))
+
+    def _part(self, weight: QuantizedWeight) -> QuantizedWeight:
+        if self.part is None or self.part.axis is None or self.share is None:
+            return weight
+        outputs = self.part.axis == (2 if self.stacked else 1 if self.transposed else 0)
+        ranges = self.part.ranges(self.share, weight.shape[0 if outputs else 1])
+        return weight.outputs(ranges) if outputs else weight.inputs(ranges)
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        dense: Tensor
+        if self.plain is not None:
+            dense = self.plain[...]
+        elif self.stacked:
+            dense = torch.empty(self.shape, dtype=torch.bfloat16)
+            for expert, weight in zip(dense, self.weights(), strict=True):
+                expert.copy_(weight.dense().T)
+        else:
+            (weight,) = self.weights()
+            dense = weight.dense().T.contiguous() if self.transposed else weight.dense()
         return dense
-
-    def stored(self) -> Iterable[Tensor]:
-        """Returns the tensors as they are in the files."""
-        return self.mapped() if self.mapped else (self.files[name][...] for name in self.parts)
 
 
 def parts_of(files: Files, needed: Sequence[str], optional: Sequence[str] = ()) -> list[str]:

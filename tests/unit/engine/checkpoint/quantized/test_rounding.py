@@ -13,6 +13,7 @@ from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS, Rounding
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.runners import create_runner
 
 TEXTS = prompts((1, 20, 5, 33))
 LOST = {"int4": 0.1, "int8": 0.01, "eetq": 0.01, "bitsandbytes": 0.01, "fp8": 0.04, "bitsandbytes-fp4": 0.15}
@@ -49,6 +50,18 @@ def test_all_but_the_head_is_rounded_and_tokens_are_those_of_the_rounded_weights
     if name != "int8":  # which rounds activations, too
         round_weights(dense / "model.safetensors", ROUNDINGS[name][1])
         assert tokens == generate_together(load_engine(dense), TEXTS)
+
+
+def test_rounded_weights_count_as_bytes_of_the_model(tmp_path) -> None:
+    folder = make("llama", tmp_path)
+    linears = [
+        tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.endswith("_proj.weight")
+    ]
+    configs = [EngineConfig(folder, dtype=torch.float32, quantize=name) for name in (None, "int4")]
+    plain, rounded = (create_runner(load_model(config, torch.device("cpu")), config).weight_bytes for config in configs)
+    saved = plain - rounded
+    count = sum(tensor.numel() for tensor in linears)
+    assert 3 * count < saved < 3.5 * count  # of 4 bytes each, half a byte and scales stay
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3", "qwen2_5_vl"])

@@ -15,7 +15,7 @@ from tgi_server.engine.checkpoint.quantized.formats.by_layer import group_size_o
 from tgi_server.engine.checkpoint.quantized.source import (
     FLOATS,
     Files,
-    TensorSource,
+    QuantizedTensor,
     parts_of,
     read,
     size,
@@ -56,11 +56,11 @@ class AwqFormat:
         return f"AWQ, {BITS} bits, {groups}" + (", others in some layers" if self.others else "")
 
 
-def sources(files: Files, settings: AwqFormat) -> list[TensorSource]:
+def sources(files: Files, settings: AwqFormat) -> list[QuantizedTensor]:
     return [_source(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
 
 
-def _source(path: str, files: Files, settings: AwqFormat) -> TensorSource:
+def _source(path: str, files: Files, settings: AwqFormat) -> QuantizedTensor:
     parts = parts_of(files, [f"{path}.{part}" for part in ("qweight", "qzeros", "scales")])
     inputs, words = size(files, parts[0])
     outputs = words * _PLACES
@@ -77,7 +77,7 @@ def _source(path: str, files: Files, settings: AwqFormat) -> TensorSource:
         groups = torch.arange(inputs) // group_size
         yield whole_numbers(paired(_unpacked(codes)), _unpacked(zeros), scales.T.float(), BITS, groups)
 
-    return TensorSource(f"{path}.weight", files, parts, (outputs, inputs), weights)
+    return QuantizedTensor(f"{path}.weight", files, parts, (outputs, inputs), weights)
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource, parts_of, read, size
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor, parts_of, read, size
 from tgi_server.engine.checkpoint.quantized.weight import CODES, QuantizedWeight, paired
 from tgi_server.engine.errors import InvalidWeights
 
@@ -26,9 +26,9 @@ INT8 = "int8"
 _STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
-def sources(files: Files, kind: str) -> list[TensorSource]:
+def sources(files: Files, kind: str) -> list[QuantizedTensor]:
     """kind: of all quantised weights; nf4, fp4 or INT8. Raises InvalidWeights for one of another kind."""
-    found: list[TensorSource] = []
+    found: list[QuantizedTensor] = []
     for name in files:
         weight, state, stored = name.partition(_STATE)
         if not state and not name.endswith(".SCB"):
@@ -41,7 +41,7 @@ def sources(files: Files, kind: str) -> list[TensorSource]:
     return found
 
 
-def _four_bits(name: str, state_name: str, files: Files) -> TensorSource:
+def _four_bits(name: str, state_name: str, files: Files) -> QuantizedTensor:
     absmax, quant_map, *nested = (
         f"{name}.{kind}" for kind in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     )
@@ -86,10 +86,10 @@ def _four_bits(name: str, state_name: str, files: Files) -> TensorSource:
         offset = float(state.get("nested_offset", 0.0))
         return codebook[stored.long()] * scales.repeat_interleave(nested_block)[:blocks] + offset
 
-    return TensorSource(name, files, parts, (outputs, inputs), weights)
+    return QuantizedTensor(name, files, parts, (outputs, inputs), weights)
 
 
-def _eight_bits(path: str, files: Files) -> TensorSource:
+def _eight_bits(path: str, files: Files) -> QuantizedTensor:
     name, scales_name = f"{path}.weight", f"{path}.SCB"
     parts = parts_of(files, (scales_name, name), (f"{path}.weight_format",))
 
@@ -98,4 +98,4 @@ def _eight_bits(path: str, files: Files) -> TensorSource:
         scales = read(files, scales_name, (len(codes),)).float() / _LEVELS
         yield QuantizedWeight.of(codes, scales.unsqueeze(1))
 
-    return TensorSource(name, files, parts, size(files, name), weights)
+    return QuantizedTensor(name, files, parts, size(files, name), weights)

@@ -17,7 +17,7 @@ from tgi_server.engine.checkpoint.quantized.formats.by_layer import group_size_o
 from tgi_server.engine.checkpoint.quantized.source import (
     FLOATS,
     Files,
-    TensorSource,
+    QuantizedTensor,
     codes_of,
     parts_of,
     read,
@@ -83,11 +83,11 @@ class GptqFormat:
         )
 
 
-def sources(files: Files, settings: GptqFormat) -> list[TensorSource]:
+def sources(files: Files, settings: GptqFormat) -> list[QuantizedTensor]:
     return [_source(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
 
 
-def _source(path: str, files: Files, settings: GptqFormat) -> TensorSource:
+def _source(path: str, files: Files, settings: GptqFormat) -> QuantizedTensor:
     names = [f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
     parts = parts_of(files, names[:3], names[3:])
     bits, layer_group_size = settings.of_layer(files, path)
@@ -107,7 +107,7 @@ def _source(path: str, files: Files, settings: GptqFormat) -> TensorSource:
         numbers = unpacked(zeros.T, bits, outputs).float() + settings.stored_zeros
         yield whole_numbers(codes_of(codes.T, bits, inputs), numbers, scales.T.float(), bits, groups)
 
-    return TensorSource(f"{path}.weight", files, parts, (outputs, inputs), weights)
+    return QuantizedTensor(f"{path}.weight", files, parts, (outputs, inputs), weights)
 
 
 def tensors(weight: QuantizedWeight, bits: int) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource, parts_of, read, size
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor, parts_of, read, size
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
 
@@ -22,11 +22,11 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODEBOOK = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 
 
-def sources(files: Files) -> list[TensorSource]:
+def sources(files: Files) -> list[QuantizedTensor]:
     return [_experts(name.removesuffix(_BLOCKS), files) for name in files if name.endswith(_BLOCKS)]
 
 
-def _experts(name: str, files: Files) -> TensorSource:
+def _experts(name: str, files: Files) -> QuantizedTensor:
     parts = parts_of(files, (name + _BLOCKS, name + _SCALES))
     experts, outputs, blocks, bytes_ = size(files, parts[0], 4)
     inputs = blocks * bytes_ * 2
@@ -41,4 +41,4 @@ def _experts(name: str, files: Files) -> TensorSource:
             scales = torch.ldexp(torch.ones(outputs, blocks), exponents[expert].int() - _BIAS)
             yield QuantizedWeight.of(pairs[expert].flatten(1), scales, codebook=CODEBOOK)
 
-    return TensorSource(name, files, parts, (experts, inputs, outputs), weights)
+    return QuantizedTensor(name, files, parts, (experts, inputs, outputs), weights)

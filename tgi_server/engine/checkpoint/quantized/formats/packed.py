@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.source import (
     Files,
-    TensorSource,
+    QuantizedTensor,
     codes_of,
     parts_of,
     read,
@@ -28,14 +28,14 @@ from tgi_server.engine.errors import InvalidWeights
 _PACKED = ".weight_packed"
 
 
-def sources(files: Files, bits: frozenset[int], sizes: frozenset[int]) -> list[TensorSource]:
+def sources(files: Files, bits: frozenset[int], sizes: frozenset[int]) -> list[QuantizedTensor]:
     """bits, sizes: of codes and of groups (-1: one group) that the settings of the checkpoint name; a layer has one of
     them each.
     """
     return [_source(name.removesuffix(_PACKED), files, bits, sizes) for name in files if name.endswith(_PACKED)]
 
 
-def _source(path: str, files: Files, known_bits: frozenset[int], sizes: frozenset[int]) -> TensorSource:
+def _source(path: str, files: Files, known_bits: frozenset[int], sizes: frozenset[int]) -> QuantizedTensor:
     packed, scale, stored_shape, zero_point, g_idx = (
         f"{path}.weight_{kind}" for kind in ("packed", "scale", "shape", "zero_point", "g_idx")
     )
@@ -58,7 +58,7 @@ def _source(path: str, files: Files, known_bits: frozenset[int], sizes: frozense
         groups = read_groups(files, g_idx, inputs, scales.shape[1]) if g_idx in parts else None
         yield whole_numbers(codes, zeros, scales, bits, groups)
 
-    return TensorSource(f"{path}.weight", files, parts, (outputs, inputs), weights)
+    return QuantizedTensor(f"{path}.weight", files, parts, (outputs, inputs), weights)
 
 
 def _bits(files: Files, name: str, outputs: int, inputs: int, known: frozenset[int]) -> int:

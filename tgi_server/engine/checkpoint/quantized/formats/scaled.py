@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource, parts_of, read, size
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor, parts_of, read, size
 from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
 from tgi_server.engine.errors import InvalidWeights
 
@@ -19,9 +19,9 @@ _SUFFIXES = (".weight_scale", ".weight_scale_inv")
 Block = tuple[int, int]
 
 
-def sources(files: Files, block: Block | None = None) -> list[TensorSource]:
+def sources(files: Files, block: Block | None = None) -> list[QuantizedTensor]:
     """block: the outputs and inputs that share a scale, where scales are those of blocks."""
-    found: list[TensorSource] = []
+    found: list[QuantizedTensor] = []
     for name in files:
         path, dot, kind = name.rpartition(".")
         if dot + kind in _SUFFIXES and f"{path}.weight" in files:
@@ -29,7 +29,7 @@ def sources(files: Files, block: Block | None = None) -> list[TensorSource]:
     return found
 
 
-def _source(name: str, scale_name: str, files: Files, block: Block | None) -> TensorSource:
+def _source(name: str, scale_name: str, files: Files, block: Block | None) -> QuantizedTensor:
     zeros_name = f"{name}_zero_point"
     parts = parts_of(files, (name, scale_name), (zeros_name,))
 
@@ -45,7 +45,7 @@ def _source(name: str, scale_name: str, files: Files, block: Block | None) -> Te
             zeros = (zeros if zeros.dim() == 2 else zeros.reshape(-1, 1)).expand(scales.shape)
         yield QuantizedWeight.of(codes, scales, zeros, groups=groups)
 
-    return TensorSource(name, files, parts, size(files, name), weights)
+    return QuantizedTensor(name, files, parts, size(files, name), weights)
 
 
 def _by_group(
