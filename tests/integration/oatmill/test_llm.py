@@ -286,7 +286,7 @@ def test_each_setting_of_the_launcher_is_taken_or_refused(tmp_path: Path):
     pipeline = RequestSettings.model_fields.keys()
     assert pipeline <= taken
     assert "prefix_disk" in router  # read from prefix_cache_disk
-    assert pipeline - {"max_priority", "prefix_cache_disk"} <= router
+    assert pipeline - {"max_priority", "prefix_cache_disk", "explain_misses"} <= router
     shard = read_names(ROOT / "tgi_server/shard/server.py", ROOT / "oatmill/pipeline.py")
     of_shards = ModelSettings.model_fields.keys() - ServingSettings.model_fields.keys()
     assert taken == pipeline | of_shards

@@ -269,6 +269,7 @@ ROUTES = (
     "/detokenize",
     "/v1/warm",
     "/v1/forget",
+    "/v1/explain",
     "/v1/decisions",
     "/v1/embeddings",
     "/embed",
