@@ -29,8 +29,10 @@ import ray
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -38,12 +40,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shared.addresses
 import shared.logging
+import shared.prefix_affinity
 import shared.processes
 from shared.addresses import free_port, is_loopback
+from shared.prefix_affinity import PrefixAffinity
 from shared.processes import die_with_parent
 from tgi_server.router import errors
 
-for module in (shared.addresses, shared.logging, shared.processes, errors):
+for module in (shared.addresses, shared.logging, shared.prefix_affinity, shared.processes, errors):
     ray.cloudpickle.register_pickle_by_value(module)
 
 logger = logging.getLogger("ray.serve")
@@ -54,6 +58,9 @@ HEALTH_SECONDS = 15.0
 LAST_WORDS_SECONDS = 3.0
 REPLICA_DIED = "the replica that had the request died"
 RETRY_SECONDS = 60.0
+# The replica with most of a prompt's beginning may have so many more requests than the least busy one: it has less to
+# compute.
+KNOWN_PREFIX_BOUND = 4
 # Statuses of the server whose shards fail, be it once or for good.
 UNHEALTHY = frozenset({424, 503})
 HOP_BY_HOP = frozenset({"connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding"})
@@ -293,6 +300,37 @@ class Server:
         os._exit(1)
 
 
+class PrefixRouter(RequestRouter):
+    """Chooses the replica that was sent most of a request's beginning before, unless that one is much busier.
+
+    Others get what they do not know by load.
+    """
+
+    def initialize_state(self) -> None:
+        self._affinity = PrefixAffinity()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Returns ranks of replicas; the least busy one of the first rank gets the request if it has room for it."""
+        known = self._affinity.known(_prompt(pending_request)) if pending_request is not None else {}
+        loads = {each: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in candidate_replicas}
+        most = min(loads.values(), default=0) + KNOWN_PREFIX_BOUND
+        ranks: dict[int, list[RunningReplica]] = {}
+        for replica, load in loads.items():
+            length = known.get(str(replica.replica_id), 0)
+            ranks.setdefault(length if load <= most else -1, []).append(replica)
+        return [ranks[length] for length in sorted(ranks, reverse=True)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        self._affinity.sent(_prompt(pending_request), str(replica_id))
+
+
+def _prompt(request: PendingRequest) -> bytes:
+    """Returns the body of a call, which begins as an earlier one does if its prompt does."""
+    return next((each.body for each in request.args if isinstance(each, Call)), b"")
+
+
 class Front:
     """Passes requests to replicas. A request that a replica has not begun when it dies is given to another one.
 
@@ -379,6 +417,7 @@ def application(options: Options) -> serve.Application:
             "upscale_delay_s": options.upscale_delay,
             "downscale_delay_s": options.downscale_delay,
         },
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         max_ongoing_requests=options.max_requests,
         max_queued_requests=options.max_waiting,
         health_check_period_s=5,

@@ -214,10 +214,24 @@ async def test_a_replica_that_dies_takes_no_request_with_it_but_those_in_its_bat
     await large_and_slow_bodies_are_refused(cluster)
     await the_key_is_wanted_and_kept_to_itself(cluster)
     await it_is_called_by_any_name(cluster)
+    await conversations_stay_with_the_replica_that_knows_them(cluster)
     for victim in (the_launcher, its_shard, its_replica):
         await die_under_load(cluster, victim)
     assert cluster.stop() == 0
     assert not [process.name() for process in cluster.processes()]
+
+
+async def conversations_stay_with_the_replica_that_knows_them(cluster: Cluster) -> None:
+    async with client_of(cluster.url) as client:
+        for chat in range(6):
+            prompt, known = f"This is conversation {chat}. " + "We talk about rice and tea. " * 40, 0
+            for turn in range(4):
+                body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+                answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+                usage = answer["usage"]
+                assert usage["prompt_tokens_details"]["cached_tokens"] >= known, f"turn {turn} of chat {chat}"
+                known = (usage["prompt_tokens"] - 1) // 128 * 128  # cached tokens are told in steps of 128
+                prompt += f"{answer['choices'][0]['text']} And what is next, after turn {turn}?"
 
 
 async def large_and_slow_bodies_are_refused(cluster: Cluster) -> None:
