@@ -53,7 +53,7 @@ _SALT = "dialogue"
 
 
 class Preparation(Enum):
-    """What a session has computed before a turn is over."""
+    """The kinds of computation that a session does before a turn is over."""
 
     NOTHING = "as they come"
     PROMPT = "warm"

@@ -165,7 +165,7 @@ class RequestGeneration:
 
     @property
     def miss(self) -> PrefixMiss | None:
-        """What the client may know of what the prefix cache had of its prompt; None if nothing was looked up."""
+        """Returns the part of the prompt's explanation that the client may see; None if nothing was looked up."""
         return self._record.shown_miss
 
     def respond(self, content: Any, *, characters: int, streams: Sequence[AnyStream]) -> Response:

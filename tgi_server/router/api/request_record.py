@@ -127,7 +127,7 @@ class RequestRecord:
 
     @property
     def trace_context(self) -> dict[str, str]:
-        """What a shard needs to carry the trace on."""
+        """The context with which a shard continues the trace."""
         return {} if self._span is None else trace_headers(self._span)
 
     @property
@@ -137,7 +137,7 @@ class RequestRecord:
 
     @property
     def misses(self) -> list[PrefixMiss]:
-        """What the prefix cache had of each prompt that was looked up so far; the prompt that lacked most first."""
+        """The explanations of all prompts that were looked up so far; the one with most missing tokens comes first."""
         for source, miss in self._sources.items():
             if miss is None:
                 self._sources[source] = explain(source, self._service.text.tokenizer)
@@ -145,7 +145,7 @@ class RequestRecord:
 
     @property
     def shown_miss(self) -> PrefixMiss | None:
-        """What the client may know of the prompt that lacked most; None if none was looked up."""
+        """The part of the first explanation that the client may see; None if no prompt was looked up."""
         first = next(iter(self.misses), None)
         shared = any(source.shared for source in self._sources)
         return first.as_shared() if first is not None and shared else first
