@@ -262,6 +262,24 @@ class LoadFileResponse(_message.Message):
     read_ns: int
     def __init__(self, bytes: _Optional[int] = ..., read_ns: _Optional[int] = ...) -> None: ...
 
+class SleepRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("released_bytes",)
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: int
+    def __init__(self, released_bytes: _Optional[int] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -94,6 +94,16 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.PrefixFile.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.LoadFileResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/generate.v1.TextGenerationService/Sleep',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.SleepRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/generate.v1.TextGenerationService/Wake',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.WakeRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class TextGenerationServiceServicer:
@@ -189,6 +199,22 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Returns the memory of the weights and of the KV blocks to the system, whose contents are undefined afterwards. No
+        sequence may run. Until Wake the shard computes nothing. Nothing happens where it sleeps already.
+        FAILED_PRECONDITION: the model cannot sleep, with the reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Makes a shard ready to compute again, with the same bits. Nothing happens where it is awake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -251,6 +277,16 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.LoadFile,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.PrefixFile.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.LoadFileResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.SleepRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.WakeRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -577,6 +613,60 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/LoadFile',
             shared_dot_stubs_dot_generate__pb2.PrefixFile.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.LoadFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/Sleep',
+            shared_dot_stubs_dot_generate__pb2.SleepRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/Wake',
+            shared_dot_stubs_dot_generate__pb2.WakeRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

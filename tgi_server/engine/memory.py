@@ -66,6 +66,18 @@ def low_mmap_threshold() -> Iterator[None]:
         set_option(_TRIM_THRESHOLD, 256 << 20)
 
 
+def give_back(address: int, size: int) -> None:
+    """Returns the whole pages among some bytes to the system. Read again, they are zeros, or what their file has."""
+    start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def resident_bytes() -> int:
+    """Returns how much memory this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 def forget_pages(tensors: Iterable[Tensor]) -> None:
     """Gives the pages back to the system in which tensors of a file lie that were read and not changed.
 
@@ -118,14 +130,14 @@ def _forget_pages(tensor: Tensor, files: Sequence[tuple[int, int]]) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     place = bisect(files, (start, sys.maxsize)) - 1
-    if start < end and place >= 0 and end <= files[place][1]:
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+    if place >= 0 and end <= files[place][1]:
+        give_back(tensor.data_ptr(), tensor.nbytes)
 
 
 def forget_file(path: Path) -> None:
     """Gives the pages of a mapped file back to the system; what is read again comes from the file again."""
     for first, last in _mapped_files(str(path)):
-        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+        give_back(first, last - first)
 
 
 def _mapped_files(path: str = "") -> list[tuple[int, int]]:
@@ -169,6 +181,11 @@ class PageReserve:
         self._ahead = 0  # bytes of each tensor
         self._works_ahead = False
         self._lock = Lock()
+
+    def restart(self) -> None:
+        """Notes that all pages have been given back."""
+        with self._lock:
+            self._next, self._ahead = 0, 0
 
     def take(self, limit: int, seconds: float = math.inf) -> None:
         """Takes the first `limit` bytes of each tensor, or as much as it can in `seconds`.

@@ -195,6 +195,13 @@ class Unhealthy(RouterError):
     error_type = "healthcheck"
 
 
+class CannotSleep(RouterError):
+    """The model cannot sleep, for the reason that its shards give."""
+
+    status = 409
+    error_type = "cannot_sleep"
+
+
 class PayloadTooLarge(RouterError):
     """The body has more bytes than `payload_limit`."""
 

@@ -270,6 +270,29 @@ class PrefixDiskMetrics:
         )
 
 
+class SleepMetrics:
+    """Sleep and waking of the model."""
+
+    def __init__(self, made: _Registry) -> None:
+        self._asleep = made.gauge("tgi_asleep", "1 while the model sleeps, else 0.").set
+        self._released = made.gauge(
+            "tgi_sleep_released_bytes", "Memory of all shards that the last sleep released."
+        ).set
+        self._slept = made.seconds("tgi_sleep_duration", "Time to put the model to sleep, once nothing runs.").observe
+        self._woke = made.seconds("tgi_wake_duration", "Time to wake the model.").observe
+        self._asleep(0)
+
+    def slept(self, seconds: float, released: int) -> None:
+        """released: bytes."""
+        self._asleep(1)
+        self._slept(seconds)
+        self._released(released)
+
+    def woke(self, seconds: float) -> None:
+        self._asleep(0)
+        self._woke(seconds)
+
+
 class EarlyAnswerMetrics:
     """Answers that are generated before they are requested. generated, used: take numbers of tokens."""
 
@@ -377,6 +400,7 @@ class Metrics:
         self.images = ImageMetrics(made)
         self.prefixes = PrefixDiskMetrics(made)
         self.early_answers = EarlyAnswerMetrics(made)
+        self.sleep = SleepMetrics(made)
         self.load = LoadMetrics()
         self._registry.register(self.load)
         self.event_loop_lag = made.seconds("tgi_event_loop_lag_seconds", "Event-loop lag in seconds.").observe

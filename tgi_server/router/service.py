@@ -15,6 +15,7 @@ from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
+from tgi_server.router.scheduling.sleep_mode import SleepMode
 from tgi_server.router.settings import ExplainedMisses
 from tgi_server.router.submission import Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
@@ -135,8 +136,8 @@ class RequestPolicy:
     payload_limit: bytes of a body. max_stored_responses: number of responses stored for /v1/responses. strict_fields:
     unknown fields are refused. is_local: requests come from this process itself, not over HTTP. ignored_fields: unknown
     fields that were logged. adapter_root: the folder below which adapters may be loaded from while the server runs;
-    None: they may not. max_priority: the lowest number that requests may give as their priority. explain_misses: the
-    setting of that name.
+    None: they may not. max_priority: the lowest number that requests may give as their priority. allow_sleep: clients
+    may put the model to sleep. explain_misses: the setting of that name.
     """
 
     payload_limit: int
@@ -145,6 +146,7 @@ class RequestPolicy:
     strict_fields: bool = False
     adapter_root: Path | None = None
     max_priority: int = 0
+    allow_sleep: bool = False
     explain_misses: ExplainedMisses = "own"
     is_local: bool = False
     ignored_fields: set[str] = field(default_factory=set)
@@ -163,7 +165,8 @@ class Service:
     says of them. encoders: the models that embed and rank.
     generates: False where nothing else is served. caches: there is a prefix cache. tenant_secret: names of tenants are
     made with it, and stay the same after a restart; None: they need not. forget: forgets what is cached under a
-    namespace, and returns how many files were deleted. explained: what the prefix cache had of the latest requests.
+    namespace, and returns how many files were deleted. sleep_mode: puts the model to sleep; None: it cannot sleep.
+    explained: what the prefix cache had of the latest requests.
     """
 
     model: ModelDescription
@@ -184,5 +187,6 @@ class Service:
     caches: bool = True
     tenant_secret: bytes | None = None
     forget: Callable[[str], Awaitable[int]] = _forget_nothing
+    sleep_mode: SleepMode | None = None
     explained: ExplainedRequests = field(default_factory=ExplainedRequests)
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

@@ -247,6 +247,7 @@ class ServingSettings(RequestSettings):
     help_groups: ClassVar[Mapping[str, str]] = {
         "hostname": "HTTP server",
         "allow_adapter_updates": "Adapters",
+        "enable_sleep_mode": "Other",
         "max_stored_responses": "Limits of requests",
         "payload_limit": "HTTP server",
         "enable_auto_tool_choice": "Chat",
@@ -268,6 +269,9 @@ class ServingSettings(RequestSettings):
     )
     adapter_root: Path | None = Field(
         default=None, description="Folder from which adapters may be loaded while the server runs."
+    )
+    enable_sleep_mode: bool = Field(
+        default=False, description="Let callers put the model to sleep (/sleep); the next request wakes it."
     )
     max_stored_responses: int = Field(
         default=1000, ge=0, description="Maximum number of stored responses (/v1/responses), in memory; 0: none."

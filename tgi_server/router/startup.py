@@ -217,6 +217,7 @@ async def assembled(
                 generates=not info.encoders_only,
                 caches=scheduler.batch.memory.caches,
                 forget=scheduler.forget,
+                sleep_mode=scheduler.sleep_mode,
                 tenant_secret=None if disk is None else disk.folder.secret("tenants"),
             )
         finally:
@@ -248,6 +249,7 @@ def _policy(settings: PipelineSettings, *, reads_images: bool) -> RequestPolicy:
         settings.strict_fields,
         settings.adapter_root if settings.allow_adapter_updates else None,
         settings.max_priority,
+        settings.enable_sleep_mode,
         settings.explain_misses,
     )
 

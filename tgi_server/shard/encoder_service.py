@@ -11,7 +11,9 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine.checkpoint.weight_files import weight_bytes
 from tgi_server.engine.encoders import Encoder
+from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard.encoder_queue import EncoderQueue
+from tgi_server.shard.sleep_calls import SleepCalls
 
 
 def encoder_message(encoder: Encoder, model_id: str, folder: Path) -> pb.Encoder:
@@ -54,10 +56,13 @@ async def encode(
 class EncoderService(TextGenerationServiceServicer):
     """The service of a shard that has no model which generates."""
 
-    def __init__(self, queue: EncoderQueue, encoders: Sequence[pb.Encoder], urls: tuple[str, str]) -> None:
-        """urls: of this service, and of the GrammarService beside it, which compiles nothing."""
+    def __init__(
+        self, queue: EncoderQueue, encoders: Sequence[pb.Encoder], urls: tuple[str, str], sleep: SleepCalls
+    ) -> None:
+        """urls: of this service, and of the GrammarService beside it, which compiles nothing. sleep: of the models."""
         first = encoders[0]
         self._queue = queue
+        self._sleep = sleep
         self._urls = urls
         self._info = pb.InfoResponse(
             model_id=first.model_id,
@@ -85,4 +90,18 @@ class EncoderService(TextGenerationServiceServicer):
         return pb.HealthResponse()
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
+        try:
+            self._sleep.check_awake()
+        except InvalidCall as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return await encode(self._queue, request, context)
+
+    async def Sleep(self, request: pb.SleepRequest, context: grpc.aio.ServicerContext) -> pb.SleepResponse:
+        try:
+            return await self._sleep.sleep()
+        except InvalidCall as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise AssertionError from error  # the call has ended
+
+    async def Wake(self, request: pb.WakeRequest, context: grpc.aio.ServicerContext) -> pb.WakeResponse:
+        return await self._sleep.wake()

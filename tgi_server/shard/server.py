@@ -35,6 +35,7 @@ from tgi_server.engine.kernels import compile_beside
 from tgi_server.engine.memory import malloc_trim
 from tgi_server.engine.parallel import ShardGroup, connect
 from tgi_server.engine.progress import report_to
+from tgi_server.engine.sleep import SleepingModel
 from tgi_server.grammar import Sandbox
 from tgi_server.loading import percent_of, remove_progress, write_progress
 from tgi_server.shard.encoder_queue import EncoderQueue
@@ -44,6 +45,7 @@ from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.numa import keep_to_node
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
+from tgi_server.shard.sleep_calls import SleepCalls
 from tgi_server.shard.sockets import grammar_socket, shard_socket
 from tgi_server.shard.tracing import RequestSpans
 from tgi_server.shard.turns import Turns
@@ -283,10 +285,12 @@ class Services:
             for task, each in loaded.encoders.items()
         ]
         self.grammars = GrammarService(self._queue)
+        sleeping = SleepingModel(engine, loaded.encoders.values(), _packed_cache(settings))
+        sleep = SleepCalls(sleeping, self._encoders, on_fatal)
         self.generation: TextGenerationService | EncoderService
         if engine is None:
             assert self._encoders is not None  # or nothing would be served
-            self.generation = EncoderService(self._encoders, encoders, (places[0].url, places[0].grammar_url))
+            self.generation = EncoderService(self._encoders, encoders, (places[0].url, places[0].grammar_url), sleep)
             return
         self.generation = TextGenerationService(
             engine,
@@ -294,6 +298,7 @@ class Services:
             settings.revision,
             places,
             self._queue,
+            sleep,
             on_fatal=on_fatal,
             spans=spans,
             encoders=self._encoders,

@@ -25,6 +25,7 @@ from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.encoder_service import encode
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.prefix_service import PrefixService
+from tgi_server.shard.sleep_calls import SleepCalls
 from tgi_server.shard.tracing import RequestSpans
 from tgi_server.wire import image_from_message, shares_memory
 
@@ -58,14 +59,16 @@ class TextGenerationService(TextGenerationServiceServicer):
         revision: str | None,
         places: Sequence[Place],
         grammars: GrammarQueue | None,
+        sleep: SleepCalls,
         on_fatal: Callable[[], None],
         spans: RequestSpans | None = None,
         encoders: EncoderQueue | None = None,
         encoder_infos: Sequence[pb.Encoder] = (),
     ) -> None:
-        """places: the addresses of all shards, in rank order. grammars: None if the model has no tokenizer. on_fatal:
-        called when the device can compute no more. spans: None if no traces are collected. encoders: of the embedding
-        and rerank models, and of images; None: there are none. encoder_infos: their descriptions for the router.
+        """places: the addresses of all shards, in rank order. grammars: None if the model has no tokenizer. sleep: of
+        the models. on_fatal: called when the device can compute no more. spans: None if no traces are collected.
+        encoders: of the embedding and rerank models, and of images; None: there are none. encoder_infos: their
+        descriptions for the router.
         """
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(places))
@@ -73,6 +76,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._encoders = encoders
         self._places = places
         self._grammars = grammars
+        self._sleep = sleep
         self._on_fatal = on_fatal
         self._spans = spans
         self._running: CallStream | None = None
@@ -120,6 +124,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadAdapterResponse:
         async with self._errors(context, reading=request.folder):
+            self._sleep.check_awake()  # adapters are combined with the weights
             fetch = partial(self._engine.adapters.fetch, request.adapter_id, Path(request.folder))
             adapter = await asyncio.get_running_loop().run_in_executor(self._reader, fetch)
             if not request.check_only:
@@ -134,6 +139,7 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
         async with self._errors(context):
+            self._sleep.check_awake()
             return await encode(self._encoders, request, context)
         raise AssertionError  # an error has ended the call
 
@@ -141,6 +147,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self, request: pb.EncodeImagesRequest, context: grpc.aio.ServicerContext
     ) -> pb.EncodeImagesResponse:
         async with self._errors(context):
+            self._sleep.check_awake()
             tower = self._engine.tower
             if tower is None or self._encoders is None:
                 raise InvalidCall(self._engine.info.no_images or "the model does not read images")
@@ -165,6 +172,16 @@ class TextGenerationService(TextGenerationServiceServicer):
         async with self._errors(context):
             size, seconds = await self._prefixes.load(request)
             return pb.LoadFileResponse(bytes=size, read_ns=int(seconds * 1e9))
+        raise AssertionError  # an error has ended the call
+
+    async def Sleep(self, request: pb.SleepRequest, context: grpc.aio.ServicerContext) -> pb.SleepResponse:
+        async with self._errors(context):
+            return await self._sleep.sleep()
+        raise AssertionError  # an error has ended the call
+
+    async def Wake(self, request: pb.WakeRequest, context: grpc.aio.ServicerContext) -> pb.WakeResponse:
+        async with self._errors(context):
+            return await self._sleep.wake()
         raise AssertionError  # an error has ended the call
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:

@@ -12,7 +12,9 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.sleep import SleepingModel
 from tgi_server.shard.service import Place, TextGenerationService
+from tgi_server.shard.sleep_calls import SleepCalls
 
 PROMPT = [1, 40, 77, 300]
 
@@ -27,7 +29,15 @@ async def stub(engine: Engine, tmp_path: Path) -> AsyncIterator[TextGenerationSe
     url = f"unix://{tmp_path}/shard"
     server = grpc.aio.server()
     place = Place(url, f"{url}-grammars")
-    service = TextGenerationService(engine, "demo", None, [place], None, on_fatal=lambda: None)
+    service = TextGenerationService(
+        engine,
+        "demo",
+        None,
+        [place],
+        None,
+        SleepCalls(SleepingModel(engine, (), None), None, list),
+        on_fatal=lambda: None,
+    )
     add_TextGenerationServiceServicer_to_server(service, server)
     server.add_insecure_port(url)
     await server.start()

@@ -14,10 +14,12 @@ from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGe
 from tests.image_prompts import ImagePrompt, expected, image_prompt, load_image_reference, make_image_model
 from tgi_server.contract import Image
 from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.sleep import SleepingModel
 from tgi_server.engine.vision.tower import VisionTower
 from tgi_server.shard.encoder_queue import EncoderQueue
 from tgi_server.shard.server import SERVER_OPTIONS
 from tgi_server.shard.service import Place, TextGenerationService
+from tgi_server.shard.sleep_calls import SleepCalls
 from tgi_server.shard.turns import Turns
 from tgi_server.shared_bytes import SharedMemory
 from tgi_server.wire import image_to_message
@@ -41,7 +43,16 @@ async def stub(folder: Path, tmp_path: Path) -> AsyncIterator[TextGenerationServ
     engine = Engine(EngineConfig(folder))
     queue = EncoderQueue({}, Turns(), beside=True)
     places = [Place("unix:///a", "unix:///b")]
-    service = TextGenerationService(engine, "maker/tiny", None, places, None, lambda: None, encoders=queue)
+    service = TextGenerationService(
+        engine,
+        "maker/tiny",
+        None,
+        places,
+        None,
+        SleepCalls(SleepingModel(engine, (), None), queue, list),
+        lambda: None,
+        encoders=queue,
+    )
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_TextGenerationServiceServicer_to_server(service, server)
     server.add_insecure_port(f"unix://{tmp_path}/shard")

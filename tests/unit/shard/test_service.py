@@ -18,7 +18,9 @@ from tgi_server.engine.errors import InvalidAdapter, InvalidCall, ModelNotFound,
 from tgi_server.engine.load_parts import LoadedModel
 from tgi_server.engine.lora.loaded import ReadAdapter
 from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sleep import SleepingModel
 from tgi_server.shard.service import Place, TextGenerationService
+from tgi_server.shard.sleep_calls import SleepCalls
 
 PLACES = [Place("unix:///a", "unix:///a-grammars"), Place("ipv4:10.0.0.2:1", "ipv4:10.0.0.2:2")]
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -113,7 +115,8 @@ def ended() -> list[bool]:
 async def stub(engine: Engine, ended: list[bool], tmp_path: Path) -> AsyncIterator[TextGenerationServiceStub]:
     server = grpc.aio.server()
     on_fatal: Callable[[], None] = lambda: ended.append(True)  # noqa: E731
-    service = TextGenerationService(engine, "maker/tiny", "v2", PLACES, None, on_fatal)  # type: ignore[arg-type]
+    sleep = SleepCalls(SleepingModel(engine, (), tmp_path), None, on_fatal)
+    service = TextGenerationService(engine, "maker/tiny", "v2", PLACES, None, sleep, on_fatal)
     add_TextGenerationServiceServicer_to_server(service, server)
     server.add_insecure_port(f"unix://{tmp_path}/shard")
     await server.start()

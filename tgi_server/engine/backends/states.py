@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.memory import HOST, mapped
+from tgi_server.engine.memory import HOST, give_back, mapped
 
 # Of a layer: its index, and the name of the function that has the state.
 Part: TypeAlias = tuple[int, str]
@@ -58,6 +58,11 @@ class SequenceStates:
     def slot_tensors(self) -> list[Tensor]:
         """Returns the tensors in which the slots are: [slots, ...] each, contiguous, until the next `allocate`."""
         return [self._parts[key] for key in sorted(self._parts)]
+
+    def forget(self) -> None:
+        """Returns the memory of all slots to the system, on a CPU. Their contents are undefined afterwards."""
+        for tensor in self._parts.values():
+            give_back(tensor.data_ptr(), tensor.nbytes)
 
     def copy(self, source: int, target: int) -> None:
         """Copies all states of a slot to another one."""

@@ -34,6 +34,7 @@ from tgi_server.router.api.routes.ollama_models import ollama_model_routes
 from tgi_server.router.api.routes.page import page_routes, page_while_loading
 from tgi_server.router.api.routes.ranking import ranking_routes
 from tgi_server.router.api.routes.responses import response_routes
+from tgi_server.router.api.routes.sleep import sleep_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
 from tgi_server.router.api.routes.warm import warm_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError, Unhealthy
@@ -56,7 +57,7 @@ _ROUTES = (
     compatibility_routes,
     adapter_routes,
 )
-_OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, ollama_model_routes, probe_routes)
+_OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, ollama_model_routes, probe_routes, sleep_routes)
 
 
 def create_app(service: Service, rules: AccessRules) -> Starlette:

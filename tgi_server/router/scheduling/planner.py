@@ -132,6 +132,7 @@ class StepPlanner:
         disk: PrefixDisk | None = None,
     ) -> None:
         """forecast: says what deadlines ask for. clock: in seconds. disk: None: no prefixes are on disk."""
+        self.awake: Callable[[], bool] = lambda: True  # False: only sequences that have begun may join
         self._disk = disk
         self._order = order
         self._forecast = forecast
@@ -361,6 +362,8 @@ class StepPlanner:
 
     def _may_join(self, sequence: Sequence) -> bool:
         """Returns False while a sequence's adapter waits for its place or is loaded, or its prefix is being read."""
+        if not (sequence.started or self.awake()):
+            return False
         ready = sequence.adapter is None or self._adapters.prepare(sequence.adapter)
         if not ready:
             sequence.wait_for_place(self._batch.step)

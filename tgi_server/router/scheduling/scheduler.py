@@ -36,6 +36,7 @@ from tgi_server.router.scheduling.prefix_disk import DiskPrefixes, PrefixDisk
 from tgi_server.router.scheduling.report import BatchReport
 from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
+from tgi_server.router.scheduling.sleep_mode import SleepMode
 from tgi_server.router.submission import PreparedRequest, Sink
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,9 @@ class Scheduler:
             self.disk,
         )
         self._in_flight: deque[_Sent] = deque()
+        state = self.waiting, self.batch, self._in_flight, self.disk
+        self.sleep_mode = SleepMode(shards, *state, self._work.set, self._fail_waiting, metrics.sleep, clock)
+        self._planner.awake = lambda: self.sleep_mode.awake
         self._steps_in_flight = 0
         self._adapters.on_ready = self._work.set
         self._adapters.on_failure = self._fail_adapter
@@ -194,6 +198,7 @@ class Scheduler:
             self.disk.look_up(sequence)
         self.waiting.add(sequence)
         self._work.set()
+        self.sleep_mode.queued()
         # The task may be waiting for shards that hang, and would tell only after that.
         self._report.queued(len(self.waiting))
 
@@ -212,6 +217,7 @@ class Scheduler:
             raise RequestTimedOut("the deadline of the request passed before it could be queued")
         if not self._admission:
             return
+        self.sleep_mode.check_time(sequence)
         running = list(self.batch)
         if self.batch.memory.chunks and self._order.gives_way(sequence, running) is not None:
             ahead, running = [], []  # it is not certain how many are preempted
@@ -277,6 +283,7 @@ class Scheduler:
 
     async def stop(self) -> None:
         """Ends the task; whatever has not ended fails."""
+        self.sleep_mode.close()
         if self.disk is not None:
             await self.disk.stop()
         if self._task is not None:
@@ -308,7 +315,7 @@ class Scheduler:
         self._show_state()
         if self._in_flight:
             await self.receive()
-        elif len(self.batch) or (self.waiting and not (self._adapters.loading or (self.disk and self.disk.busy))):
+        elif len(self.batch) or (self.waiting and not (self._adapters.loading or self.sleep_mode.holds)):
             raise GenerationFailed("requests still wait for tokens, but the shards have no step to compute for them")
         else:
             await self._sleep()

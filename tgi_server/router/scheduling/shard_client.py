@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import grpc
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
 from tgi_server.contract import Image
-from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unhealthy
+from tgi_server.router.errors import CannotSleep, GenerationFailed, InvalidRequest, Overloaded, Unhealthy
 from tgi_server.shared_bytes import SharedBytes, SharedMemory
 from tgi_server.wire import image_to_message, shared_to_message
 
@@ -194,10 +194,13 @@ class ShardedClient:
 
     Calls that change the batch share one stream to each shard, which is opened with the first of them, and again with
     the next one after a failure.
+
+    in_use: entered by calls beside those, which need a model that is awake.
     """
 
     def __init__(self, shards: Sequence[ShardClient], *, call_timeout_s: float = 300.0) -> None:
         """call_timeout_s: seconds after which a call counts as failed."""
+        self.in_use: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._shards = tuple(shards)
         self._timeout = call_timeout_s
         self._streams: CallStreams | None = None
@@ -297,9 +300,10 @@ class ShardedClient:
 
     async def encode(self, request: pb.EncodeRequest, timeout_s: float = 300.0) -> pb.EncodeResponse:
         """Has the first shard encode texts. Raises Unhealthy."""
-        responses: list[pb.EncodeResponse] = await self._ask_each(
-            lambda shard: shard.stub.Encode(request, timeout=timeout_s), self._shards[:1]
-        )
+        async with self.in_use():
+            responses: list[pb.EncodeResponse] = await self._ask_each(
+                lambda shard: shard.stub.Encode(request, timeout=timeout_s), self._shards[:1]
+            )
         return responses[0]
 
     async def encode_images(
@@ -319,7 +323,8 @@ class ShardedClient:
                     raise InvalidRequest(error.details() or "the model cannot process the image") from error
                 raise
 
-        await self._ask_each(encode)
+        async with self.in_use():
+            await self._ask_each(encode)
 
     async def load_adapter(
         self, adapter_id: str, folder: str, *, check_only: bool = False, timeout_s: float = 300.0
@@ -339,12 +344,35 @@ class ShardedClient:
                 raise
             return response
 
-        responses: list[pb.LoadAdapterResponse] = await self._ask_each(load)
+        async with self.in_use():
+            responses: list[pb.LoadAdapterResponse] = await self._ask_each(load)
         return responses[0]
 
     async def unload_adapter(self, adapter_id: str, timeout_s: float = 60.0) -> None:
         """Has every shard forget an adapter that no step on its way computes with. Raises Unhealthy."""
-        await self._ask("UnloadAdapter", pb.UnloadAdapterRequest(adapter_id=adapter_id), timeout_s)
+        async with self.in_use():
+            await self._ask("UnloadAdapter", pb.UnloadAdapterRequest(adapter_id=adapter_id), timeout_s)
+
+    async def sleep(self, timeout_s: float = 600.0) -> int:
+        """Puts every shard to sleep. Returns the bytes of memory that they hold less. Raises CannotSleep and Unhealthy.
+
+        After an error some of them may sleep.
+        """
+
+        async def sleep(shard: ShardClient) -> int:
+            try:
+                response: pb.SleepResponse = await shard.stub.Sleep(pb.SleepRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise CannotSleep(error.details() or "the model cannot sleep") from error
+                raise
+            return response.released_bytes
+
+        return sum(await self._ask_each(sleep))
+
+    async def wake(self, timeout_s: float = 600.0) -> None:
+        """Wakes every shard. Raises Unhealthy."""
+        await self._ask("Wake", pb.WakeRequest(), timeout_s)
 
     async def describe_files(self, timeout_s: float = 30.0) -> list[pb.DescribeFilesResponse]:
         """Returns what files of each shard have to fit. Raises Unhealthy, also for shards that write none."""

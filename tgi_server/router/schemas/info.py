@@ -64,6 +64,10 @@ class Info(ResponseModel, kw_only=True):
     adapters: Annotated[list[AdapterInfo], Meta(description="that requests may name")]
 
 
+class SleepInfo(ResponseModel):
+    is_sleeping: bool
+
+
 class VersionInfo(ResponseModel, kw_only=True):
     """The version of the server itself; /info has one that can be compared with TGI's."""
 

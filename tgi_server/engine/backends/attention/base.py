@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.backends.attention.kv_format import KVFormat
+from tgi_server.engine.memory import give_back
 
 T = TypeVar("T")
 
@@ -221,6 +222,12 @@ class AttentionBackend(ABC):
         Memory for `ahead` more blocks is taken in the background. Backends that take all memory in `allocate` do
         nothing here.
         """
+
+    def forget_blocks(self) -> None:
+        """Returns the memory of all blocks to the system, on a CPU. Their contents are undefined afterwards."""
+        for tensor in self.block_tensors():
+            storage = tensor.untyped_storage()
+            give_back(storage.data_ptr(), storage.nbytes())
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:

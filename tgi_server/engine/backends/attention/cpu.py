@@ -52,6 +52,10 @@ class CpuAttention(AttentionBackend):
         self._pages.take(blocks * block_bytes, seconds)
         self._pages.take_ahead((blocks + ahead) * block_bytes)
 
+    def forget_blocks(self) -> None:
+        self._pages.restart()
+        super().forget_blocks()
+
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         torch.ops.oatmill.write_kv(
             key, value, self.keys[layer], self.values[layer], metadata.slots, *self.kv_format.of(layer)
