@@ -10,9 +10,9 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """Returns a function for a new process to run first (`preexec_fn`): the kernel then kills it when the thread that
-    started it ends, as it does when the whole process ends.
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """Returns a function for a new process to run first (`preexec_fn`): the kernel then sends it the signal `by` when
+    the thread that started it ends, as it does when the whole process ends.
 
     Returns None on systems without prctl(2).
     """
@@ -22,7 +22,7 @@ def die_with_parent() -> Callable[[], None] | None:
     prctl = ctypes.CDLL(None).prctl
 
     def bind() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, by)
         if os.getppid() != parent:
             os._exit(1)
 

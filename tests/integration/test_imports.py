@@ -24,7 +24,9 @@ HEAVY = {"torch", "transformers", "sympy", "starlette", "uvicorn", "huggingface_
 # What the launcher needs only for GGUF files and for several machines. Shards start after its imports.
 SOMETIMES = {"tgi_server.launcher.cli": {"numpy", "gguf", "grpc"}}
 # The parts of torch and transformers that only training, compiling and other ways to serve need.
-NOT_FOR_SERVING = {"torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "setuptools"}
+NOT_FOR_SERVING = {
+    *("torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "setuptools", "sympy"),
+}
 
 
 def imported(lines: str) -> set[str]:

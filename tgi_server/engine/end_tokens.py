@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tgi_server.engine.checkpoint.model_folder import ModelFolder
+from tgi_server.grammar.added_tokens import added_ids
 from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ def _of_tokenizer(folder: Path) -> Iterator[int]:
     if not isinstance(content, str) or not has_tokenizer(folder):
         return
     try:
-        token_id = Tokenizer.from_str(read_definition(folder)).token_to_id(content)
+        definition = read_definition(folder)
+        token_id = added_ids(definition).get(content)
+        if token_id is None:
+            token_id = Tokenizer.from_str(definition).token_to_id(content)
     except Exception as error:  # the library raises plain exceptions; the router reports what it cannot read
         logger.warning("the end-of-sequence token %r of the tokenizer is not used: %s", content, error)
         return

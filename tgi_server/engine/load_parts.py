@@ -29,6 +29,9 @@ from tgi_server.grammar.tokenizer import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Packed weights that take long enough to write that requests are served meanwhile.
+_LARGE_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -112,7 +115,7 @@ def _load_runner(config: EngineConfig, folder: ModelFolder) -> tuple[PreTrainedM
     model = load_model(config, config.device, choose_dtype(config, config.device), folder)
     runner = create_runner(model, config)
     if file is not None and (content := stored_model(runner, model)) is not None:
-        write_packed(file, content)
+        write_packed(file, content, beside=content.weight_bytes >= _LARGE_BYTES)
     return model, runner
 
 

@@ -5,11 +5,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG, _MAP, _OLDER = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Definition(msgspec.Struct):
+    """The part of a tokenizer.json that is read here: all of it takes half a second if the vocabulary is large."""
+
+    added_tokens: list[_Added] | None = None
+
+
+def added_ids(definition: str) -> dict[str, int]:
+    """Returns the ids of the tokens that a tokenizer.json adds to its vocabulary. Raises ValueError."""
+    try:
+        return {token.content: token.id for token in msgspec.json.decode(definition, type=_Definition).added_tokens or ()}
+    except msgspec.MsgspecError:  # which is strict about text that json takes
+        return {each["content"]: each["id"] for each in json.loads(definition).get("added_tokens") or ()}
 
 
 def add_missing_tokens(tokenizer: Tokenizer, model: Path) -> bool:
@@ -38,8 +58,7 @@ def add_missing_tokens(tokenizer: Tokenizer, model: Path) -> bool:
 def has_further_tokens(definition: str, model: Path) -> bool:
     """Returns True if files of the folder have tokens that a tokenizer.json does not add. Raises as the above does."""
     declared = {token.content for token in _declared(model)}
-    content = json.loads(definition) if declared else {}
-    return not declared <= {each["content"] for each in content.get("added_tokens") or ()}
+    return bool(declared) and not declared <= added_ids(definition).keys()
 
 
 def _declared(model: Path) -> Iterator[AddedToken]:

@@ -108,7 +108,7 @@ class PlainBackend(Backend):
         source, name = self.source, self.source.config.model_type
         own = own_pass(source)
         if source.device == HOST:
-            forget_pages([source.get_output_embeddings().weight])  # which the pass has read
+            forget_pages(source.get_output_embeddings().parameters(recurse=False))  # which the pass has read
         try:
             decoder = build_decoder(source, spec, own.variants, linear, pack)
         except Unfit as reason:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
@@ -13,10 +14,30 @@ from tgi_server.engine.memory import HOST
 T = TypeVar("T")
 
 
+class _RangesOnHost(TorchFunctionMode):
+    """Makes ranges on the CPU, from which models compute buffers such as the frequencies of rotary positions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}) | ({"device": HOST} if func is torch.arange else {}))
+
+
+def _made(make: Callable[[], T]) -> T:
+    """Makes a model without random numbers and, where it can, without ranges on the device "meta".
+
+    For both torch would import sympy, which takes more than a second.
+    """
+    with no_init_weights():
+        try:
+            with _RangesOnHost():
+                return make()
+        except RuntimeError:  # a model that computes with a range and with something on the device
+            return make()
+
+
 def empty_model(factory: Any, config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
     """Returns a model on no device. factory: a class of `transformers` that has `from_config`."""
-    with torch.device("meta"), no_init_weights():  # random numbers, for which torch would import sympy
-        model: PreTrainedModel = factory.from_config(config, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model: PreTrainedModel = _made(lambda: factory.from_config(config, trust_remote_code=trust_remote_code))
     model.tie_weights(recompute_mapping=False)
     return model
 
@@ -38,8 +59,7 @@ def fill(
         """`from_pretrained` calls its class to make a model, and gets one of `model_class` that is arranged."""
 
         def __new__(cls, config: PretrainedConfig) -> Any:
-            with no_init_weights():
-                model = model_class(config)
+            model = _made(lambda: model_class(config))
             arrange(model)
             return model
 

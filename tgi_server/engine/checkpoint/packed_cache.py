@@ -13,8 +13,10 @@ import mmap
 import os
 import pickle
 import re
+import signal
 import stat
 import struct
+import sys
 import tempfile
 import time
 import zipfile
@@ -24,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar
 
@@ -33,6 +36,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from transformers import GenerationConfig, PreTrainedConfig
 
 from shared.control_groups import usable_cores
+from shared.processes import die_with_parent
 from tgi_server.engine.checkpoint.model_digest import model_digests
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
@@ -92,8 +96,55 @@ def read_packed(path: Path | None, group: ShardGroup | None, kind: type[T]) -> T
     return content if of_all else None
 
 
-def write_packed(path: Path, content: Any) -> None:
-    """Writes a model for later starts. Where that is impossible the reason is in the log."""
+def write_packed(path: Path, content: Any, *, beside: bool = False) -> None:
+    """Writes a model for later starts. Where that is impossible the reason is in the log.
+
+    beside: a child process writes it as it is now, in time that nobody else wants, while this process goes on. It ends
+    with the thread that calls this.
+    """
+    if beside and sys.platform == "linux":
+        _write_beside(path, content)
+    else:
+        _log_written(path, _write(path, content))
+
+
+def _log_written(path: Path, fault: str) -> None:
+    if fault:
+        logger.info("packed weights are not stored in %s: %s", path.parent, fault)
+    else:
+        logger.info("packed weights are stored in %s for later starts", path)
+
+
+def _write_beside(path: Path, content: Any) -> None:
+    reader, writer = os.pipe()
+    die = die_with_parent(signal.SIGTERM)
+    child = os.fork()
+    if child == 0:
+        fault = "the server ended before"
+        try:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which removes the unfinished file
+            if die is not None:
+                die()
+            torch.set_num_threads(1)  # a forked process has none of the others
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            fault = _write(path, content)
+        finally:
+            os.write(writer, fault.encode())
+            os._exit(0)
+    os.close(writer)
+
+    def wait() -> None:
+        with open(reader, encoding="utf-8") as told:
+            fault = told.read()
+        _, status = os.waitpid(child, 0)
+        _log_written(path, fault or (f"the process that writes them ended with status {status}" if status else ""))
+
+    Thread(target=wait, name="packed-weights", daemon=True).start()
+
+
+def _write(path: Path, content: Any) -> str:
+    """Returns why the model was not written; empty if it was."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, unfinished = tempfile.mkstemp(suffix=".unfinished", prefix="", dir=path.parent)
@@ -107,9 +158,8 @@ def write_packed(path: Path, content: Any) -> None:
         with suppress(FileNotFoundError):  # another shard may do the same
             _delete_old(path)
     except (OSError, RuntimeError, pickle.PicklingError, TypeError, AttributeError) as error:
-        logger.info("packed weights are not stored in %s: %s", path.parent, error)
-    else:
-        logger.info("packed weights are stored in %s for later starts", path)
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _save(content: Any, file: BinaryIO) -> None:

@@ -3,6 +3,8 @@
 import logging
 import os
 import resource
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import tgi_server.engine.load_parts as module
+from tests.timing import until
 from tests.tiny_models import make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import generate_together, load_engine, prompts
@@ -226,6 +229,48 @@ def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert f"packed weights are not stored in {tmp_path / 'packed'}: [Errno 27] File too large" in caplog.text
     assert list((tmp_path / "packed").iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["", "[Errno 20] Not a directory"])
+def test_a_large_model_is_written_beside_the_server(
+    fault: str, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    if fault:
+        cache.touch()
+    content = [torch.arange(1_000_000.0)]
+    write_packed(cache / "model" / "a.pt", content, beside=True)
+    content[0].zero_()  # the file has what there was
+    until(lambda: "packed weights are" in caplog.text)
+    if fault:
+        assert f"packed weights are not stored in {cache / 'model'}: {fault}" in caplog.text
+    else:
+        assert torch.load(cache / "model" / "a.pt")[0].equal(torch.arange(1_000_000.0))
+        assert len(list((cache / "model").iterdir())) == 1
+
+
+UNTIL_KILLED = """
+import sys, time
+from pathlib import Path
+import torch
+from tgi_server.engine.checkpoint.packed_cache import write_packed
+
+write_packed(Path(sys.argv[1]), [torch.ones(20_000_000) for _ in range(40)], beside=True)
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_is_written_beside_a_server_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "packed" / "a.pt"
+    command = [sys.executable, "-c", UNTIL_KILLED, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "begun\n"
+        until(lambda: file.parent.exists() and any(file.parent.iterdir()))
+        server.kill()
+    until(lambda: not [each for each in file.parent.iterdir() if each.suffix == ".unfinished"])
+    assert not file.exists()
 
 
 def test_a_folder_that_is_not_there_is_named(cache: Path, tmp_path: Path) -> None:
