@@ -90,8 +90,8 @@ class Comparison:
     async def _measure(self, command: ServerCommand, seed: int, start_limit: float) -> Round:
         log = _LOGS / f"{command.name}-{self.model.name}.log"
         tell(f"{command.name}: starting, log in {log}")
-        adapters = max(workload.adapters for workload in self.workloads)
-        async with running(command, self.model, log, start_limit, adapters) as server:
+        adapters, length = (max(getattr(load, name) for load in self.workloads) for name in ("adapters", "length"))
+        async with running(command, self.model, log, start_limit, adapters, length) as server:
             tell(f"{command.name}: up after {server.start_seconds:.0f} s")
             api = APIS[command.api](await first_model(server.url, None))
             return Round(

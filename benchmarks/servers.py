@@ -24,6 +24,8 @@ from tgi_server.gguf.paths import SUFFIX
 
 _PROGRAMS = Path(sys.executable).parent
 _STOP_SECONDS = 30
+# The tokens that a request may have with its reply where the loads need fewer.
+SHORTEST = 2048
 
 
 class ServerDidNotStart(Exception):
@@ -32,9 +34,9 @@ class ServerDidNotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server and the command that starts it. command: may hold {model}, {model.name}, {gguf} and {port}.
+    """A server and the command that starts it. command: may hold {model}, {model.name}, {gguf}, {port} and {length}.
 
-    model: a folder or a GGUF file. gguf: that file, or FOLDER-Q4_K_M.gguf.
+    model: a folder or a GGUF file. gguf: that file, or FOLDER-Q4_K_M.gguf. length: tokens of a request with its reply.
 
     programs: a folder to look for programs in first. environment: variables besides those of this process. api: the
     interface that it is asked by. adapter_flags: are added for loads with adapters, which lie in the folder
@@ -48,11 +50,13 @@ class ServerCommand:
     api: str = "openai"
     adapter_flags: str = ""
 
-    def arguments(self, model: Path, port: int, adapters: int = 0) -> list[str]:
+    def arguments(self, model: Path, port: int, adapters: int = 0, length: int = SHORTEST) -> list[str]:
         """Raises ValueError for a placeholder that does not exist, and for unbalanced quotes."""
         try:
             arguments = [
-                part.format(model=model.resolve(), gguf=gguf_of(model.resolve()), port=port)
+                part.format(
+                    model=model.resolve(), gguf=gguf_of(model.resolve()), port=port, length=max(SHORTEST, length)
+                )
                 for part in shlex.split(self.command)
             ]
             if adapters:
@@ -62,7 +66,7 @@ class ServerCommand:
             return arguments
         except (LookupError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"command {self.command!r}: {error}; placeholders are {{model}}, {{gguf}} and {{port}}"
+                f"command {self.command!r}: {error}; placeholders are {{model}}, {{gguf}}, {{port}} and {{length}}"
             ) from error
 
 
@@ -74,18 +78,18 @@ def gguf_of(model: Path) -> Path:
 OURS = ServerCommand(
     "oatmill",
     f"{shlex.quote(sys.executable)} -m tgi_server.launcher.cli "
-    "--model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16",
+    "--model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16 --prometheus-port 0",
     adapter_flags="--lora-adapters {listed}",
 )
 # Servers to compare with.
 PEERS = {
     "vllm": ServerCommand(
         "vllm",
-        "vllm serve {model} --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port {port}",
+        "vllm serve {model} --dtype bfloat16 --max-model-len {length} --host 127.0.0.1 --port {port}",
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
         adapter_flags="--enable-lora --max-loras 8 --max-lora-rank 16 --lora-modules {apart}",
     ),
-    "llama.cpp": ServerCommand("llama.cpp", "python -m benchmarks.llama_cpp_server {gguf} {port}"),
+    "llama.cpp": ServerCommand("llama.cpp", "python -m benchmarks.llama_cpp_server {gguf} {port} --context {length}"),
     "llama-server": ServerCommand(
         "llama-server",
         f"llama-server --model {{gguf}} --threads {usable_cores()} --parallel 32 --ctx-size 65536 "
@@ -122,7 +126,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="[NAME=]COMMAND",
-        help="how to start others, with {model} or {gguf}, and {port}; they need a GET /health",
+        help="how to start others, with {model} or {gguf}, {port} and, if need be, {length}; they need a GET /health",
     )
     peer.add_argument(
         "--peer-programs",
@@ -167,12 +171,12 @@ class RunningServer:
 
 @asynccontextmanager
 async def running(
-    command: ServerCommand, model: Path, log: Path, limit: float, adapters: int = 0
+    command: ServerCommand, model: Path, log: Path, limit: float, adapters: int = 0, length: int = SHORTEST
 ) -> AsyncIterator[RunningServer]:
     """Runs a server on a free port of this machine while the block runs.
 
-    log: where its output goes. limit: seconds until its `/health` has to answer. adapters: that it has. SIGTERM cancels
-    the task that is in the block, so that the server ends, too.
+    log: where its output goes. limit: seconds until its `/health` has to answer. adapters: that it has. length: the
+    tokens of a request with its reply. SIGTERM cancels the task that is in the block, so that the server ends, too.
 
     Raises ServerDidNotStart.
     """
@@ -183,7 +187,7 @@ async def running(
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with log.open("w") as output:
-        process = _start(command, command.arguments(model, port, adapters), output.fileno())
+        process = _start(command, command.arguments(model, port, adapters, length), output.fileno())
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         await wait_until_healthy(command.name, url, process, log, limit)

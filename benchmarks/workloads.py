@@ -8,6 +8,9 @@ from random import Random
 from benchmarks.words import shuffled_chain, text
 
 GREETING = "Hello World, what is your name dog?"
+# Tokens of prompts and of replies in the loads of vllm-cpu-perf-eval, and tokens of a word.
+_PUBLIC = ((512, 512), (7680, 512), (1024, 1024), (2048, 256), (256, 2048))
+_WORD_TOKENS = 1.12
 _CHANGEABLE = ("users", "words", "new_tokens", "turns", "repeat", "stream", "adapters")
 
 
@@ -20,7 +23,7 @@ class Workload:
     history is sent along. repeat: prompts, or whole chats, that each user sends. stream: token by token.
     copied: a model that copies repeats pieces of the prompt in its reply. adapters: that the users name, each the same
     one in all its requests; 0: none. sampled: temperature 0.7 and top_p 0.9 instead of greedy decoding,
-    and top_k where there is one.
+    and top_k where there is one. public: of a suite that others publish.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Workload:
     adapters: int = 0
     sampled: bool = False
     top_k: int | None = None
+    public: bool = False
 
     def describe(self) -> str:
         users = f"{self.users} user{'s' * (self.users > 1)}"
@@ -49,9 +53,15 @@ class Workload:
         return self.users * self.repeat * self.turns
 
     @property
+    def length(self) -> int:
+        """The tokens of a request with its reply, at most, by an estimate."""
+        words = len(GREETING.split()) if self.words is None else self.words
+        return int(self.turns * (1.1 * _WORD_TOKENS * words + self.new_tokens)) + 64
+
+    @property
     def usual(self) -> bool:
         """True for a load that is measured unless others are requested."""
-        return not (self.copied or self.adapters or self.sampled)
+        return not (self.copied or self.adapters or self.sampled or self.public)
 
     def adapter(self, user: int) -> str | None:
         """Returns the name of a user's adapter; None for the model itself."""
@@ -83,6 +93,10 @@ WORKLOADS = _LOADS | {
     for end, top_k in (("s", None), ("k", 50))
     for name in ("W2", "W3", "W4")
 }
+for _prompt, _reply in _PUBLIC:
+    _load = Workload(f"{_prompt}/{_reply}", 32, round(_prompt / _WORD_TOKENS), _reply, repeat=1, public=True)
+    _short = replace(_load, name=f"{_load.name}-short", users=4, new_tokens=_reply // 8)
+    WORKLOADS |= {_load.name: _load, _short.name: _short}
 
 
 def adapter_name(number: int) -> str:

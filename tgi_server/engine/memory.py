@@ -219,9 +219,11 @@ class PageReserve:
 
     def _work_ahead(self) -> None:
         while self._works_ahead:
+            started = time.monotonic()
             if not self._take_piece(self._ahead):
                 with self._lock:
                     self._works_ahead = not self._is_taken(self._ahead)
+            time.sleep(_RESTS * (time.monotonic() - started))
 
     def _is_taken(self, limit: int) -> bool:
         return self._next == len(self._pieces) or self._pieces[self._next][0] >= limit
@@ -241,6 +243,9 @@ class PageReserve:
 
 
 _PIECE_BYTES = 2 << 20
+# The time between two pieces in the background, in times of a piece: a step waits for the slowest of its threads, which
+# is the one whose core this takes.
+_RESTS = 4
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 

@@ -24,12 +24,22 @@ class _Definition(msgspec.Struct):
     added_tokens: list[_Added] | None = None
 
 
+def decoded(definition: str) -> Any:
+    """Returns a tokenizer.json as Python objects, in a third of the time that json takes. Raises ValueError."""
+    try:
+        return msgspec.json.decode(definition)
+    except msgspec.MsgspecError:  # which is strict about text that json takes
+        return json.loads(definition)
+
+
 def added_ids(definition: str) -> dict[str, int]:
     """Returns the ids of the tokens that a tokenizer.json adds to its vocabulary. Raises ValueError."""
     try:
-        return {token.content: token.id for token in msgspec.json.decode(definition, type=_Definition).added_tokens or ()}
-    except msgspec.MsgspecError:  # which is strict about text that json takes
-        return {each["content"]: each["id"] for each in json.loads(definition).get("added_tokens") or ()}
+        return {
+            token.content: token.id for token in msgspec.json.decode(definition, type=_Definition).added_tokens or ()
+        }
+    except msgspec.MsgspecError:
+        return {each["content"]: each["id"] for each in decoded(definition).get("added_tokens") or ()}
 
 
 def add_missing_tokens(tokenizer: Tokenizer, model: Path) -> bool:

@@ -11,6 +11,8 @@ Ranks = NDArray[np.int64]
 _CLOSERS, _COMMA, _QUOTE = b"}])", b",", b'"'
 # Tokens whose spelling says nothing about how soon they end a text.
 _OTHERS = 8
+# First bytes of the tokens that have other ranks: few of a large vocabulary.
+_RANKED = frozenset(b"%c" % byte for byte in b'}]),"0123456789ntf[{')
 # So few tokens are all tried.
 _FEW = 12
 _NEVER = 2**40
@@ -26,8 +28,10 @@ class ClosingOrder:
         """spellings: the bytes of each token."""
         self._letters = [token for token, text in enumerate(spellings) if text in (b"a", b"z")]
         lengths = np.fromiter((len(text) for text in spellings), np.int64)
-        within = np.fromiter((_rank_within(text) for text in spellings), np.int64)
-        outside = np.fromiter((_rank_outside(text) for text in spellings), np.int64)
+        ranked = [(token, text) for token, text in enumerate(spellings) if text[:1] in _RANKED]
+        within, outside = (np.full(len(lengths), _OTHERS, np.int64) for _ in range(2))
+        for token, text in ranked:
+            within[token], outside[token] = _rank_within(text), _rank_outside(text)
         self._others = (outside == _OTHERS) & (within == _OTHERS)
         # Of the others, the longest or the shortest ones may lead to an end sooner.
         self._orders = [

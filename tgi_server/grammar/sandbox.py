@@ -62,8 +62,14 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
         self._closed = False
+        self._reading = True
         self._numbers = count()
         self._answers: dict[int, Future[Outcome | None]] = {}
+
+    @property
+    def reading(self) -> bool:
+        """True from the start of a process until its first answer: it reads the tokenizer, before all trials."""
+        return self._reading
 
     def start(self) -> None:
         """Has the process read the tokenizer, so that the first grammar need not wait. Returns when it has."""
@@ -134,10 +140,12 @@ class Sandbox:
         except Exception as error:  # whatever it is, who waits for the process has to learn of it
             started.set_exception(error)
             return
+        self._reading = True
         started.set_result(process)
         with suppress(EOFError):
             while True:
                 outcome = receive(process.results, Outcome)
+                self._reading = False
                 self._answers.pop(outcome.number).set_result(outcome)
         process.kill()
         process.wait()

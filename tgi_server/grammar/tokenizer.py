@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from tgi_server.grammar.added_tokens import add_missing_tokens, has_further_tokens
+from tgi_server.grammar.added_tokens import add_missing_tokens, decoded, has_further_tokens
 from tgi_server.grammar.closing import ClosingOrder
 from tgi_server.grammar.errors import InvalidGrammar
 
@@ -67,7 +68,7 @@ class GrammarTokenizer:
 
         Raises InvalidGrammar when nothing says where a text ends, or the tokenizer has ids that the model does not.
         """
-        content = json.loads(definition)
+        content = decoded(definition)
         content["truncation"] = content["padding"] = None
         content["added_tokens"] = [each for each in content.get("added_tokens", ()) if each["id"] < vocab_size]
         if (size := _size(content)) > vocab_size:
@@ -134,7 +135,7 @@ class SpelledTokenizer:
     def __init__(self, content: Mapping[str, Any], size: int, eos: int, special: Mapping[int, str]) -> None:
         """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are not text."""
         self.eos_token_id = eos
-        definition = json.dumps(_without(special, content))
+        definition = msgspec.json.encode(_without(special, content)).decode()
         self._encode, spellings = _byte_tokenizer(definition) or _decoding_tokenizer(definition, size)
         spellings += [b""] * (size - len(spellings))
         self.tokens = [_SPECIAL + special[i].encode() if i in special else each for i, each in enumerate(spellings)]

@@ -33,7 +33,7 @@ from tgi_server.grammar.sandbox import Outcome, Trial
 # A part of what a shard has for the same: no grammar that passes here comes near the end of a stack there.
 _COMPILE_STACK_BYTES = COMPILE_STACK_BYTES // 4
 _WALK_STACK_BYTES = 256 * 2**10  # the least of a shard's threads has 2 MiB
-_WALL_SECONDS = 10.0
+_WALL_SECONDS = 60.0
 _PIPE_BYTES = 65_536
 
 _WALKS = 2

@@ -158,6 +158,11 @@ class GrammarQueue:
         self._sandbox.close()
 
     @property
+    def _reading(self) -> bool:
+        """True while this process or the sandbox reads the tokenizer, which takes long on a busy machine."""
+        return self._sandbox.reading or not all(ready.is_set() for ready in self._unready)
+
+    @property
     def waiting(self) -> int:
         """Returns the number of grammars that wait for their turn."""
         return len(self._sure) + len(self._quick) + len(self._slow)
@@ -176,7 +181,7 @@ class GrammarQueue:
         size, leniency: what another shard found, which has tried it. client: whose turn it takes.
 
         Raises InvalidGrammar with one line that says what is wrong with the grammar, and GrammarsBusy when it is not
-        compiled within `seconds`.
+        compiled within `seconds`, which begin when the tokenizer has been read.
         """
         check_size(grammar)
         if (fault := self._known_fault(grammar)) is not None:
@@ -188,7 +193,10 @@ class GrammarQueue:
         if turned_away is not None:
             self._finish(turned_away, GrammarsBusy("too many grammars are waiting to be compiled; try again soon"))
         try:
-            wait((job.done, gone), seconds, FIRST_COMPLETED)
+            reading = True
+            while reading and not (job.done.done() or gone.done()):
+                reading = self._reading
+                wait((job.done, gone), seconds, FIRST_COMPLETED)
         finally:
             with self._lock:
                 job.waiting -= 1

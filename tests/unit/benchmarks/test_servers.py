@@ -76,7 +76,7 @@ async def test_sigterm_ends_the_server_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["{modle}", "{model.nmae}"])
 def test_a_wrong_placeholder_is_told(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"placeholders are \{model\}, \{gguf\} and \{port\}"):
+    with pytest.raises(ValueError, match=r"placeholders are \{model\}, \{gguf\}, \{port\} and \{length\}"):
         ServerCommand("peer", f"serve {wrong}").arguments(tmp_path, 1)
 
 

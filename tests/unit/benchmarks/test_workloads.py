@@ -46,3 +46,12 @@ def test_users_name_the_adapters_in_turn() -> None:
 
 def test_a_shorter_run_begins_as_the_longer_one_does() -> None:
     assert list(replace(CHAT, repeat=1).prompts(0, 1)) == list(CHAT.prompts(0, 1))[:1]
+
+
+def test_a_public_load_has_its_tokens_and_a_short_form() -> None:
+    load, short = WORKLOADS["7680/512"], WORKLOADS["7680/512-short"]
+    assert (load.users, load.new_tokens, load.usual) == (32, 512, False)
+    assert abs(load.words * 1.12 - 7680) < 2  # type: ignore[operator]
+    assert (short.users, short.words, short.new_tokens) == (4, load.words, 64)
+    assert 7680 + 512 < load.length < 10_000
+    assert all(WORKLOADS[name].length <= 2048 for name in ("W1", "W2", "W3", "W4", "W5", "W6"))

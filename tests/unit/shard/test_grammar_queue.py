@@ -1,10 +1,11 @@
 """Grammars that wait to be compiled: which goes first, which are turned away, which are remembered."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,40 @@ def test_before_the_first_grammar_both_processes_have_read_the_tokenizer(
     assert queue.compiler._tokenizer is not None
     queue.wait_until_ready()
     assert len(asked) == 3
+
+
+_READS_LATE = """
+import runpy, sys, time
+from pathlib import Path
+
+gate = Path(sys.argv.pop(1))
+while not gate.exists():
+    time.sleep(0.01)
+runpy.run_module("tgi_server.grammar.trial", run_name="__main__")
+"""
+
+
+def test_a_request_waits_while_the_tokenizer_is_read_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tried: list[Grammar]
+) -> None:
+    sandbox = Tried(tried)
+    sandbox._command = [sys.executable, "-c", _READS_LATE, str(tmp_path / "gate"), *sandbox._command[3:]]
+    queue = GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), sandbox)
+    passed: list[float] = []
+
+    def on_a_busy_machine(futures: Any, seconds: float, when: str) -> Any:
+        """The time passes three times before the process comes to read."""
+        passed.append(seconds)
+        if len(passed) == 4:
+            (tmp_path / "gate").touch()
+        return wait(futures, SECONDS if len(passed) == 4 else 0, when)
+
+    monkeypatch.setattr(grammar_queue, "wait", on_a_busy_machine)
+    assert queue.compile(hostile.regex("[a-z]{2}"), 10, Future()) > 0
+    assert passed == [10.0] * 4
+    with pytest.raises(GrammarsBusy, match="not compiled within 10 s"):
+        queue.compile(slow(0), 10, Future())
+    queue.close()
 
 
 def test_a_sandbox_that_cannot_be_started_does_not_hold_up_the_others(

@@ -11,7 +11,7 @@ UNMEASURED_TOKENS = 128
 _TARGET_STEPS = 3.0
 # When a crowd comes while few replies run, the target is longer: short steps would make all others wait, and the more
 # of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
-_LONGEST_FOR_A_CROWD_S = 0.5
+_LONGEST_FOR_A_CROWD_S = 0.15
 # Prompt tokens of a step at least, if there is a target and no room for more: with fewer, prompts hardly progress.
 _LEAST_TOKENS = 8
 # Prompt tokens of a step at least, as long as no step without prompts has been measured.
@@ -166,7 +166,7 @@ class PromptPace:
         may fill a part of one.
 
         expected: replies once all that wait for their first token have it. The default target is that for this many,
-        and longer by the square of the share of them that runs already, up to half a second.
+        and longer by the square of the share of them that runs already, up to 0.15 s.
         """
         decode_s, goal_s = self._times.decode_s(replies), self._target_gap_s
         expected = max(replies, expected)

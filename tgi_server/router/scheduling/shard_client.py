@@ -261,7 +261,7 @@ class ShardedClient:
         """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
-    async def compile(self, grammar: pb.Grammar, pin: int, client: str, timeout_s: float = 60.0) -> pb.CompileResponse:
+    async def compile(self, grammar: pb.Grammar, pin: int, client: str, timeout_s: float = 120.0) -> pb.CompileResponse:
         """Has every shard compile a grammar; steps go on meanwhile. Returns the response of the first that refuses it.
 
         The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it

@@ -55,12 +55,13 @@ def test_whole_blocks_ride_along_and_one_at_least() -> None:
 
 
 def test_the_few_do_not_make_a_crowd_wait() -> None:
-    pace = _used(PromptPace(100_000, 16), CPU, 1, 40)
+    quick = _machine(0.010, 0.0001, 0.0001)
+    pace = _used(PromptPace(100_000, 16), quick, 1, 40)
     alone, few, half, most = (pace.tokens_beside(*each) for each in ((1, 1), (1, 40), (20, 40), (39, 40)))
     assert alone < most < half < few
-    assert CPU(39, most) <= 3 * CPU(40, 0) * (40 / 39) ** 2
-    assert CPU(20, half) <= 0.5
-    assert CPU(1, few) <= 0.5
+    assert quick(39, most) <= 3 * quick(40, 0) * (40 / 39) ** 2
+    assert quick(20, half) <= 0.15
+    assert quick(1, few) <= 0.15
 
 
 def test_a_crowd_makes_no_gap_longer_where_steps_take_long_anyway() -> None:
