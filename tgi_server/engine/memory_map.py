@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)")
+_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ \d+ *(.*)")
 
 
 @dataclass(slots=True)
 class Mapping:
     """A mapping, from its first byte to behind its last one.
 
-    path: of a file; else empty, or a name in brackets. private: what is written stays in this process. changed: pages
-    of a file were written by this process. huge_pages: it was asked for them.
+    path: of a file; else empty, or a name in brackets. offset: of the first byte in the file. private: what is written
+    stays in this process. changed: pages of a file were written by this process. huge_pages: it was asked for them.
     """
 
     first: int
@@ -22,6 +22,7 @@ class Mapping:
     private: bool
     writable: bool
     path: str
+    offset: int
     changed: bool = False
     huge_pages: bool = False
 
@@ -38,8 +39,9 @@ class Mappings:
         self._mappings: list[Mapping] = []
         for line in lines:
             if head := _HEAD.match(line):
-                first, last, access, _, path = head.groups()
-                mapping = Mapping(int(first, 16), int(last, 16), access[3] == "p", access[1] == "w", path)
+                first, last, access, offset, path = head.groups()
+                private, writable = access[3] == "p", access[1] == "w"
+                mapping = Mapping(int(first, 16), int(last, 16), private, writable, path, int(offset, 16))
                 self._mappings.append(mapping)
             elif line.startswith("Anonymous:"):
                 self._mappings[-1].changed = int(line.split()[1]) > 0
@@ -64,10 +66,21 @@ class Mappings:
             found, end, number = found or mapping, mapping.last, number + 1
         return found
 
-    def is_unchanged_file(self, address: int, size: int) -> bool:
-        """Returns True for bytes of a mapped file that would be read again from it."""
+    def unchanged_file(self, address: int, size: int) -> Path | None:
+        """Returns the file that bytes lie in, and would be read from again; None for other bytes."""
+        mapping = self._of_file(address, size)
+        again = mapping is not None and not mapping.changed and (mapping.private or not mapping.writable)
+        return Path(mapping.path) if mapping is not None and again else None
+
+    def offset_in(self, path: str, address: int, size: int) -> int | None:
+        """Returns the place of bytes in a file; None if they do not lie there."""
+        mapping = self._of_file(address, size)
+        if mapping is None or mapping.path != path:
+            return None
+        return mapping.offset + address - mapping.first
+
+    def _of_file(self, address: int, size: int) -> Mapping | None:
         number = bisect(self._starts, address) - 1
         if number < 0 or address + size > self._mappings[number].last:
-            return False
-        mapping = self._mappings[number]
-        return mapping.path.startswith("/") and not mapping.changed and (mapping.private or not mapping.writable)
+            return None
+        return self._mappings[number] if self._mappings[number].path.startswith("/") else None

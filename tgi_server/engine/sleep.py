@@ -1,8 +1,9 @@
-"""A sleeping model: its weights lie in a file and its KV cache is empty, so that the process holds little memory.
+"""A sleeping model: its weights lie in files and its KV cache is empty, so that the process holds little memory.
 
 Weights keep their addresses. The pages below them are returned to the system when the model falls asleep, and filled
-from the file when it wakes, so nothing that points to them has to change, and every bit is the same. The file has no
-name: nobody else can change or delete it, and it goes with the process, however that ends.
+from files when it wakes, so nothing that points to them has to change, and every bit is the same. Packed weights that
+came from the file of an earlier start are read from there. All others are written into a file without a name: nobody
+else can change or delete it, and it goes with the process, however that ends.
 """
 
 import ctypes
@@ -11,8 +12,8 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from mmap import PAGESIZE
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -23,6 +24,7 @@ from torch import Tensor, UntypedStorage
 from shared.control_groups import usable_cores
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.states import SequenceStates
+from tgi_server.engine.checkpoint.stored_weights import FileState, StoredPlace, place_of
 from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import InvalidCall
@@ -43,35 +45,114 @@ _NOT_WEIGHTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
-    """Bytes of this process's memory, from an address on. offset: of their copy in the file."""
+class _Piece:
+    """Bytes of this process's memory, from an address on, and their place in a file. file: a descriptor."""
 
     address: int
     size: int
+    file: int
     offset: int
 
-    def pieces(self) -> Iterator["_Range"]:
+    def cut(self) -> Iterator["_Piece"]:
         for start in range(0, self.size, _PIECE):
-            yield _Range(self.address + start, min(_PIECE, self.size - start), self.offset + start)
+            yield _Piece(self.address + start, min(_PIECE, self.size - start), self.file, self.offset + start)
 
     @property
     def memory(self) -> memoryview:
         return memoryview((ctypes.c_char * self.size).from_address(self.address)).cast("B")
 
 
-@dataclass(slots=True)
-class _Copy:
-    """The file, and what it has a copy of. weights: keeps these where they are; their contents never change."""
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight: where it is in memory, which it keeps, and in a file. place: None: in none, as far as is known."""
 
-    file: int
-    ranges: list[_Range] = field(default_factory=list)
-    weights: list[UntypedStorage] = field(default_factory=list)
+    storage: UntypedStorage
+    place: StoredPlace | None
 
-    def move(self, transfer: Callable[[_Range], None]) -> None:
-        """Calls `transfer` with all pieces of the ranges, in as many threads as there are cores."""
-        with ThreadPoolExecutor(usable_cores()) as threads:
-            for _ in threads.map(transfer, [piece for each in self.ranges for piece in each.pieces()]):
-                pass
+    @property
+    def first(self) -> int:
+        return self.storage.data_ptr()
+
+    @property
+    def last(self) -> int:
+        return self.first + self.storage.nbytes()
+
+
+class _Copies:
+    """The weights in files: those of later starts, and a nameless one with all others.
+
+    pages: of memory that can be given up, as address and size. The weights stay where they are while this exists, and
+    their contents never change.
+    """
+
+    def __init__(self, weights: Iterable[_Weight], memory: Mappings, folder: Path) -> None:
+        """Writes what is in no file into a new one in the folder. Raises OSError."""
+        self._weights = sorted(weights, key=lambda weight: weight.first)
+        self._files: dict[Path, int] = {}
+        self._states: dict[Path, FileState] = {}
+        self.pages: list[tuple[int, int]] = []
+        self._pieces: list[_Piece] = []
+        own: list[_Piece] = []
+        self._own = _nameless_file(folder)
+        try:
+            for group in _side_by_side(self._weights, memory):
+                self._add_pages(group, own)
+            os.posix_fallocate(self._own, 0, max(1, sum(piece.size for piece in own)))
+            _move(os.pwritev, own)
+        except BaseException:
+            self.close()
+            raise
+        self._pieces += own
+        for weight in self._weights:
+            if (path := memory.unchanged_file(weight.first, weight.last - weight.first)) is not None:
+                self.pages.append((weight.first, weight.last - weight.first))
+                with suppress(FileNotFoundError):  # it was deleted, but is mapped
+                    self._states[path] = FileState.of(path)
+
+    def read(self) -> None:
+        """Reads all weights back. Raises OSError, also for a file that has been changed."""
+        for path, state in self._states.items():
+            with suppress(FileNotFoundError):  # it exists as long as it is open, or mapped
+                now = FileState.of(path)
+                if (now.device, now.number) == (state.device, state.number) and now != state:
+                    raise OSError(f"{path} was changed while the model slept")
+        _move(os.preadv, self._pieces)
+
+    def close(self) -> None:
+        for file in (self._own, *self._files.values()):
+            os.close(file)
+
+    def _add_pages(self, group: Sequence[_Weight], own: list[_Piece]) -> None:
+        """Adds the whole pages of weights that lie side by side. own: pieces of the nameless file."""
+        first, last = -(-group[0].first // PAGESIZE) * PAGESIZE, max(each.last for each in group) // PAGESIZE * PAGESIZE
+        if first >= last:
+            return
+        self.pages.append((first, last - first))
+        for weight in group:
+            start, end = max(first, weight.first), min(last, weight.last)
+            if start >= end:
+                continue
+            if (file := self._open(weight.place)) is not None and weight.place is not None:
+                offset = weight.place.offset + start - weight.first
+                self._pieces.append(_Piece(start, end - start, file, offset))
+            else:
+                offset = own[-1].offset + own[-1].size if own else 0
+                own.append(_Piece(start, end - start, self._own, offset))
+
+    def _open(self, place: StoredPlace | None) -> int | None:
+        """Returns a descriptor of the file, if it is still the same; None otherwise."""
+        if place is None:
+            return None
+        if place.path not in self._files:
+            try:
+                file = os.open(place.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                return None
+            if FileState.of(file) != place.state:
+                os.close(file)
+                return None
+            self._files[place.path], self._states[place.path] = file, place.state
+        return self._files[place.path]
 
 
 class SleepingModel:
@@ -86,7 +167,7 @@ class SleepingModel:
         self._engine = engine
         self._encoders = list(encoders)
         self._folder = folder
-        self._copy: _Copy | None = None
+        self._copies: _Copies | None = None
         self._capacity: CacheCapacity | None = None
 
     def sleep(self) -> int:
@@ -108,8 +189,8 @@ class SleepingModel:
             if engine.tower is not None:
                 engine.tower.clear()
         found, memory = _Found.below(self._roots()), Mappings.now()
-        if self._copy is None:
-            self._copy = self._write(list(found.weights.values()), memory)
+        if self._copies is None:
+            self._copies = self._write(found.weights.values(), memory)
         if engine is not None:
             self._capacity, engine._capacity = capacity, None  # so no step can be started
         self.asleep = True
@@ -117,11 +198,8 @@ class SleepingModel:
             attention.forget_blocks()
         for states in found.states:
             states.forget()
-        for part in self._copy.ranges:
-            give_back(part.address, part.size)
-        for storage in found.weights.values():
-            if memory.is_unchanged_file(storage.data_ptr(), storage.nbytes()):
-                give_back(storage.data_ptr(), storage.nbytes())
+        for address, size in self._copies.pages:
+            give_back(address, size)
         malloc_trim()
         return max(0, before - resident_bytes())
 
@@ -129,8 +207,8 @@ class SleepingModel:
         """Reads the weights back. Does nothing for models that are awake. Raises OSError: they are lost then."""
         if not self.asleep:
             return
-        assert self._copy is not None
-        self._copy.move(partial(_read, self._copy.file))
+        assert self._copies is not None
+        self._copies.read()
         if self._engine is not None:
             self._engine._capacity = self._capacity
         self.asleep = False
@@ -139,29 +217,22 @@ class SleepingModel:
         engine = self._engine
         return [*self._encoders, *(() if engine is None else (engine._runner, engine.speculation, engine.tower))]
 
-    def _write(self, weights: Sequence[UntypedStorage], memory: Mappings) -> _Copy:
+    def _write(self, weights: Iterable[_Weight], memory: Mappings) -> _Copies:
         """Writes the weights that lie in no file. Raises InvalidCall."""
         if self._folder is None:
             raise InvalidCall("the model cannot sleep: --packed-weights-cache is none, so its weights have no place")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            copy = _Copy(_nameless_file(self._folder), _ranges(weights, memory), list(weights))
-            try:
-                os.posix_fallocate(copy.file, 0, max(1, sum(each.size for each in copy.ranges)))
-                copy.move(partial(_put, copy.file))
-            except BaseException:
-                os.close(copy.file)
-                raise
+            return _Copies(weights, memory, self._folder)
         except OSError as error:
             raise InvalidCall(f"the model cannot sleep: {self._folder} cannot take its weights: {error}") from error
-        return copy
 
 
 @dataclass(slots=True)
 class _Found:
     """The memory of models. weights: by address."""
 
-    weights: dict[int, UntypedStorage] = field(default_factory=dict)
+    weights: dict[int, _Weight] = field(default_factory=dict)
     attentions: list[AttentionBackend] = field(default_factory=list)
     states: list[SequenceStates] = field(default_factory=list)
 
@@ -184,29 +255,31 @@ class _Found:
                 if isinstance(value, Tensor) and value.device == HOST:
                     storage = value.untyped_storage()
                     if storage.nbytes() >= _LEAST:
-                        found.weights[storage.data_ptr()] = storage
+                        found.add(storage, place_of(value))
                 stack.extend(gc.get_referents(value))
         return found
 
+    def add(self, storage: UntypedStorage, place: StoredPlace | None) -> None:
+        """Adds a weight, unless one at the same address is at least as large, and its place as well known."""
+        known = self.weights.get(storage.data_ptr())
+        if known is None or (known.storage.nbytes(), known.place is not None) < (storage.nbytes(), place is not None):
+            self.weights[storage.data_ptr()] = _Weight(storage, place)
 
-def _ranges(weights: Iterable[UntypedStorage], memory: Mappings) -> list[_Range]:
-    """Returns the whole pages of the weights that lie in no file."""
-    ranges: list[tuple[int, int]] = []
-    for address, size in sorted((each.data_ptr(), each.nbytes()) for each in weights):
-        if (mapping := memory.anonymous(address, size)) is None:
+
+def _side_by_side(weights: Iterable[_Weight], memory: Mappings) -> Iterator[list[_Weight]]:
+    """Yields weights that lie in no mapped file, those together whose pages have nothing else. weights: in order."""
+    group: list[_Weight] = []
+    for weight in weights:
+        mapping = memory.anonymous(weight.first, weight.last - weight.first)
+        if mapping is None:
             continue
         gap = _GAP if mapping.huge_pages else 0  # an arena of weights; elsewhere something else may lie between
-        if ranges and address <= ranges[-1][1] + gap:
-            ranges[-1] = ranges[-1][0], max(ranges[-1][1], address + size)
-        else:
-            ranges.append((address, address + size))
-    whole, offset = [], 0
-    for first, last in ranges:
-        first, last = -(-first // PAGESIZE) * PAGESIZE, last // PAGESIZE * PAGESIZE
-        if first < last:
-            whole.append(_Range(first, last - first, offset))
-            offset += last - first
-    return whole
+        if group and weight.first > max(each.last for each in group[-2:]) + gap:
+            yield group
+            group = []
+        group.append(weight)
+    if group:
+        yield group
 
 
 def _nameless_file(folder: Path) -> int:
@@ -219,19 +292,17 @@ def _nameless_file(folder: Path) -> int:
         return file
 
 
-def _put(file: int, part: _Range) -> None:
-    _transfer(os.pwritev, file, part)
+def _move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[_Piece]) -> None:
+    """Reads or writes pieces, in as many threads as there are cores. Raises OSError."""
 
+    def move(piece: _Piece) -> None:
+        memory, done = piece.memory, 0
+        while done < piece.size:
+            moved = call(piece.file, [memory[done:]], piece.offset + done)
+            if not moved:
+                raise OSError("a file with weights of the sleeping model ends early")
+            done += moved
 
-def _read(file: int, part: _Range) -> None:
-    _transfer(os.preadv, file, part)
-
-
-def _transfer(call: Callable[[int, list[memoryview], int], int], file: int, part: _Range) -> None:
-    """Reads or writes all of a range. Raises OSError."""
-    memory, done = part.memory, 0
-    while done < part.size:
-        moved = call(file, [memory[done:]], part.offset + done)
-        if not moved:
-            raise OSError("the file with the weights of the sleeping model ends early")
-        done += moved
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        for _ in threads.map(move, [part for piece in pieces for part in piece.cut()]):
+            pass

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
+from tgi_server.engine.checkpoint.stored_weights import copy_of_stored
 from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
@@ -42,7 +43,7 @@ class PrefilteredHead(FloatLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._prefilter = torch.ops.oatmill.linear_copy(self._prefilter[0]), *self._prefilter[1:]
+        self._prefilter = copy_of_stored(self._prefilter[0]), *self._prefilter[1:]
 
     def top_logits(
         self, x: Tensor, count: int = 1, mask: TokenMask | None = None, weight: Tensor | None = None

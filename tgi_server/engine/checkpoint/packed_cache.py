@@ -38,6 +38,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from shared.control_groups import usable_cores
 from shared.processes import die_with_parent
 from tgi_server.engine.checkpoint.model_digest import model_digests
+from tgi_server.engine.checkpoint.stored_weights import places_noted
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
 from tgi_server.engine.kernels.build import is_private
@@ -187,12 +188,13 @@ def _read(path: Path, kind: type[T]) -> T | None:
         with _opened(path) as file:
             _check(file)
             own = f"/dev/fd/{file}"  # the path may lead elsewhere by now
-            with safe_globals([_named(name) for name in get_unsafe_globals_in_checkpoint(own)]):
+            os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
+            classes = [_named(name) for name in get_unsafe_globals_in_checkpoint(own)]
+            with safe_globals(classes), places_noted(path, file):
                 content = torch.load(own, weights_only=True, mmap=True)
             if not isinstance(content, kind):
                 raise TypeError(f"it has a {type(content).__name__}, not packed weights")
             forget_file(path)  # packed weights were copied into huge pages
-            os.utime(file)
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a damaged file leads to
@@ -237,7 +239,8 @@ def _named(name: str) -> Any:
 
 def _delete_old(path: Path) -> None:
     """Deletes earlier states of the same model, files that were not used lately, and those that nobody finished."""
-    files = {file: file.lstat().st_mtime for file in path.parent.iterdir() if file != path}
+    states = {file: file.lstat() for file in path.parent.iterdir() if file != path}
+    files = {file: max(state.st_atime, state.st_mtime) for file, state in states.items()}
     models = sorted((file for file in files if _FINISHED.fullmatch(file.name)), key=files.__getitem__)
     earlier = [file for file in models if _model_of(file) == _model_of(path)]
     broken = [file for file in files if _UNFINISHED.fullmatch(file.name) and files[file] < time.time() - _DAY]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from tgi_server.engine.checkpoint.stored_weights import copy_of_stored
 from tgi_server.engine.kernels import structure
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
@@ -66,7 +67,7 @@ class KernelLinear(PackedLinear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if (packed := state.get("_packed")) is not None:  # which may lie in a file, in small pages
-            self._packed = torch.ops.oatmill.linear_copy(packed)
+            self._packed = copy_of_stored(packed)
         self._make()
 
     def _plain_bias(self) -> Tensor | None:
