@@ -12,6 +12,15 @@
 #include <thread>
 #include <vector>
 
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define OATMILL_AMX 1
+#else
+#define OATMILL_AMX 0
+#endif
+
 namespace {
 
 #if defined(__AVX512BW__)
@@ -90,6 +99,39 @@ void repeat(int64_t times, const Add& add) {
   }
 #endif
 
+#if OATMILL_AMX
+// Tiles of 16 rows of 64 bytes.
+struct alignas(64) TileLayout {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+const TileLayout TILE_LAYOUT;
+
+// Two by two tiles of rows and weights, whose products are added to four others.
+#define OATMILL_TILE_INSTRUCTION(name, depth, add)              \
+  Instruction {                                                 \
+    name, int64_t{2} * 16 * 16 * depth * 4, [](int64_t times) { \
+      _tile_loadconfig(&TILE_LAYOUT);                           \
+      _tile_zero(0);                                            \
+      _tile_zero(1);                                            \
+      _tile_zero(2);                                            \
+      _tile_zero(3);                                            \
+      _tile_zero(4);                                            \
+      _tile_zero(5);                                            \
+      _tile_zero(6);                                            \
+      _tile_zero(7);                                            \
+      for (int64_t i = 0; i < times; ++i) {                     \
+        add(0, 4, 6);                                           \
+        add(1, 4, 7);                                           \
+        add(2, 5, 6);                                           \
+        add(3, 5, 7);                                           \
+      }                                                         \
+      _tile_release();                                          \
+    }                                                           \
+  }
+#endif
+
 const Instruction INSTRUCTIONS[] = {
 #if defined(__AVX512BW__)
     OATMILL_INSTRUCTION("vfmadd231ps", 32, "vfmadd231ps %2, %1, %0"),
@@ -121,7 +163,23 @@ const Instruction INSTRUCTIONS[] = {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     OATMILL_INSTRUCTION("smmla", 64, "smmla %0.4s, %1.16b, %2.16b"),
 #endif
+#if OATMILL_AMX
+    OATMILL_TILE_INSTRUCTION("tdpbf16ps", 32, _tile_dpbf16ps),
+    OATMILL_TILE_INSTRUCTION("tdpbusd", 64, _tile_dpbusd),
+#endif
 };
+
+constexpr int TILE_INSTRUCTIONS = 2 * OATMILL_AMX;  // the last
+
+// Returns true if the operating system gives this process AMX's registers, for which it has to be asked.
+bool tiles_permitted() {
+#if OATMILL_AMX
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux's arch_prctl
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
 
 // Runs work(thread) on so many threads at once, again and again for so many seconds. Returns how often a second all of
 // them together ran it.
@@ -165,7 +223,10 @@ void read_all(const char* from, int64_t bytes) {
 extern "C" {
 
 // Returns how many instructions this CPU is measured with.
-int instructions() { return static_cast<int>(sizeof(INSTRUCTIONS) / sizeof(INSTRUCTIONS[0])); }
+int instructions() {
+  const int all = static_cast<int>(sizeof(INSTRUCTIONS) / sizeof(INSTRUCTIONS[0]));
+  return tiles_permitted() ? all : all - TILE_INSTRUCTIONS;
+}
 
 const char* instruction_name(int index) { return INSTRUCTIONS[index].name; }
 

@@ -21,6 +21,7 @@ _OF_KERNELS = {
     "fma_dequant": ("vfmadd231ps", "fmla"),
     "bf16": ("vdpbf16ps", "bfdot"),
     "bf16_mmla": ("bfmmla",),
+    "amx": ("tdpbf16ps",),
     "int8": ("vpdpbusd", "sdot"),
     "int8_mmla": ("smmla",),
     "int16": ("vpdpwssd", "vpmaddwd", "smlal"),

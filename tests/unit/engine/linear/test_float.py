@@ -1,6 +1,8 @@
 """Linear layers with weights of 32 and 16 bits against torch in float32, by every kernel of this CPU."""
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,70 @@ def test_a_row_by_fma_is_the_same_to_the_last_bit_whatever_is_beside_it(dtype) -
     whole = layer(x)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13):
         assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+# The inputs of the last are cut into passes, since those of all rows would not stay in L2.
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(70, 96, 100), (400, 2048, 160), (90, 8192, 300)])
+def test_a_row_by_amx_is_the_same_to_the_last_bit_whatever_is_beside_it(rows, inputs, outputs) -> None:
+    named = [name for name in kernels_of(torch.bfloat16, inputs) if name.startswith("amx")]
+    if not named:
+        pytest.skip("this CPU has no AMX")
+    weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
+    for name in named:
+        layer = FloatLinear(weight, None, KernelTable.of(name))
+        whole = layer(x)
+        for count in (1, 2, 15, 16, 17, 31, 32, 33, 64, 70):
+            assert torch.equal(layer(x[:count]), whole[:count]), (name, count)
+        assert torch.equal(layer(x[7:60]), whole[7:60]), name
+        if name == "amx_emulated" and "amx" in named:
+            real = FloatLinear(weight, None, KernelTable.of("amx"))
+            torch.testing.assert_close(whole, real(x), rtol=2e-2, atol=0.1)
+
+
+_AMX_SCRIPT = """
+import os, sys, threading, torch
+from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.float import FloatLinear
+load_kernels()
+assert torch.ops.oatmill.isa() == sys.argv[1], torch.ops.oatmill.isa()
+torch.ops.oatmill.set_own_threads(2)
+torch.manual_seed(0)
+layer, x = FloatLinear(torch.randn(500, 256).bfloat16()), torch.randn(40, 256).bfloat16()
+whole, found = layer(x), []
+thread = threading.Thread(target=lambda: found.append(layer(x)))
+thread.start(), thread.join()
+assert torch.equal(found[0], whole)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(layer(x), whole) else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+# Refuses what the kernels ask for, Linux's arch_prctl(ARCH_REQ_XCOMP_PERM), as sandboxes and old kernels do.
+_REFUSE_AMX = """
+import ctypes, struct
+def step(code, yes, no, value):
+    return struct.pack("HBBI", code, yes, no, value)
+program = b"".join([
+    step(0x20, 0, 0, 0), step(0x15, 0, 3, 158),  # the number of the call
+    step(0x20, 0, 0, 16), step(0x15, 0, 1, 0x1023),  # its first argument
+    step(0x06, 0, 0, 0x50001), step(0x06, 0, 0, 0x7FFF0000),
+])
+buffer = ctypes.create_string_buffer(program)
+given = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, given, 0, 0) == 0, ctypes.get_errno()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("permitted", [True, False])
+def test_amx_is_permitted_in_threads_and_children_or_done_without(permitted) -> None:
+    if torch.ops.oatmill.isa() != "amx":
+        pytest.skip("this CPU has no AMX")
+    script, isa = (_AMX_SCRIPT, "amx") if permitted else (_REFUSE_AMX + _AMX_SCRIPT, "avx512_bf16")
+    subprocess.run([sys.executable, "-c", script, isa], check=True)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 13, 40])

@@ -33,8 +33,14 @@ void run_dense(const Linear& layer, const at::Tensor& x, const Finish& finish, c
   const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1);
   by_dtype(x, [&]<typename T>(T*) {
     const Input input = Kernel::prepare(x.const_data_ptr<T>(), rows, layer.inputs, depth);
-    const GemmArgs product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()),
-                           rows,       depth,           layer.outputs};
+    const GemmArgs product{input.data,
+                           input.row_bytes,
+                           static_cast<const char*>(layer.packed.const_data_ptr()),
+                           rows,
+                           depth,
+                           layer.outputs,
+                           input.tail,
+                           input.tail_row_bytes};
     const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
                                finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
                                output.mutable_data_ptr<T>(), finish.adapted};

@@ -25,7 +25,7 @@ namespace oatmill {
 constexpr int64_t WORD = 4;                        // bytes
 constexpr int64_t COLUMNS = 48;                    // outputs of a tile
 constexpr int64_t TILE_WORD = COLUMNS * WORD;      // bytes, a word of each output
-constexpr int64_t CHUNK_ROWS = 96;                 // rows of one task; a multiple of what AMX takes at once
+constexpr int64_t CHUNK_ROWS = 96;                 // rows of one task
 constexpr int64_t MAX_TASK_ROWS = 4 * CHUNK_ROWS;  // of a task that dequantizes weights, see rows_per_task
 
 // Kinds of weights: DEPTH numbers make a word; place(n, k) is where number k of output n's word stands in a tile's.
@@ -100,19 +100,26 @@ at::Tensor unpack_weight(const at::Tensor& packed, int64_t outputs, int64_t inpu
   return weight;
 }
 
-// Rows as a kernel reads them, `row_bytes` from one to the next. scales: of rows that were quantized.
+// Rows as a kernel reads them, `row_bytes` from one to the next. scales: of rows that were quantized. tail: the last
+// rows, where a kernel that takes several at once finds them with others behind them, `tail_row_bytes` apart; or null.
 struct Input {
   const char* data;
   int64_t row_bytes;
   c10::DataPtr buffer;  // where they are, if they had to be copied
   std::vector<float> scales;
+  const char* tail = nullptr;
+  int64_t tail_row_bytes = 0;
+  c10::DataPtr tail_buffer = {};
 };
 
+// tail, tail_row_bytes: as of an Input.
 struct GemmArgs {
   const char* input;
   int64_t row_bytes;
   const char* weights;  // [tiles, depth, COLUMNS] words
   int64_t rows, depth, outputs;
+  const char* tail = nullptr;
+  int64_t tail_row_bytes = 0;
 };
 
 // Epilogue: bias, residual. adapted: of each row true if a LoRA delta comes before the residual, which is left to what
@@ -207,10 +214,13 @@ inline char* thread_accumulators() {
   return acc;
 }
 
-// chosen: the tiles to compute, or null for all. Task: GemmArgs, or what has its own multiply_tile.
+// chosen: the tiles to compute, or null for all. Task: GemmArgs, or what has its own multiply_tile. A kernel may have a
+// driver of its own, `run`.
 template <typename Kernel, typename Task, typename T, typename Number>
 void run_gemm(const Task& product, const Epilogue<T>& epilogue, const std::vector<int64_t>* chosen,
               const Number& number) {
+  if constexpr (requires { Kernel::run(product, epilogue, chosen, number); })
+    return Kernel::run(product, epilogue, chosen, number);
   constexpr int64_t EARLIER = 8;  // rows
   const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : ceil_div(product.outputs, COLUMNS);
   const int64_t chunk_rows = rows_per_task<Kernel>(product.rows, tiles), chunks = ceil_div(product.rows, chunk_rows);
