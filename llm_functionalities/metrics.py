@@ -60,6 +60,19 @@ class ServiceMetrics:
             "Requests sent to the fallback endpoint because no other endpoint accepted them.",
             registry=self.registry,
         )
+        self.ladder_requests = Counter(
+            "llm_functionalities_ladder_requests",
+            "Requests to a model of a ladder, by why it was asked: chosen, fallback (another one failed or refused), "
+            "late (another one was about to be).",
+            ["model", "reason"],
+            registry=self.registry,
+        )
+        self.ladder_answers = Counter(
+            "llm_functionalities_ladder_answers",
+            "Answers to calls that name several models, by the model that answered.",
+            ["model"],
+            registry=self.registry,
+        )
         self._up = Gauge(
             "llm_functionalities_endpoint_up",
             "1 if the endpoint is available, 0 if its circuit breaker is open.",
@@ -85,6 +98,12 @@ class ServiceMetrics:
 
     def count_hedge(self, outcome: str) -> None:
         self.hedges.labels(outcome).inc()
+
+    def count_ladder_request(self, model: str, reason: str) -> None:
+        self.ladder_requests.labels(model, reason).inc()
+
+    def count_ladder_answer(self, model: str) -> None:
+        self.ladder_answers.labels(model).inc()
 
     def watch_endpoint(self, endpoint: Endpoint) -> None:
         """Shows the endpoint's state and load from now on."""

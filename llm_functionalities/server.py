@@ -16,6 +16,7 @@ from llm_functionalities.endpoint.address import Address, parse_name_server
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.hedging import Hedging
+from llm_functionalities.endpoint.ladder import LadderModel, Ladders
 from llm_functionalities.endpoint.resolver import Resolver
 from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
 from llm_functionalities.errors import CannotStart
@@ -84,6 +85,13 @@ class Server:
             fallback=self._endpoint(settings.fallback_endpoint) if settings.fallback_endpoint else None,
             count_fallback=self._metrics.fallbacks.inc,
         )
+        self._models = self._ladder_models()
+        self._ladders = Ladders(
+            self._models,
+            Hedging(None, budget=None, threads=settings.threads, count=lambda _: None),
+            self._metrics.count_ladder_request,
+            self._metrics.count_ladder_answer,
+        )
         self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()
@@ -116,7 +124,7 @@ class Server:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._loop = asyncio.get_running_loop()
         await self._tell_readiness()
-        if not settings.inference_endpoint_url and not settings.fallback_endpoint:
+        if not (settings.inference_endpoint_url or settings.fallback_endpoint or settings.ladder_models):
             logger.warning(
                 "no endpoint is set, so every answer will be empty; set INFERENCE_ENDPOINT_URL or --endpoint"
             )
@@ -129,6 +137,7 @@ class Server:
         # These wait in a thread, because the loop has to end the calls on which the workers still work.
         await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
         await asyncio.to_thread(self._balancer.stop, STOP_SECONDS)
+        await asyncio.to_thread(self._ladders.stop, STOP_SECONDS)
         if self._watch is not None:
             self._watch.cancel()
         self._http.close()
@@ -137,19 +146,34 @@ class Server:
 
     async def _tell_readiness(self) -> None:
         serving = health_pb2.HealthCheckResponse
-        await self._health.set(READINESS, serving.SERVING if self._balancer.ready else serving.NOT_SERVING)
+        ready = self._balancer.ready or self._ladders.ready
+        await self._health.set(READINESS, serving.SERVING if ready else serving.NOT_SERVING)
 
     def _readiness_may_have_changed(self) -> None:
         """Called by any thread."""
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._tell_readiness(), self._loop)
 
-    def _endpoint(self, url: str) -> Endpoint:
+    def _ladder_models(self) -> dict[str, LadderModel]:
+        """Returns the models of --ladder-models by their names."""
+        endpoints: dict[str, list[Endpoint]] = {}
+        for text in self._settings.ladder_models:
+            name, _, place = text.partition("=")
+            url, _, model = place.partition("#")
+            endpoints.setdefault(name, []).append(self._endpoint(url, model))
+        seconds = self._settings.retry_after + UNCERTAIN_SECONDS
+        return {
+            name: LadderModel(name, Balancer(each, uncertain_seconds=seconds, hedging=self._hedging()))
+            for name, each in endpoints.items()
+        }
+
+    def _endpoint(self, url: str, model: str = "") -> Endpoint:
         settings = self._settings
         endpoint = Endpoint(
             Address.parse(url),
             self._http,
             settings.endpoint_token,
+            model=model,
             interval=settings.retry_after,
             tolerance=settings.failures_tolerated,
             on_change=self._readiness_may_have_changed,
@@ -175,13 +199,15 @@ class Server:
             self._metrics,
             max_entries=settings.max_batch_prompts,
             receive_timeout=settings.receive_timeout,
+            models=list(self._models),
+            ladder=settings.ladder,
         )
         server = grpc.aio.server(
             interceptors=[admission],
             options=_options(settings, admission.max_rpcs),
             maximum_concurrent_rpcs=admission.max_rpcs,
         )
-        model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
+        model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty), self._ladders)
         client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
         llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client, settings.prompt_echo), server)
         llm_pb2_grpc.add_LLMDecisionsServicer_to_server(LLMDecisions(client), server)

@@ -1,5 +1,6 @@
 """The service's settings, from flags and the environment."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -30,12 +31,26 @@ def _hedge_after(text: str) -> str:
     return text
 
 
+def _model_endpoint(text: str) -> str:
+    name, equals, place = text.partition("=")
+    if not equals or not place:
+        raise ValueError(f"{text!r} is not a model; give NAME=ENDPOINT, or NAME=ENDPOINT#MODEL")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a name; use letters, digits, and any of . _ / : -")
+    url, sharp, model = place.partition("#")
+    if sharp and not model:
+        raise ValueError(f"{text!r} names no model after the #")
+    return f"{name}={_endpoint(url)}{sharp}{model}"
+
+
+_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,100}")
 MOST_MILLISECONDS = 1_000_000_000
 # gRPC keeps milliseconds, and the sum of two of these, in 32 bits.
 Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 # gRPC keeps these in 32 bits, and limits of calls with some added.
 Places = Annotated[int, Field(gt=0, le=10**9)]
 EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
+ModelEndpoint = Annotated[str, AfterValidator(_model_endpoint)]
 NameServer = Annotated[str, AfterValidator(_name_server)]
 PromptEcho = Literal["object", "prompt", "none"]
 
@@ -69,6 +84,16 @@ class Settings(ServiceSettings):
 
     fallback_endpoint: EndpointUrl | None = Field(
         None, description="model server for requests that no other one accepts, for instance with a smaller model"
+    )
+    ladder_models: CommaSeparated[ModelEndpoint] = Field(
+        default=[],
+        description="models that calls may name, each as NAME=ENDPOINT, or NAME=ENDPOINT#MODEL if the server has "
+        "several; a name given twice has two servers",
+    )
+    ladder: CommaSeparated[str] = Field(
+        default=[],
+        description="names of models, from the largest to the smallest, for calls that name none: the largest one that "
+        "will be in time answers",
     )
     hedge_after_ms: Annotated[str, AfterValidator(_hedge_after)] | None = Field(
         None,
@@ -146,6 +171,15 @@ class Settings(ServiceSettings):
                 raise ValueError(f"there is no file {path}")
         if self.fallback_endpoint in self.inference_endpoint_url:
             raise ValueError(f"--fallback-endpoint is one of the model servers: {self.fallback_endpoint}")
+        known = dict.fromkeys(each.partition("=")[0] for each in self.ladder_models)
+        if unknown := [name for name in self.ladder if name not in known]:
+            raise ValueError(
+                f"--ladder names {unknown[0]!r}, which is not a name in --ladder-models: {', '.join(known)}"
+            )
+        if len(set(self.ladder)) < len(self.ladder):
+            raise ValueError(f"--ladder names a model twice: {', '.join(self.ladder)}")
+        if len(set(self.ladder_models)) < len(self.ladder_models):
+            raise ValueError(f"--ladder-models has the same entry twice: {', '.join(self.ladder_models)}")
         if self.default_timeout > self.max_timeout:
             raise ValueError("--default-timeout cannot be more than --max-timeout")
         if self.batch_threads is None:

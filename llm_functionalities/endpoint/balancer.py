@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -35,6 +36,9 @@ KNOWN_PREFIX_BOUND = 4
 # One request in this many ignores that an endpoint stalls intermittently, to learn whether it still does.
 TRIAL_EVERY = 50
 
+# Kinds of requests besides the routes that JSON is posted to.
+GENERATE, STREAM = "generate", "stream"
+
 Pieces: TypeAlias = Generator[GeneratedText, None, None]
 # How requests reach an endpoint.
 Ask: TypeAlias = Callable[[Endpoint, Call], Pieces]
@@ -43,7 +47,49 @@ Ask: TypeAlias = Callable[[Endpoint, Call], Pieces]
 _NOT_BEGUN = (EndpointDown, EndpointRefused)
 
 
-class Balancer:
+class Sender(ABC):
+    """Sends requests to the endpoint that it chooses, and to others where nothing was generated."""
+
+    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
+        """Returns the answer of the first endpoint that accepts the request. Raises ModelError."""
+
+        def ask(endpoint: Endpoint, call: Call) -> Pieces:
+            yield endpoint.generate(prompt, generation, call)
+
+        with closing(self.pieces(GENERATE, prompt, ask, call, generation.max_tokens)) as pieces:
+            return next(pieces)
+
+    def post(self, route: str, body: str, call: Call) -> GeneratedText:
+        """Returns the response of the first endpoint that accepts a body of JSON. Raises ModelError."""
+
+        def ask(endpoint: Endpoint, call: Call) -> Pieces:
+            yield endpoint.post(route, body, call)
+
+        with closing(self.pieces(route, body, ask, call)) as pieces:
+            return next(pieces)
+
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Pieces:
+        """Yields the pieces of the answer of the first endpoint that accepts the request. Raises ModelError."""
+
+        def ask(endpoint: Endpoint, call: Call) -> Pieces:
+            return endpoint.stream(prompt, generation, call)
+
+        return self.pieces(STREAM, prompt, ask, call, generation.max_tokens)
+
+    @abstractmethod
+    def pieces(self, kind: str, prompt: str, ask: Ask, call: Call, max_tokens: int = 0) -> Pieces:
+        """Yields what the chosen endpoint answers. Raises ModelError.
+
+        kind: GENERATE, STREAM or a route. prompt: the text that endpoints are chosen by. max_tokens: of the answer; 0
+        for a response that is not generated.
+        """
+
+    @abstractmethod
+    def destinations(self, prompt: str) -> list[Endpoint]:
+        """Returns the endpoints that get the prompts which begin with `prompt`. They are to compute it."""
+
+
+class Balancer(Sender):
     """Distributes this service's requests among `endpoints`. Without any, every request raises NoEndpoint.
 
     When the last available endpoint fails, another one may have recovered since its last health check. So for
@@ -78,33 +124,12 @@ class Balancer:
     def _all(self) -> tuple[Endpoint, ...]:
         return self._endpoints if self._fallback is None else (*self._endpoints, self._fallback)
 
-    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
-        """Returns the answer of the first endpoint that accepts the request. Raises ModelError."""
+    @property
+    def healthy(self) -> bool:
+        """True if the circuit of at least one endpoint is closed, and no failure advises against that endpoint."""
+        return any(endpoint.breaker.closed and not endpoint.is_avoided for endpoint in self._all)
 
-        def ask(endpoint: Endpoint, call: Call) -> Pieces:
-            yield endpoint.generate(prompt, generation, call)
-
-        with closing(self._pieces("generate", prompt, ask, call)) as pieces:
-            return next(pieces)
-
-    def post(self, route: str, body: str, call: Call) -> GeneratedText:
-        """Returns the response of the first endpoint that accepts a body of JSON. Raises ModelError."""
-
-        def ask(endpoint: Endpoint, call: Call) -> Pieces:
-            yield endpoint.post(route, body, call)
-
-        with closing(self._pieces(route, body, ask, call)) as pieces:
-            return next(pieces)
-
-    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Pieces:
-        """Yields the pieces of the answer of the first endpoint that accepts the request. Raises ModelError."""
-
-        def ask(endpoint: Endpoint, call: Call) -> Pieces:
-            return endpoint.stream(prompt, generation, call)
-
-        return self._pieces("stream", prompt, ask, call)
-
-    def _pieces(self, kind: str, prompt: str, ask: Ask, call: Call) -> Pieces:
+    def pieces(self, kind: str, prompt: str, ask: Ask, call: Call, max_tokens: int = 0) -> Pieces:
         if self._hedging is None:
             yield from self._tries(prompt, ask, call)
             return

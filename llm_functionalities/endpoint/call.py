@@ -64,8 +64,12 @@ class Call:
     under the worker, which ends its read at once and tells the model server to stop generating.
     """
 
-    def __init__(self, deadline: Deadline, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, deadline: Deadline, headers: Mapping[str, str] | None = None, due: Deadline | None = None
+    ) -> None:
+        """deadline: ends everything. due: by when the caller needs the answer, if that is sooner."""
         self.deadline = deadline
+        self.due = due or deadline
         self.headers = dict(headers or {})
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -83,7 +87,7 @@ class Call:
 
     def attempt(self) -> "Call":
         """Returns a new call that ends with this one at the latest."""
-        attempt = Call(self.deadline, self.headers)
+        attempt = Call(self.deadline, self.headers, self.due)
         with self._lock:
             self._attempts.append(attempt)
             if self._ended.is_set():

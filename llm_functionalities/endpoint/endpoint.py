@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
+from urllib.parse import quote
 
 import httpx2
 from huggingface_hub import InferenceClient
@@ -92,8 +93,13 @@ _ONE_GRAMMAR = (
 class Endpoint:
     """Sends requests to one text-generation server. Its methods block, no longer than their `call` lasts."""
 
-    def __init__(self, address: Address, http: httpx2.Client, token: str | None = None, **breaker: Any) -> None:
-        self.name = str(address)
+    def __init__(
+        self, address: Address, http: httpx2.Client, token: str | None = None, *, model: str = "", **breaker: Any
+    ) -> None:
+        """model: the one that answers, of a server that has several; empty: the server's own choice."""
+        self._url = str(address)
+        self._query = f"?model={quote(model, safe='')}" if model else ""
+        self.name = f"{self._url}#{model}" if model else self._url
         self.breaker = CircuitBreaker(f"endpoint {self.name}", self._probe, **breaker)
         self._http = http
         self._token = token
@@ -171,7 +177,7 @@ class Endpoint:
         with self._serving(call, counted=counted):
             headers = {name: value for name, value in self._headers(call).items() if value is not None}
             headers["content-type"] = "application/json"
-            response = self._http.post(f"{self.name}{route}", content=body.encode(), headers=headers)
+            response = self._http.post(f"{self._url}{route}{self._query}", content=body.encode(), headers=headers)
             if response.status_code in _NO_ROUTE:
                 raise NotServed(_short(f"{response.status_code}: {response.text}"))
             if response.status_code != 200:
@@ -186,13 +192,13 @@ class Endpoint:
 
     def _client(self, call: Call, path: str) -> InferenceClient:
         headers = cast(dict[str, str], self._headers(call))
-        return InferenceClient(model=self.name + path, token=self._token, headers=headers)
+        return InferenceClient(model=self._url + path + self._query, token=self._token, headers=headers)
 
     def _probe(self) -> None:
         call = Call(Deadline.after(PROBE_SECONDS))
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         with working_on(call), _model_errors(call):
-            status = self._http.get(f"{self.name}/health", headers=headers).status_code
+            status = self._http.get(f"{self._url}/health", headers=headers).status_code
             if status in UNHEALTHY:
                 raise ServerFailed(f"/health responded with {status}")
 

@@ -60,13 +60,15 @@ class GeneratedText:
     """A text, or a piece of one, as a server generated it.
 
     finish_reason: why the whole text ends; "" in the middle of it, and when the server does not say. The numbers of
-    tokens are of the whole; 0 when they are not known.
+    tokens are of the whole; 0 when they are not known. model: the name of the model that wrote it, if the call named
+    any.
     """
 
     text: str
     finish_reason: str = ""
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    model: str = ""
 
 
 def _has_null(value: Any) -> bool:

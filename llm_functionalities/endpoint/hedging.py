@@ -6,6 +6,7 @@ Dean and Barroso, "The Tail at Scale", 2013. A budget keeps hedges from adding t
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -42,16 +43,17 @@ class Hedging:
     """Sends late requests a second time, on average at most `budget` hedges a call. Used from many threads."""
 
     def __init__(
-        self, after: float | None, *, budget: float = 0.1, threads: int = 16, count: Callable[[str], None]
+        self, after: float | None, *, budget: float | None = 0.1, threads: int = 16, count: Callable[[str], None]
     ) -> None:
         """after: seconds until a request is late; None: the 95th percentile of the last calls.
 
-        threads: maximum number of hedges at a time. count: called with the outcome of each.
+        budget: None: any number. threads: maximum number of hedges at a time. count: called with the outcome of each.
         """
         self._after = after
-        self._budget = budget
+        self._budget = budget or 0.0
         self._count = count
-        self._saved = MOST_SAVED
+        self._most_saved = math.inf if budget is None else MOST_SAVED
+        self._saved = self._most_saved
         self._latencies: dict[str, _Latencies] = {}
         self._late: dict[str, deque[bool]] = {}
         self._stalling: set[str] = set()
@@ -64,19 +66,26 @@ class Hedging:
         return endpoint in self._stalling
 
     def race(
-        self, kind: str, call: Call, first: Attempt[T], second: Callable[[Call], Attempt[T] | None]
-    ) -> Iterator[T]:
+        self,
+        kind: str,
+        call: Call,
+        first: Attempt[T],
+        second: Callable[[Call], Attempt[T] | None],
+        after: float | None = None,
+    ) -> Generator[T, None, None]:
         """Yields the pieces of the attempt whose first piece comes first; the other one is cancelled.
 
         kind: a name for requests of similar duration. first: runs in this thread. second: returns the second attempt,
-        given the call of the first; None: there is no endpoint for it. Raises ModelError.
+        given the call of the first; None: there is no endpoint for it. after: seconds until this request is late; None:
+        as for all requests. Raises ModelError.
         """
         race = _Race[T](call)
         begun = time.monotonic()
         with self._lock:
-            self._saved = min(MOST_SAVED, self._saved + self._budget)
+            self._saved = min(self._most_saved, self._saved + self._budget)
             latencies = self._latencies.setdefault(kind, _Latencies())
-            after = self._after if self._after is not None else latencies.percentile
+            if after is None:
+                after = self._after if self._after is not None else latencies.percentile
         if after is not None:
             self._timers.add(begun + after, lambda: self._hedge(race, second))
         waits = True

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from llm_functionalities.endpoint.balancer import Balancer
+from llm_functionalities.endpoint.balancer import Balancer, Sender
 from llm_functionalities.endpoint.call import REQUEST_ID, Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
+from llm_functionalities.endpoint.ladder import Ladders
 from llm_functionalities.errors import DeadlineExceeded, ModelError, NoThread
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
 from llm_functionalities.model.pool import FairPool
@@ -82,15 +83,22 @@ TOO_LATE: Answer[Any] = Answer.without(DeadlineExceeded("the deadline passed"))
 class Model:
     """Asks endpoints, which `balancer` chooses, on the threads of `pool`. Its methods run on the event loop."""
 
-    def __init__(self, balancer: Balancer, pool: FairPool, empty_responses: EmptyResponses) -> None:
+    def __init__(
+        self, balancer: Balancer, pool: FairPool, empty_responses: EmptyResponses, ladders: Ladders | None = None
+    ) -> None:
+        """ladders: the models that calls may name; None: there are none."""
         self._balancer = balancer
+        self._ladders = ladders
         self._pool = pool
         self._empty_responses = empty_responses
         self._batch_text = threading.Lock()
 
-    def destinations(self, prompt: str) -> list[Endpoint]:
-        """Returns the endpoints that get the prompts which begin with `prompt`."""
-        return self._balancer.destinations(prompt)
+    def destinations(self, prompt: str, models: Sequence[str] = ()) -> list[Endpoint]:
+        """Returns the endpoints that get the prompts which begin with `prompt`, of all of `models` if there are any."""
+        return self._sender(models).destinations(prompt)
+
+    def _sender(self, models: Sequence[str]) -> Sender:
+        return self._ladders.of(models) if self._ladders is not None and models else self._balancer
 
     async def answers(
         self,
@@ -100,19 +108,22 @@ class Model:
         deadline: Deadline,
         headers: Mapping[str, str],
         *,
+        models: Sequence[str] = (),
         counted: bool = True,
     ) -> list[Answer[T]]:
         """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together.
 
-        A single question does not wait for the questions of batches. counted: missing answers count as empty responses.
+        A single question does not wait for the questions of batches. models: names of those that may answer, from the
+        largest to the smallest; none: any endpoint. counted: missing answers count as empty responses.
         """
         if not count:
             return []
         pending = _PendingAnswers[T](count, deadline, headers)
         text_work = self._turn if count > 1 else nullcontext
+        sender = self._sender(models)
 
         def job(place: int) -> None:
-            pending.work(place, partial(self._ask, partial(ask, place), generation, text_work))
+            pending.work(place, partial(self._ask, sender, partial(ask, place), generation, text_work))
 
         drop_waiting = None
         try:
@@ -130,18 +141,24 @@ class Model:
         return self._counted(pending.answers, headers, counted=counted)
 
     async def stream(
-        self, prompt: str, generation: GenerationParameters, deadline: Deadline, headers: Mapping[str, str]
+        self,
+        prompt: str,
+        generation: GenerationParameters,
+        deadline: Deadline,
+        headers: Mapping[str, str],
+        *,
+        models: Sequence[str] = (),
     ) -> AsyncGenerator[Answer[str], None]:
         """Yields the answer in pieces. The last one says why it ends. When the model fails, it has the reason.
 
-        Closing the iterator stops the generation.
+        models: as for `answers`. Closing the iterator stops the generation.
         """
         loop = asyncio.get_running_loop()
         call = _call(deadline, headers)
         pieces: asyncio.Queue[Answer[str] | None] = asyncio.Queue()
         put = partial(_tell, loop, pieces.put_nowait)
         try:
-            self._pool.run(lambda: self._write(prompt, generation, call, put))
+            self._pool.run(lambda: self._write(self._sender(models), prompt, generation, call, put))
         except NoThread as error:
             yield self._counted([Answer.without(error)], headers)[0]
             return
@@ -160,6 +177,7 @@ class Model:
 
     def _ask(
         self,
+        sender: Sender,
         ask: Callable[[], Question[T]],
         generation: GenerationParameters,
         text_work: Callable[[], AbstractContextManager[None]],
@@ -174,11 +192,11 @@ class Model:
                 return Answer(None)
             if question.route is not None:
                 if question.endpoint is None:
-                    generated = self._balancer.post(question.route, question.prompt, call)
+                    generated = sender.post(question.route, question.prompt, call)
                 else:
                     generated = question.endpoint.post(question.route, question.prompt, call, counted=False)
             else:
-                generated = self._balancer.generate(question.prompt, generation, call)
+                generated = sender.generate(question.prompt, generation, call)
         except ModelError as error:
             return Answer.without(error)
         text = generated.text
@@ -209,11 +227,16 @@ class Model:
                     time.sleep(took)
 
     def _write(
-        self, prompt: str, generation: GenerationParameters, call: Call, tell: Callable[[Answer[str] | None], None]
+        self,
+        sender: Sender,
+        prompt: str,
+        generation: GenerationParameters,
+        call: Call,
+        tell: Callable[[Answer[str] | None], None],
     ) -> None:
         try:
             call.remaining()
-            for piece in self._balancer.stream(prompt, generation, call):
+            for piece in sender.stream(prompt, generation, call):
                 tell(Answer(piece.text, generated=piece))
         except ModelError as error:
             tell(Answer.without(error))
@@ -283,7 +306,7 @@ class _PendingAnswers(Generic[T]):
 
 
 def _call(deadline: Deadline, headers: Mapping[str, str]) -> Call:
-    return Call(Deadline(deadline.at + WORKER_GRACE_SECONDS), headers)
+    return Call(Deadline(deadline.at + WORKER_GRACE_SECONDS), headers, due=deadline)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *arguments: Any) -> None:

@@ -9,7 +9,16 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -21,7 +30,7 @@ from opentelemetry import trace
 from llm_functionalities.endpoint.call import REQUEST_ID
 from llm_functionalities.errors import CallerGone, CallRefused, InvalidArgument, ServiceFailed, TooBusy, TooSlow
 from llm_functionalities.metrics import ServiceMetrics
-from llm_functionalities.services.context import CallContext
+from llm_functionalities.services.context import MODELS, CallContext
 from llm_functionalities.services.message_bounds import check_fields
 from shared.stubs import llm_pb2
 from shared.tracing import extract_context, trace_headers
@@ -36,6 +45,9 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 # These services have places of their own, so that they respond however busy the others are.
 ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
+
+# Answers of different models to these calls cannot be compared, so one model gives all of them.
+ONE_VECTOR_SPACE = "/LLMEmbeddings/"
 
 # Health checks at a time, and streams of health and reflection at a time, which may last long.
 MAX_CHECKS = 64
@@ -115,10 +127,20 @@ class CancelledCalls:
 class CallAdmission(grpc.aio.ServerInterceptor):
     """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED.
 
-    max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive.
+    max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive. models:
+    names that calls may give. ladder: names of the models of calls that give none, from the largest to the smallest.
     """
 
-    def __init__(self, limit: int, metrics: ServiceMetrics, *, max_entries: int, receive_timeout: float) -> None:
+    def __init__(
+        self,
+        limit: int,
+        metrics: ServiceMetrics,
+        *,
+        max_entries: int,
+        receive_timeout: float,
+        models: Collection[str] = (),
+        ladder: Sequence[str] = (),
+    ) -> None:
         self._calls = ConcurrencyLimit(limit)
         self._checks = ConcurrencyLimit(MAX_CHECKS)
         self._watchers = ConcurrencyLimit(MAX_WATCHERS)
@@ -126,6 +148,8 @@ class CallAdmission(grpc.aio.ServerInterceptor):
         self._metrics = metrics
         self._max_entries = max_entries
         self._receive_timeout = receive_timeout
+        self._models = models
+        self._ladder = ladder
         self._tracer = trace.get_tracer(__name__)
         self._wrapped: dict[str, Handler] = {}
         metrics.watch_calls(lambda: self._calls.taken)
@@ -235,6 +259,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
         span = self._tracer.start_span(method.removeprefix("/"), extract_context(metadata), trace.SpanKind.SERVER)
         context = CallContext(rpc, request_id, trace_headers(span))
         try:
+            context.models = self._models_of(method, metadata.get(MODELS, ""))
             with self._calls.place():
                 yield context
         except CallRefused as error:
@@ -257,6 +282,25 @@ class CallAdmission(grpc.aio.ServerInterceptor):
             self._metrics.calls.labels(method, status).inc()
             if status != TooBusy.status.name:
                 self._metrics.seconds.labels(method).observe(time.monotonic() - started)
+
+    def _models_of(self, method: str, named: str) -> Sequence[str]:
+        """Returns the names of the models that may answer a call. Raises InvalidArgument for what it names wrongly."""
+        one_space = method.startswith(ONE_VECTOR_SPACE)
+        if not (names := [name.strip() for name in named.split(",") if name.strip()]):
+            return () if one_space else self._ladder
+        if unknown := [name for name in names if name not in self._models]:
+            known = (
+                f"those of this service are {', '.join(self._models)}" if self._models else "--ladder-models sets none"
+            )
+            raise InvalidArgument(f"the metadata `{MODELS}` name {unknown[0][:100]!r}, which is not a model; {known}")
+        if len(set(names)) < len(names):
+            raise InvalidArgument(f"the metadata `{MODELS}` name a model twice: {', '.join(names)[:200]}")
+        if one_space and len(names) > 1:
+            raise InvalidArgument(
+                f"the metadata `{MODELS}` name several models; give one, because numbers of different models cannot be "
+                "compared"
+            )
+        return names
 
 
 def _aborting(behaviour: Behaviour) -> Behaviour:

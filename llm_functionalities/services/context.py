@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -23,6 +23,12 @@ from shared.stubs import llm_pb2
 # Trailing metadata that says why a response is empty, and in which words the model server rejected the request.
 EMPTY_REASON = "empty-reason"
 EMPTY_MESSAGE = "empty-message"
+
+# Metadata that names the models of a call, from the largest to the smallest: "large,small".
+MODELS = "models"
+
+# Trailing metadata that names the models that answered such a call.
+MODEL = "model"
 
 LONGEST_METADATA_MESSAGE = 400
 
@@ -52,6 +58,9 @@ class CallContext:
 
     def __init__(self, rpc: grpc.aio.ServicerContext, request_id: str, trace_headers: Mapping[str, str]) -> None:
         self._rpc = rpc
+        # Names of the models that may answer, from the largest to the smallest; none: any endpoint.
+        self.models: Sequence[str] = ()
+        self._answered: set[str] = set()
         self._request_id = (REQUEST_ID, request_id)
         self.headers = {**trace_headers, REQUEST_ID: request_id}
         rpc.set_trailing_metadata((self._request_id,))
@@ -63,12 +72,18 @@ class CallContext:
         remaining: float | None = self._rpc.time_remaining()
         return remaining
 
-    def tell_reasons(self, answers: Iterable[Answer[T]]) -> None:
-        """Puts the reasons of missing answers into the trailing metadata."""
+    def tell(self, answers: Sequence[Answer[T]]) -> None:
+        """Puts the models that answered, and the reasons of missing answers, into the trailing metadata."""
+        answered = {answer.generated.model for answer in answers} - {"", *self._answered}
         missing = [answer for answer in answers if answer.reason is not None]
-        if not missing:
+        if not missing and not answered:
             return
-        metadata = [self._request_id, (EMPTY_REASON, ",".join(sorted({str(answer.reason) for answer in missing})))]
+        self._answered |= answered
+        metadata = [self._request_id]
+        if self._answered:
+            metadata.append((MODEL, ",".join(name for name in self.models if name in self._answered)))
+        if missing:
+            metadata.append((EMPTY_REASON, ",".join(sorted({str(answer.reason) for answer in missing}))))
         messages = (answer.message for answer in missing if answer.reason == Rejected.reason)
         if message := next(messages, None):
             # Metadata is printable ASCII.
@@ -124,17 +139,18 @@ class ModelClient:
         deadline: Deadline,
     ) -> list[Answer[T]]:
         """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together."""
-        answers = await self.model.answers(count, ask, generation, deadline, context.headers)
-        context.tell_reasons(answers)
+        answers = await self.model.answers(count, ask, generation, deadline, context.headers, models=context.models)
+        context.tell(answers)
         return answers
 
     async def pieces(
         self, context: CallContext, prompt: str, generation: GenerationParameters, deadline: Deadline
     ) -> AsyncGenerator[Answer[str], None]:
         """Yields the model's answer in pieces, as it writes them; the last one says why it ends."""
-        async with aclosing(self.model.stream(prompt, generation, deadline, context.headers)) as answers:
+        stream = self.model.stream(prompt, generation, deadline, context.headers, models=context.models)
+        async with aclosing(stream) as answers:
             async for answer in answers:
-                context.tell_reasons([answer])
+                context.tell([answer])
                 if answer.value is not None:
                     yield answer
 

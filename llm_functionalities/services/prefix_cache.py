@@ -26,7 +26,7 @@ class LLMPrefixCache(llm_pb2_grpc.LLMPrefixCacheServicer):
         generation = generation_of(self._model, request)
         if not request.formatted_prompt:
             return llm_pb2.WarmResponse()
-        endpoints = self._model.model.destinations(request.formatted_prompt)
+        endpoints = self._model.model.destinations(request.formatted_prompt, context.models)
 
         def ask(place: int) -> Question[llm_pb2.WarmResponse]:
             endpoint = endpoints[place] if endpoints else None

@@ -83,7 +83,9 @@ async def _chosen(first: FirstChoice, model: ModelClient, context: CallContext, 
         return json_question(DECISIONS, decision_body(request) | {"normalization": "orders"}, parse)
 
     soon = deadline.within(DECISION_SHARE * deadline.remaining())
-    (answer,) = await model.model.answers(1, ask, model.generation(0), soon, context.headers, counted=False)
+    (answer,) = await model.model.answers(
+        1, ask, model.generation(0), soon, context.headers, models=context.models, counted=False
+    )
     if answer.reason == NotServed.reason:
         model.decisions.missing()
     return answer.value or ""
