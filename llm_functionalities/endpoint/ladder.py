@@ -27,7 +27,7 @@ from llm_functionalities.errors import (
 )
 
 # A model is chosen if it would be in time in this share of cases: the fallback is there for the others.
-LIKELY = 0.7
+LIKELY = 0.6
 
 # The fallback is asked when it needs all the time that is left, in this share of cases.
 SAFE = 0.95
@@ -126,7 +126,7 @@ class Ladder(Sender):
         models = [model for model in self._models if model.balancer.healthy] or self._models
         seconds: dict[LadderModel, float] = {}
         for model in models:
-            needed = model.pace.seconds(work, LIKELY)
+            needed = model.pace.seconds(work, LIKELY, fades=model is not self._models[-1])
             if needed is None or needed <= left:
                 return model
             seconds[model] = needed

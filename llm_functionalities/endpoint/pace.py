@@ -21,10 +21,10 @@ ENOUGH_ANSWERS = 3
 FORGETTING = 0.98
 
 # Prediction errors and lengths that are kept, and limits of answers (`max_tokens`) for which lengths are.
-RECENT, MOST_LIMITS = 64, 64
+RECENT, MOST_LIMITS = 16, 64
 
-# Without any answer for so long, a prediction is halved: the model may have become faster.
-HALVED_SECONDS = 30.0
+# Without any answer for so long, a prediction that fades is halved: the model may have become faster.
+HALVED_SECONDS = 10.0
 
 _SWEEPS = 60
 _TERMS = 5
@@ -65,11 +65,11 @@ class Pace:
     def in_progress(self) -> int:
         return len(self._running)
 
-    def seconds(self, work: Work, quantile: float, more: int = 0) -> float | None:
+    def seconds(self, work: Work, quantile: float, more: int = 0, *, fades: bool = False) -> float | None:
         """Returns the seconds within which a request that begins now ends, in `quantile` (0 to 1) of all cases.
 
         None: there have been too few answers; `inf`: so there have, but enough are in progress. more: other requests
-        that are expected to begin as well.
+        that are expected to begin as well. fades: the longer the model has been idle, the shorter the time.
         """
         with self._lock:
             now = self._clock()
@@ -77,7 +77,7 @@ class Pace:
             predicted = self._predicted(work, now, more)[1]
             if fit is None or predicted is None:
                 return None if len(self._running) < ENOUGH_ANSWERS else inf
-            idle = 0.0 if self._running else now - fit.observed_at
+            idle = now - fit.observed_at if fades and not self._running else 0.0
             return predicted * fit.error(quantile) * 0.5 ** (idle / HALVED_SECONDS)
 
     def began(self, work: Work) -> Running:

@@ -20,6 +20,7 @@ class Request:
     path: str
     body: dict[str, Any]
     headers: dict[str, str]
+    query: str = ""
     # Set once the caller closed the connection before it had its answer.
     abandoned: threading.Event = field(default_factory=threading.Event)
 
@@ -240,7 +241,7 @@ def _read_request(reader: Any) -> Request | None:
     line = reader.readline()
     if not line:
         return None
-    path = line.split()[1].decode()
+    path, _, query = line.split()[1].decode().partition("?")
     headers = {}
     while header := reader.readline().strip():
         name, _, value = header.decode("latin-1").partition(":")
@@ -249,7 +250,7 @@ def _read_request(reader: Any) -> Request | None:
     body = reader.read(length)
     if len(body) < length:
         return None  # the connection ended within the request
-    return Request(path, json.loads(body) if body else {}, headers)
+    return Request(path, json.loads(body) if body else {}, headers, query)
 
 
 def _send(

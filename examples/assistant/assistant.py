@@ -1,0 +1,201 @@
+"""A voice assistant built with pipecat: its dialogue, decisions and search questions are calls to llm_functionalities.
+
+    python examples/assistant/assistant.py [--service HOST:PORT] [--models large,small] [--deadline SECONDS]
+
+Speech recognition and synthesis belong to other services. Here each line of stdin is what a user has said, and each
+sentence that would be spoken is printed. A line that comes while the assistant answers interrupts it.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from loguru import logger
+from pipecat.frames.frames import (
+    EndFrame,
+    Frame,
+    LLMContextFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    ProposedUserStartedSpeakingFrame,
+    ProposedUserStoppedSpeakingFrame,
+    TranscriptionFrame,
+    TTSAudioRawFrame,
+)
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.worker import PipelineWorker
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair, LLMUserAggregatorParams
+from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.tts_service import TTSService
+from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
+from pipecat.workers.runner import WorkerRunner
+
+sys.path.append(str(Path(__file__).parents[2] / "proto"))
+llm, services = grpc.protos_and_services("llm.proto")
+
+SYSTEM = "You are the voice of a smart home. Answer in one to three short sentences, without lists or formatting."
+KINDS = {
+    "search": "asks for facts that have to be looked up: news, weather, opening hours, prices, recipes",
+    "command": "wants a device to do something: lights, heating, music, a timer",
+    "small talk": "talks, greets, or asks for an opinion, advice or a story",
+}
+# The forms of what other services get; the model server enforces them.
+FORMS: dict[str, dict[str, Any]] = {
+    "search": {"query": {"type": "string", "maxLength": 80}},
+    "command": {"device": {"enum": ["light", "heating", "music", "timer"]}, "action": {"enum": ["on", "off"]}},
+}
+TASKS = {
+    "search": "Write the words to search the web for, to answer what the user says last. Answer in JSON: query.",
+    "command": "Say what device is to do what, as the user wants it. Answer in JSON: device, action.",
+}
+# The shares of a turn's time that a decision, and a search or command, may take; and how sure a decision has to be.
+DECISION_SHARE, TASK_SHARE, LEAST_CONFIDENCE = 0.25, 0.4, 0.3
+
+
+def prompt(messages: list[dict[str, str]]) -> str:
+    """Returns a conversation in ChatML, the format of Qwen and others. No text of a user can imitate a turn."""
+    turns = [f"<|im_start|>{each['role']}\n{each['content'].replace('<|', '< |')}<|im_end|>\n" for each in messages]
+    return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def search(query: str) -> str:
+    """Stands in for a search service."""
+    print(f"searches: {query}", flush=True)
+    return f"Results for '{query}': the first page says that it is open from 9 to 18 h, and costs 5 euros."
+
+
+def do(command: dict[str, str]) -> str:
+    """Stands in for the service of the devices."""
+    print(f"does: {command['device']} {command['action']}", flush=True)
+    return f"The {command['device']} has been told: {command['action']}."
+
+
+class Dialogue(FrameProcessor):
+    """Answers each turn of the user by its deadline. An interruption cancels what is being generated for it."""
+
+    def __init__(self, channel: grpc.aio.Channel, models: str, seconds: float) -> None:
+        """models: names of a ladder, such as "large,small"; empty: the service's default. seconds: for a turn."""
+        super().__init__()
+        self._runner = services.LLMRunnerStub(channel)
+        self._decisions = services.LLMDecisionsStub(channel)
+        self._metadata = (("models", models),) if models else ()
+        self._seconds = seconds
+
+    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+        await super().process_frame(frame, direction)
+        if not isinstance(frame, LLMContextFrame):
+            await self.push_frame(frame, direction)
+            return
+        await self.push_frame(LLMFullResponseStartFrame())
+        try:
+            async for text in self._reply([dict(each) for each in frame.context.messages]):
+                await self.push_frame(LLMTextFrame(text))
+        except asyncio.CancelledError:
+            print("interrupted", flush=True)
+            raise
+        except grpc.aio.AioRpcError as error:
+            await self.push_error(f"the language service failed: {error.details()}", error)
+        finally:
+            await self.push_frame(LLMFullResponseEndFrame())
+
+    async def _reply(self, messages: list[dict[str, str]]) -> AsyncIterator[str]:
+        """Yields the answer in pieces. Every call gets what is left of the turn's time, in milliseconds."""
+        end = time.monotonic() + self._seconds
+
+        def left(share: float = 1.0) -> int:
+            return max(1, int(1000 * share * (end - time.monotonic())))
+
+        messages = [{"role": "system", "content": SYSTEM}, *messages]
+        kind = await self._kind(messages[-1]["content"], left(DECISION_SHARE))
+        if kind in FORMS:
+            made = await self._written(kind, messages, left(TASK_SHARE))
+            if made is not None:
+                done = search(made["query"]) if kind == "search" else do(made)
+                messages[0]["content"] += f" {done} Tell the user."
+        request = llm.ModelRequest(formatted_prompt=prompt(messages), max_tokens=120, timeout=left())
+        call, said = self._runner.stream_model(request, metadata=self._metadata), ""
+        try:
+            async for piece in call:
+                said += piece.text
+                yield piece.text
+        finally:
+            call.cancel()  # of no effect on a call that has ended; the service stops the generation
+        ended = dict(await call.trailing_metadata() or ())
+        print(f"answered by: {ended.get('model', 'the only model')}", flush=True)
+        if not said.strip():
+            yield f"One moment, please. ({ended.get('empty-reason')})"
+
+    async def _kind(self, said: str, timeout_ms: int) -> str:
+        """Returns what the user wants; small talk if the model is not sure, or is not there."""
+        choices = [llm.DecisionOption(label=label, description=text) for label, text in KINDS.items()]
+        question = llm.DecisionQuestion(instructions="What does the user want?", choices=choices)
+        request = llm.DecisionRequest(input=said, questions=[question], timeout=timeout_ms)
+        answers = (await self._decisions.Decide(request, metadata=self._metadata)).answers
+        sure = bool(answers) and answers[0].confidence >= LEAST_CONFIDENCE
+        print(
+            f"decides: {answers[0].label} ({answers[0].confidence:.2f})" if answers else "decides: nothing", flush=True
+        )
+        return str(answers[0].label) if sure else "small talk"
+
+    async def _written(self, kind: str, messages: list[dict[str, str]], timeout_ms: int) -> dict[str, str] | None:
+        """Returns the search or command that the model writes; None without one in time."""
+        form = {"type": "object", "properties": FORMS[kind], "required": list(FORMS[kind])}
+        asked = prompt([{"role": "system", "content": TASKS[kind]}, *messages[1:]])
+        grammar = {"json_schema": json.dumps(form | {"additionalProperties": False})}
+        request = llm.ModelRequest(formatted_prompt=asked, max_tokens=60, timeout=timeout_ms, grammar=grammar)
+        text = (await self._runner.call_model(request, metadata=self._metadata)).text
+        try:
+            return dict(json.loads(text))
+        except ValueError:  # empty, or cut off
+            return None
+
+
+class PrintedVoice(TTSService):
+    """Stands in for speech synthesis: pipecat hands it each sentence as soon as it is whole."""
+
+    async def run_tts(self, text: str, context_id: str) -> AsyncIterator[Frame]:
+        print(f"says: {text.strip()}", flush=True)
+        yield TTSAudioRawFrame(bytes(2 * 1600), 16000, 1, context_id=context_id)
+
+
+async def listen(worker: PipelineWorker, reader: asyncio.StreamReader) -> None:
+    """Stands in for speech recognition: reports the beginning, the text and the end of what is said."""
+    while line := (await reader.readline()).decode().strip():
+        said = TranscriptionFrame(line, "user", time.strftime("%FT%TZ", time.gmtime()), finalized=True)
+        await worker.queue_frames([ProposedUserStartedSpeakingFrame(), said, ProposedUserStoppedSpeakingFrame()])
+    await worker.queue_frame(EndFrame())
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--service", default="127.0.0.1:8000", help="of llm_functionalities (default: %(default)s)")
+    parser.add_argument("--models", default="", help="that may answer, from the largest to the smallest")
+    parser.add_argument("--deadline", type=float, default=10.0, help="seconds for a turn (default: %(default)s)")
+    arguments = parser.parse_args()
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING")
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async with grpc.aio.insecure_channel(arguments.service) as channel:
+        turns = LLMUserAggregatorParams(user_turn_strategies=ExternalUserTurnStrategies())
+        context = LLMContextAggregatorPair(LLMContext(), user_params=turns)
+        dialogue = Dialogue(channel, arguments.models, arguments.deadline)
+        pipeline = Pipeline([context.user(), dialogue, PrintedVoice(push_start_frame=True), context.assistant()])
+        worker = PipelineWorker(pipeline, idle_timeout_secs=None)
+        runner = WorkerRunner()
+        await runner.add_workers(worker)
+        listener = asyncio.create_task(listen(worker, reader))
+        await runner.run()
+        await listener
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
