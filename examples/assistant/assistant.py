@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 from loguru import logger
@@ -34,6 +33,7 @@ from pipecat.pipeline.worker import PipelineWorker
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair, LLMUserAggregatorParams
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.settings import TTSSettings
 from pipecat.services.tts_service import TTSService
 from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
@@ -47,8 +47,7 @@ KINDS = {
     "command": "wants a device to do something: lights, heating, music, a timer",
     "small talk": "talks, greets, or asks for an opinion, advice or a story",
 }
-# The forms of what other services get; the model server enforces them.
-FORMS: dict[str, dict[str, Any]] = {
+FORMS: dict[str, dict[str, dict[str, object]]] = {  # enforced by the model server
     "search": {"query": {"type": "string", "maxLength": 80}},
     "command": {"device": {"enum": ["light", "heating", "music", "timer"]}, "action": {"enum": ["on", "off"]}},
 }
@@ -57,7 +56,7 @@ TASKS = {
     "command": "Say what device is to do what, as the user wants it. Answer in JSON: device, action.",
 }
 # The shares of a turn's time that a decision, and a search or command, may take; and how sure a decision has to be.
-DECISION_SHARE, TASK_SHARE, LEAST_CONFIDENCE = 0.25, 0.4, 0.3
+DECISION_SHARE, TASK_SHARE, LEAST_CONFIDENCE = 0.25, 0.4, 0.1
 
 
 def prompt(messages: list[dict[str, str]]) -> str:
@@ -117,9 +116,8 @@ class Dialogue(FrameProcessor):
         kind = await self._kind(messages[-1]["content"], left(DECISION_SHARE))
         if kind in FORMS:
             made = await self._written(kind, messages, left(TASK_SHARE))
-            if made is not None:
-                done = search(made["query"]) if kind == "search" else do(made)
-                messages[0]["content"] += f" {done} Tell the user."
+            if made:
+                messages[0]["content"] += f" {search(made['query']) if kind == 'search' else do(made)} Tell the user."
         request = llm.ModelRequest(formatted_prompt=prompt(messages), max_tokens=120, timeout=left())
         call, said = self._runner.stream_model(request, metadata=self._metadata), ""
         try:
@@ -145,17 +143,17 @@ class Dialogue(FrameProcessor):
         )
         return str(answers[0].label) if sure else "small talk"
 
-    async def _written(self, kind: str, messages: list[dict[str, str]], timeout_ms: int) -> dict[str, str] | None:
-        """Returns the search or command that the model writes; None without one in time."""
+    async def _written(self, kind: str, messages: list[dict[str, str]], timeout_ms: int) -> dict[str, str]:
+        """Returns the search or command that the model writes; empty without one in time."""
         form = {"type": "object", "properties": FORMS[kind], "required": list(FORMS[kind])}
-        asked = prompt([{"role": "system", "content": TASKS[kind]}, *messages[1:]])
+        asked = prompt([{"role": "system", "content": TASKS[kind]}, *messages[-1:]])
         grammar = {"json_schema": json.dumps(form | {"additionalProperties": False})}
         request = llm.ModelRequest(formatted_prompt=asked, max_tokens=60, timeout=timeout_ms, grammar=grammar)
         text = (await self._runner.call_model(request, metadata=self._metadata)).text
         try:
             return dict(json.loads(text))
         except ValueError:  # empty, or cut off
-            return None
+            return {}
 
 
 class PrintedVoice(TTSService):
@@ -188,7 +186,8 @@ async def main() -> None:
         turns = LLMUserAggregatorParams(user_turn_strategies=ExternalUserTurnStrategies())
         context = LLMContextAggregatorPair(LLMContext(), user_params=turns)
         dialogue = Dialogue(channel, arguments.models, arguments.deadline)
-        pipeline = Pipeline([context.user(), dialogue, PrintedVoice(push_start_frame=True), context.assistant()])
+        voice = PrintedVoice(push_start_frame=True, settings=TTSSettings(model=None, voice=None, language=None))
+        pipeline = Pipeline([context.user(), dialogue, voice, context.assistant()])
         worker = PipelineWorker(pipeline, idle_timeout_secs=None)
         runner = WorkerRunner()
         await runner.add_workers(worker)

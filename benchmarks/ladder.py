@@ -1,0 +1,177 @@
+"""Measures the ladder of llm_functionalities: calls in bursts, with deadlines, to a large and a small model.
+
+    python -m benchmarks.ladder --large FOLDER --small FOLDER --large-cores 0 --small-cores 1
+
+Starts a server for each model and the service in front of them. The deadlines are multiples of the time that the large
+model takes for one call alone. The oracle knows how long each answer is and what a step of the large model takes with
+each number of answers (measured first), and gives the large model each call for which all that it has are in time.
+"""
+
+import argparse
+import asyncio
+import random
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import grpc
+
+from benchmarks.front_service import started
+from benchmarks.report import finish, percentile, table, tell
+from benchmarks.servers import OURS, ServerDidNotStart, running
+from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.fakes.simulated_models import Call, Model, oracle
+
+# Users of the closed loops that a model's steps are measured with, and how long each loop lasts.
+USERS, LOOP_SECONDS = (1, 4, 8), 4.0
+TOKENS = (8, 16, 32)
+# Of the time that the large model takes for the mean answer alone.
+DEADLINES = (0.75, 2.0, 4.0, 8.0)
+BURSTS = (1, 1, 1, 2, 4, 10)
+WORDS = ("a lighthouse", "a baker", "the night train", "the sea in winter", "an old friend", "two brothers", "a letter")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended. seconds: after its beginning. model: "" without an answer."""
+
+    model: str
+    seconds: float
+    tokens: int
+    in_time: bool
+
+
+def prompt(number: int, words: int) -> str:
+    """Returns a prompt that no other begins with, and that is answered at length."""
+    draw = random.Random(number)
+    return f"Story {number}: " + ", ".join(draw.choice(WORDS) for _ in range(words // 3)) + ". Once upon a time"
+
+
+async def call(
+    stub: llm_pb2_grpc.LLMRunnerStub, number: int, words: int, tokens: int, models: str, wait: float
+) -> Outcome:
+    request = llm_pb2.ModelRequest(formatted_prompt=prompt(number, words), max_tokens=tokens, timeout=int(1000 * wait))
+    begun = time.perf_counter()
+    rpc = stub.call_model(request, metadata=(("models", models),))
+    response = await rpc
+    seconds = time.perf_counter() - begun
+    model = dict(await rpc.trailing_metadata()).get("model", "")
+    return Outcome(model, seconds, response.generated_tokens, bool(response.text) and seconds <= wait + 0.01)
+
+
+async def steps(stub: llm_pb2_grpc.LLMRunnerStub, model: str) -> tuple[float, float]:
+    """Returns the seconds of a step, and what each answer in it adds: a line through the closed loops' steps."""
+    points = []
+    for users in USERS:
+        took: list[float] = []
+
+        async def user(place: int, took: list[float] = took) -> None:
+            until, number = time.perf_counter() + LOOP_SECONDS, place * 1000
+            while time.perf_counter() < until:
+                number += 1
+                outcome = await call(stub, -number, 20, 24, model, 60.0)
+                took.append(outcome.seconds / max(1, outcome.tokens))
+
+        await asyncio.gather(*(user(place) for place in range(users)))
+        points.append((users, percentile(took, 50) or 0.0))
+        tell(f"{model}: {1000 * points[-1][1]:.1f} ms a token with {users} at a time")
+    mean_users, mean = (sum(each[axis] for each in points) / len(points) for axis in (0, 1))
+    spread = sum((users - mean_users) ** 2 for users, _ in points)
+    row = max(0.0, sum((users - mean_users) * (step - mean) for users, step in points) / spread)
+    return max(0.0, mean - row * mean_users), row
+
+
+def bursts(seed: int, count: int, unit: float, load: float) -> list[Call]:
+    """Returns calls in bursts. unit: seconds of a mean call alone; load: mean number of calls that begin within it."""
+    draw, now = random.Random(seed), 0.0
+    calls: list[Call] = []
+    gap = unit * sum(BURSTS) / len(BURSTS) / load
+    while len(calls) < count:
+        now += draw.expovariate(1 / gap)
+        for _ in range(draw.choice(BURSTS)):
+            tokens, words = draw.choice(TOKENS), draw.randint(10, 60)
+            calls.append(
+                Call(0, now + 0.1 * unit * draw.random(), unit * draw.choice(DEADLINES), words, tokens, tokens)
+            )
+    calls.sort(key=lambda each: each.at)
+    return [replace(each, number=number) for number, each in enumerate(calls[:count])]
+
+
+async def measure(stub: llm_pb2_grpc.LLMRunnerStub, calls: Sequence[Call], models: str) -> list[Outcome]:
+    """Makes each call at its time, whatever becomes of those before it."""
+    begun, made = time.perf_counter(), []
+    for each in calls:
+        await asyncio.sleep(max(0.0, begun + each.at - time.perf_counter()))
+        made.append(
+            asyncio.create_task(call(stub, each.number, each.characters, each.max_tokens, models, each.seconds))
+        )
+    return await asyncio.gather(*made)
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, object]:
+    async with AsyncExitStack() as stack:
+        urls = []
+        for name, model, cores in (
+            ("large", arguments.large, arguments.large_cores),
+            ("small", arguments.small, arguments.small_cores),
+        ):
+            pinned = f"taskset -c {shlex.quote(cores)} " if cores else ""
+            ours = replace(OURS, command=f"{pinned}{OURS.command} {arguments.server_flags}")
+            log = Path(f"runs/logs/ladder-{name}.log")
+            urls.append((await stack.enter_async_context(running(ours, model, log, arguments.start_limit))).url)
+        named = f"large={urls[0]},small={urls[1]}"
+        _, port = stack.enter_context(started("llm_functionalities", "--port", "0", "--ladder-models", named))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        stub = llm_pb2_grpc.LLMRunnerStub(channel)
+        step, row = await steps(stub, "large")
+        await steps(stub, "small")
+        unit = (step + row) * sum(TOKENS) / len(TOKENS)
+        calls = bursts(arguments.seed, arguments.calls, unit, arguments.load)
+        tell(f"{len(calls)} calls in {calls[-1].at:.0f} s; one alone takes {unit:.2f} s by the large model")
+        outcomes = await measure(stub, calls, "large,small")
+    lengths = {
+        size: [each.tokens for each, made in zip(outcomes, calls, strict=True) if made.max_tokens == size]
+        for size in TOKENS
+    }
+    possible = oracle(Model(step, row, 0.0, arguments.places), calls)
+    models = Counter(each.model for each in outcomes if each.in_time)
+    result = {
+        "calls": len(calls),
+        "in time": sum(models.values()),
+        "by the large model": models["large"],
+        "by the oracle": possible,
+        "share of the oracle": round(models["large"] / possible, 3),
+        "not in time": Counter(each.model or "no answer" for each in outcomes if not each.in_time),
+        "mean tokens": {size: round(sum(each) / max(1, len(each)), 1) for size, each in lengths.items()},
+    }
+    print(table(list(result), [[str(value) for value in result.values()]]))
+    return result | {"step": step, "row": row, "outcomes": [asdict(each) for each in outcomes]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--large", type=Path, required=True, metavar="MODEL", help="a model folder or a GGUF file")
+    parser.add_argument("--small", type=Path, required=True, metavar="MODEL", help="a model folder or a GGUF file")
+    parser.add_argument("--large-cores", default="", metavar="LIST", help="such as 0,1 (default: any)")
+    parser.add_argument("--small-cores", default="", metavar="LIST", help="such as 2,3 (default: any)")
+    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for both servers")
+    parser.add_argument("--start-limit", type=float, default=600, help="seconds for a start (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--load", type=float, default=3.0, help="calls in the time of one alone (default: %(default)s)")
+    parser.add_argument("--places", type=int, default=128, help="answers in a batch, at most (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the bursts (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
+    arguments = parser.parse_args()
+    try:
+        finish(asyncio.run(run(arguments)), arguments.output)
+    except ServerDidNotStart as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
