@@ -102,8 +102,7 @@ class Dialogue(FrameProcessor):
             raise
         except grpc.aio.AioRpcError as error:
             await self.push_error(f"the language service failed: {error.details()}", error)
-        finally:
-            await self.push_frame(LLMFullResponseEndFrame())
+        await self.push_frame(LLMFullResponseEndFrame())
 
     async def _reply(self, messages: list[dict[str, str]]) -> AsyncIterator[str]:
         """Yields the answer in pieces. Every call gets what is left of the turn's time, in milliseconds."""
@@ -178,8 +177,7 @@ async def main() -> None:
     parser.add_argument("--models", default="", help="that may answer, from the largest to the smallest")
     parser.add_argument("--deadline", type=float, default=10.0, help="seconds for a turn (default: %(default)s)")
     arguments = parser.parse_args()
-    logger.remove()
-    logger.add(sys.stderr, level="WARNING")
+    logger.configure(handlers=[{"sink": sys.stderr, "level": "WARNING"}])
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with grpc.aio.insecure_channel(arguments.service) as channel:
