@@ -37,7 +37,7 @@ WORDS = ("a lighthouse", "a baker", "the night train", "the sea in winter", "an 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """How a call ended. seconds: after its beginning. model: "" without an answer."""
 
     model: str
@@ -54,14 +54,14 @@ def prompt(number: int, words: int) -> str:
 
 async def call(
     stub: llm_pb2_grpc.LLMRunnerStub, number: int, words: int, tokens: int, models: str, wait: float
-) -> Outcome:
+) -> CallOutcome:
     request = llm_pb2.ModelRequest(formatted_prompt=prompt(number, words), max_tokens=tokens, timeout=int(1000 * wait))
     begun = time.perf_counter()
     rpc = stub.call_model(request, metadata=(("models", models),))
     response = await rpc
     seconds = time.perf_counter() - begun
     model = dict(await rpc.trailing_metadata()).get("model", "")
-    return Outcome(model, seconds, response.generated_tokens, bool(response.text) and seconds <= wait + 0.01)
+    return CallOutcome(model, seconds, response.generated_tokens, bool(response.text) and seconds <= wait + 0.01)
 
 
 async def steps(stub: llm_pb2_grpc.LLMRunnerStub, model: str) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def bursts(seed: int, count: int, unit: float, load: float) -> list[Call]:
     return [replace(each, number=number) for number, each in enumerate(calls[:count])]
 
 
-async def measure(stub: llm_pb2_grpc.LLMRunnerStub, calls: Sequence[Call], models: str) -> list[Outcome]:
+async def measure(stub: llm_pb2_grpc.LLMRunnerStub, calls: Sequence[Call], models: str) -> list[CallOutcome]:
     """Makes each call at its time, whatever becomes of those before it."""
     begun, made = time.perf_counter(), []
     for each in calls:

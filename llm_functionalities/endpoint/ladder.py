@@ -16,7 +16,7 @@ from llm_functionalities.endpoint.balancer import GENERATE, STREAM, Ask, Balance
 from llm_functionalities.endpoint.call import Call
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.hedging import Hedging
-from llm_functionalities.endpoint.pace import Pace, Work
+from llm_functionalities.endpoint.pace import ModelPace, Work
 from llm_functionalities.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -48,7 +48,7 @@ class LadderModel:
 
     name: str
     balancer: Balancer
-    pace: Pace = field(default_factory=Pace)
+    pace: ModelPace = field(default_factory=ModelPace)
 
 
 class Ladder(Sender):

@@ -50,7 +50,7 @@ class Running:
         self.predicted = predicted
 
 
-class Pace:
+class ModelPace:
     """The pace of one model, measured by the requests that this service sends it. Used from many threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

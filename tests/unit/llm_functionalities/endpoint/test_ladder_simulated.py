@@ -13,7 +13,7 @@ import pytest
 from llm_functionalities.endpoint.balancer import GENERATE, Balancer
 from llm_functionalities.endpoint.hedging import Hedging
 from llm_functionalities.endpoint.ladder import Ladder, LadderModel
-from llm_functionalities.endpoint.pace import Pace, Running, Work
+from llm_functionalities.endpoint.pace import ModelPace, Running, Work
 from tests.fakes.simulated_models import Call, Model, oracle
 
 CALLS = 500
@@ -48,7 +48,7 @@ class Simulation:
         self.now = 0.0
         self.models = models
         self.in_time = [0, 0]
-        paces = [Pace(lambda: self.now) for _ in models]
+        paces = [ModelPace(lambda: self.now) for _ in models]
         self._named = [LadderModel(str(place), Balancer([]), pace) for place, pace in enumerate(paces)]
         self._ladder = Ladder(self._named, Hedging(None, count=lambda _: None), lambda _, __: None, lambda _: None)
         self._running: dict[int, dict[int, Running]] = {}
@@ -119,7 +119,7 @@ def test_nearly_all_calls_are_in_time_and_nearly_as_many_by_the_large_model_as_a
 
 def test_the_first_calls_ask_each_model_and_a_model_that_nobody_asks_is_tried_again() -> None:
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    pace = ModelPace(lambda: now[0])
     work = Work(GENERATE, 100, 50)
     attempts = []
     for _ in range(3):
@@ -137,7 +137,7 @@ def test_the_first_calls_ask_each_model_and_a_model_that_nobody_asks_is_tried_ag
 
 def test_a_pace_grows_with_the_answer_and_the_load_and_counts_what_was_cancelled_late() -> None:
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    pace = ModelPace(lambda: now[0])
     for turn in range(60):
         size = (20, 40, 80)[turn % 3]
         beside = [pace.began(Work(GENERATE, 100, size)) for _ in range(1 + turn % 4)]
