@@ -2,9 +2,10 @@
 
     python -m benchmarks.ladder --large FOLDER --small FOLDER --large-cores 0 --small-cores 1
 
-Starts a server for each model and the service in front of them. The deadlines are multiples of the time that the large
-model takes for one call alone. The oracle knows how long each answer is and what a step of the large model takes with
-each number of answers (measured first), and gives the large model each call for which all that it has are in time.
+Starts a server for each model, unless it is given as the URL of one that runs, and the service in front of them. The
+deadlines are multiples of the time that the large model takes for one call alone. The oracle knows how long each answer
+is and what a step of the large model takes with each number of answers (measured first), and gives the large model each
+call for which all that it has are in time.
 """
 
 import argparse
@@ -28,8 +29,7 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.simulated_models import Call, Model, oracle
 
 # Users of the closed loops that a model's steps are measured with, and how long each loop lasts.
-USERS, LOOP_SECONDS = (1, 4, 8), 4.0
-TOKENS = (8, 16, 32)
+USERS, LOOP_SECONDS = (1, 4, 8), 3.0
 # Of the time that the large model takes for the mean answer alone.
 DEADLINES = (0.75, 2.0, 4.0, 8.0)
 BURSTS = (1, 1, 1, 2, 4, 10)
@@ -86,15 +86,19 @@ async def steps(stub: llm_pb2_grpc.LLMRunnerStub, model: str) -> tuple[float, fl
     return max(0.0, mean - row * mean_users), row
 
 
-def bursts(seed: int, count: int, unit: float, load: float) -> list[Call]:
-    """Returns calls in bursts. unit: seconds of a mean call alone; load: mean number of calls that begin within it."""
+def bursts(seed: int, count: int, sizes: Sequence[int], unit: float, load: float) -> list[Call]:
+    """Returns calls in bursts.
+
+    sizes: limits of answers, in tokens. unit: seconds of a mean call alone. load: mean number of calls that begin
+    within it.
+    """
     draw, now = random.Random(seed), 0.0
     calls: list[Call] = []
     gap = unit * sum(BURSTS) / len(BURSTS) / load
     while len(calls) < count:
         now += draw.expovariate(1 / gap)
         for _ in range(draw.choice(BURSTS)):
-            tokens, words = draw.choice(TOKENS), draw.randint(10, 60)
+            tokens, words = draw.choice(sizes), draw.randint(10, 60)
             calls.append(
                 Call(0, now + 0.1 * unit * draw.random(), unit * draw.choice(DEADLINES), words, tokens, tokens)
             )
@@ -120,23 +124,26 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
             ("large", arguments.large, arguments.large_cores),
             ("small", arguments.small, arguments.small_cores),
         ):
+            if str(model).startswith("http"):
+                urls.append(str(model))
+                continue
             pinned = f"taskset -c {shlex.quote(cores)} " if cores else ""
             ours = replace(OURS, command=f"{pinned}{OURS.command} {arguments.server_flags}")
             log = Path(f"runs/logs/ladder-{name}.log")
-            urls.append((await stack.enter_async_context(running(ours, model, log, arguments.start_limit))).url)
+            urls.append((await stack.enter_async_context(running(ours, Path(model), log, arguments.start_limit))).url)
         named = f"large={urls[0]},small={urls[1]}"
         _, port = stack.enter_context(started("llm_functionalities", "--port", "0", "--ladder-models", named))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
         stub = llm_pb2_grpc.LLMRunnerStub(channel)
         step, row = await steps(stub, "large")
         await steps(stub, "small")
-        unit = (step + row) * sum(TOKENS) / len(TOKENS)
-        calls = bursts(arguments.seed, arguments.calls, unit, arguments.load)
+        unit = (step + row) * sum(arguments.tokens) / len(arguments.tokens)
+        calls = bursts(arguments.seed, arguments.calls, arguments.tokens, unit, arguments.load)
         tell(f"{len(calls)} calls in {calls[-1].at:.0f} s; one alone takes {unit:.2f} s by the large model")
         outcomes = await measure(stub, calls, "large,small")
     lengths = {
         size: [each.tokens for each, made in zip(outcomes, calls, strict=True) if made.max_tokens == size]
-        for size in TOKENS
+        for size in arguments.tokens
     }
     possible = oracle(Model(step, row, 0.0, arguments.places), calls)
     models = Counter(each.model for each in outcomes if each.in_time)
@@ -155,12 +162,15 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", type=Path, required=True, metavar="MODEL", help="a model folder or a GGUF file")
-    parser.add_argument("--small", type=Path, required=True, metavar="MODEL", help="a model folder or a GGUF file")
+    for name in ("--large", "--small"):
+        parser.add_argument(name, required=True, metavar="MODEL", help="a model folder, a GGUF file, or a server's URL")
     parser.add_argument("--large-cores", default="", metavar="LIST", help="such as 0,1 (default: any)")
     parser.add_argument("--small-cores", default="", metavar="LIST", help="such as 2,3 (default: any)")
     parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for both servers")
     parser.add_argument("--start-limit", type=float, default=600, help="seconds for a start (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8, 16, 32], help="limits of answers (default: %(default)s)"
+    )
     parser.add_argument("--calls", type=int, default=500, help="default: %(default)s")
     parser.add_argument("--load", type=float, default=3.0, help="calls in the time of one alone (default: %(default)s)")
     parser.add_argument("--places", type=int, default=128, help="answers in a batch, at most (default: %(default)s)")
