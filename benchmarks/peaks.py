@@ -26,7 +26,7 @@ _OF_KERNELS = {
     "int8_mmla": ("smmla",),
     "int16": ("vpdpwssd", "vpmaddwd", "smlal"),
     **dict.fromkeys(("w4a16", "w6a16", "w8a16"), ("vpdpwssd", "vpmaddwd", "smlal")),
-    **dict.fromkeys(("w4a8", "w6a8", "w8a8"), ("vpdpbusd", "sdot", "vpmaddubsw")),
+    **dict.fromkeys(("w4a8", "w6a8", "w8a8"), ("tdpbusd", "vpdpbusd", "sdot", "vpmaddubsw")),
 }
 
 

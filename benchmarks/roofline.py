@@ -116,7 +116,7 @@ def attention_floor(model: CpuModel, queries: int, keys: int, pairs: int, peaks:
     """
     seconds = 0.0
     size = model.attention.keys[0].element_size()
-    peak = peaks.of_kernel("bf16") or peaks.of_kernel("fma")
+    peak = peaks.of_kernel("amx") or peaks.of_kernel("bf16") or peaks.of_kernel("fma")
     for layer in model.decoder.layers:
         if layer.heads is None or layer.variant is None:
             continue

@@ -239,6 +239,18 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> 
         assert torch.equal(layer(x[:rows]), whole[:rows])
 
 
+# With AMX, matrices of 16 rows are multiplied by other instructions than fewer ones: both sum integers.
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 128, 512])
+@pytest.mark.parametrize(("name", "kind"), [("w4a8", "int4"), ("w6a8", "int6 with offsets"), ("w8a8", "int8")])
+def test_many_rows_are_to_the_last_bit_what_each_gives_alone(name, kind, group) -> None:
+    require(name, kind)
+    layer = PackedQuantizedLinear(random_weight(kind, 530, 100, torch.arange(530) // group), None, KernelTable.of(name))
+    x = torch.randn(130, 530).bfloat16()
+    alone = torch.cat([layer(row) for row in x.split(1)])
+    for rows in (15, 16, 17, 31, 32, 40, 48, 95, 96, 130):
+        assert torch.equal(layer(x[:rows]), alone[:rows]), rows
+
+
 def test_weights_joined_are_the_layers_side_by_side() -> None:
     first, second, x = random_weight("int4", 64, 50), random_weight("int4 without offsets", 64, 70), torch.randn(3, 64)
     assert first.joins(second)

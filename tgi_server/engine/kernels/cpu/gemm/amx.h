@@ -7,8 +7,13 @@
 
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #include <immintrin.h>
@@ -27,21 +32,29 @@ namespace oatmill {
 constexpr int64_t SIDE = 16;  // rows, outputs and words of a matrix
 constexpr int64_t SIDE_BYTES = SIDE * WORD;
 
+// Unsigned bytes, times signed ones.
+struct CodeBytes {
+  using Number = uint8_t;
+  static constexpr int64_t DEPTH = 4;
+};
+
 #if defined(OATMILL_EMULATED_TILES)
 
-// Registers of SIDE rows of SIDE_BYTES each, as AMX has them: accumulators in 0 to 5, rows in 6, weights in 7.
+// Registers of SIDE rows of SIDE_BYTES each, as AMX has them: accumulators in 0 to 5, rows in 6, weights in 7. words:
+// of the last two.
 template <typename Kind>
 class EmulatedTiles {
  public:
   using Weights = Kind;
+  explicit EmulatedTiles(int64_t words = SIDE) : words_(words) {}
   template <int I>
   void zero() {
     std::memset(registers_[I], 0, sizeof(registers_[I]));
   }
   template <int I>
   void load(const void* from, int64_t stride) {
-    for (int64_t r = 0; r < SIDE; ++r)
-      std::memcpy(registers_[I][r], static_cast<const char*>(from) + r * stride, SIDE_BYTES);
+    for (int64_t r = 0; r < (I == 7 ? words_ : SIDE); ++r)
+      std::memcpy(registers_[I][r], static_cast<const char*>(from) + r * stride, I == 6 ? words_ * WORD : SIDE_BYTES);
   }
   template <int I>
   void store(void* to, int64_t stride) {
@@ -50,11 +63,12 @@ class EmulatedTiles {
   // Adds the products of rows and weights to register I.
   template <int I>
   void add() {
-    using Sum = std::conditional_t<std::is_same_v<Kind, Int8Weights>, int32_t, float>;
-    using Row = std::conditional_t<std::is_same_v<Kind, Int8Weights>, uint8_t, c10::BFloat16>;
+    using Sum = std::conditional_t<std::is_same_v<Kind, Bf16Weights>, float, int32_t>;
+    using Row = std::conditional_t<std::is_same_v<Kind, Bf16Weights>, c10::BFloat16,
+                                   std::conditional_t<std::is_same_v<Kind, Int8Weights>, uint8_t, int8_t>>;
     for (int64_t r = 0; r < SIDE; ++r)
       for (int64_t n = 0; n < SIDE; ++n)
-        for (int64_t k = 0; k < SIDE; ++k)
+        for (int64_t k = 0; k < words_; ++k)
           for (int64_t d = 0; d < Kind::DEPTH; ++d) {
             const int64_t size = sizeof(Row);
             at<Sum>(I, r, n) += static_cast<Sum>(at<Row>(6, r, k, d * size)) *
@@ -68,6 +82,7 @@ class EmulatedTiles {
     return *reinterpret_cast<Number*>(registers_[i][row] + word * WORD + byte);
   }
   alignas(64) char registers_[8][SIDE][SIDE_BYTES];
+  int64_t words_;
 };
 
 #endif
@@ -102,22 +117,30 @@ inline bool amx_permitted() {
     DO(7);                           \
   }
 
-// All registers are whole. A constant in memory: of what the instruction reads, the compiler knows only the beginning,
-// and might leave out stores to the rest.
+// Registers of rows have so many words of each, those of weights so many words; the accumulators are whole. A constant
+// in memory: of what the instruction reads, the compiler knows only the beginning, and might leave out stores to the
+// rest.
 struct alignas(64) AmxLayout {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {SIDE_BYTES, SIDE_BYTES, SIDE_BYTES, SIDE_BYTES,
                             SIDE_BYTES, SIDE_BYTES, SIDE_BYTES, SIDE_BYTES};
   uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
 };
-inline const AmxLayout AMX_LAYOUT;
+inline const auto AMX_LAYOUTS = [] {
+  std::array<AmxLayout, SIDE + 1> layouts;
+  for (int64_t words = 1; words <= SIDE; ++words) {
+    layouts[words].row_bytes[6] = static_cast<uint16_t>(words * WORD);
+    layouts[words].rows[7] = static_cast<uint8_t>(words);
+  }
+  return layouts;
+}();
 
 // A thread's matrices while this lives.
 template <typename Kind>
 class AmxTiles {
  public:
   using Weights = Kind;
-  AmxTiles() { _tile_loadconfig(&AMX_LAYOUT); }
+  explicit AmxTiles(int64_t words = SIDE) { _tile_loadconfig(&AMX_LAYOUTS[words]); }
   ~AmxTiles() { _tile_release(); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
@@ -143,17 +166,32 @@ class AmxTiles {
   }
   template <int I>
   void add() {
-#define OATMILL_DO(n)                                \
-  if constexpr (std::is_same_v<Kind, Int8Weights>) { \
-    _tile_dpbusd(n, 6, 7);                           \
-  } else {                                           \
-    _tile_dpbf16ps(n, 6, 7);                         \
+#define OATMILL_DO(n)                                     \
+  if constexpr (std::is_same_v<Kind, Int8Weights>) {      \
+    _tile_dpbusd(n, 6, 7);                                \
+  } else if constexpr (std::is_same_v<Kind, CodeBytes>) { \
+    _tile_dpbsud(n, 6, 7);                                \
+  } else {                                                \
+    _tile_dpbf16ps(n, 6, 7);                              \
   }
     OATMILL_WITH_REGISTER(I, OATMILL_DO)
 #undef OATMILL_DO
   }
 };
 
+#endif
+
+// Matrices of codes and of rows that were quantized to bytes.
+#if defined(OATMILL_EMULATED_TILES)
+#define OATMILL_CODE_TILES 1
+using CodeTiles = EmulatedTiles<CodeBytes>;
+inline bool code_tiles_permitted() { return true; }
+#elif OATMILL_AMX
+#define OATMILL_CODE_TILES 1
+using CodeTiles = AmxTiles<CodeBytes>;
+inline bool code_tiles_permitted() { return amx_permitted(); }
+#else
+#define OATMILL_CODE_TILES 0
 #endif
 
 // The kernel, see multiply_tile. It computes rows in groups of SIDE, and depths that are a multiple of SIDE.

@@ -8,6 +8,7 @@
 //   row and part at a place; input_sum(product, place), the sum of a part's inputs; GROUP_SUMS, if that needs those of
 //   the product; TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
 //   Loads, the static part of the policy that loads its weights; PLANES, as of their kind.
+//   CODE_TILES, if unpacked weights are unsigned bytes that are multiplied by signed ones, as AMX does, too.
 //   MANY, the most rows of a block that shares unpacked weights with others, and UNPACKED_VECTORS, such a block's
 //   registers of outputs.
 // Weights are unpacked by
@@ -21,6 +22,7 @@
 #include <cstdint>
 
 #include "gemm/quantized_gemm.h"
+#include "gemm/amx.h"
 #include "gemm/gemm.h"
 #include "gemm/loop.h"
 #include "simd/simd.h"
@@ -58,6 +60,10 @@ struct GroupGemm {
   using Words = decltype(WeightStream<Dot::PLANES>{}.read(0, 0));
   static constexpr bool BY_STEPS = requires(const Dot& dot, Words words) { dot.unpacked(words, 0, U32{}); };
   static constexpr bool FIRST_UNPACKS = BY_STEPS && REGISTERS == 32;
+  static constexpr bool CODE_TILES = [] {
+    if constexpr (OATMILL_CODE_TILES && requires { Dot::CODE_TILES; }) return Dot::CODE_TILES;
+    return false;
+  }();
   // Words that are unpacked into L1: 24 KiB at most, which leaves room beside them.
   static constexpr int64_t KEPT = std::min<int64_t>(32, 24 * 1024 / (Dot::STEPS * TILE_WORD));
 
@@ -186,23 +192,40 @@ struct GroupGemm {
     char* kept = of_thread;
     std::array<Part, KEPT> parts;
     int64_t count = 0;
+    const auto kept_of = [&](int64_t p) { return place(kept, parts[p].first - parts[0].first, 0, 0); };
     const auto multiply_parts = [&] {
-      for_each_block(rows, Dot::MANY, [&](int64_t first, int64_t block_rows) {
-        const auto block = (first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS)[block_rows - 1];
+      int64_t by_tiles = 0;  // rows
+#if OATMILL_CODE_TILES
+      if constexpr (CODE_TILES) {
+        if (words_of_tile(parts[0]) > 0 && code_tiles_permitted()) by_tiles = rows / SIDE * SIDE;
+        if (by_tiles > 0) {
+          for (int64_t p = 0; p < count; ++p) unpack(dot, product, parts[p], tile, kept_of(p));
+          CodeTiles tiles(words_of_tile(parts[0]));
+          for (int64_t first = 0; first < by_tiles; first += TILED_ROWS)
+            multiply_by_tiles(tiles, dot, product, first_row + first, std::min(TILED_ROWS, by_tiles - first),
+                              parts.data(), count, tile, kept, acc + first * COLUMNS);
+        }
+      }
+#endif
+      for_each_block(rows - by_tiles, Dot::MANY, [&](int64_t first, int64_t block_rows) {
+        const bool unpacks = by_tiles == 0 && first == 0;
+        const auto block = (unpacks ? FIRST_BLOCKS : OTHER_BLOCKS)[block_rows - 1];
+        first += by_tiles;
         for (int64_t p = 0; p < count; ++p) {
-          char* own = place(kept, parts[p].first - parts[0].first, 0, 0);
-          if (first == 0 && !FIRST_UNPACKS) unpack(dot, product, parts[p], tile, own);
-          block(dot, product, first_row + first, parts[p], tile, own, acc + first * COLUMNS);
+          if (unpacks && !FIRST_UNPACKS) unpack(dot, product, parts[p], tile, kept_of(p));
+          block(dot, product, first_row + first, parts[p], tile, kept_of(p), acc + first * COLUMNS);
         }
       });
       count = 0;
     };
     for_each_part(product, tile, [&](const Part& part) {
-      if (count > 0 && part.last - parts[0].first > KEPT) multiply_parts();
+      if (count > 0 && (part.last - parts[0].first > KEPT || (CODE_TILES && differs(part, parts[0])))) multiply_parts();
       parts[count++] = part;
     });
     multiply_parts();
   }
+
+  static bool differs(const Part& a, const Part& b) { return a.last - a.first != b.last - b.first; }
 
   // Returns where unpacked weights of a part's word are stored.
   template <typename Byte>
@@ -260,28 +283,106 @@ struct GroupGemm {
     }
   }
 
+  // The scales of a part, of V registers of outputs. scaled: the place of those of the first output.
+  template <int V>
+  struct PartScales {
+    F32 scales[V], offsets[V];
+    bool with_sums;
+
+    [[gnu::always_inline]] PartScales(const QuantizedGemmArgs& product, int64_t scaled)
+        : with_sums(shifted(product.scales)) {
+      product.scales.read(scaled, scales);
+      if (with_sums) product.scales.template read_offsets<Dot::ZERO_POINT, !Dot::TAKES_ZEROS>(scaled, scales, offsets);
+    }
+
+    // acc += a row's sums of the part * its scales. place: of the row and the part.
+    [[gnu::always_inline]] void add(const Dot& dot, const QuantizedGemmArgs& product, int64_t place,
+                                    const typename Dot::Accumulator (&sums)[V], float* acc) const {
+      const F32 input_sum = F32{} + (with_sums ? Dot::input_sum(product, place) : 0.0f);
+#pragma GCC unroll 12
+      for (int v = 0; v < V; ++v) {
+        F32 sum = fma(dot.number(product, place, sums[v]), scales[v], load_as<F32>(acc + v * WIDTH));
+        if (with_sums) sum = fma(input_sum, offsets[v], sum);
+        store_as(acc + v * WIDTH, sum);
+      }
+    }
+  };
+
   // acc += sums of a part * its scales. scaled: the place of the scales of the first output.
   template <int R, int V>
   [[gnu::always_inline]] static void add_scaled(const Dot& dot, const QuantizedGemmArgs& product, int64_t row,
                                                 const Part& part, int64_t scaled,
                                                 const typename Dot::Accumulator (&sums)[R][V], float* acc) {
-    F32 scales[V], offsets[V];
-    product.scales.read(scaled, scales);
-    const bool with_sums = shifted(product.scales);
-    if (with_sums) product.scales.template read_offsets<Dot::ZERO_POINT, !Dot::TAKES_ZEROS>(scaled, scales, offsets);
+    const PartScales<V> scales(product, scaled);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const int64_t place = (row + r) * product.parts + part.index;
-      const F32 input_sum = F32{} + (with_sums ? Dot::input_sum(product, place) : 0.0f);
-#pragma GCC unroll 12
-      for (int v = 0; v < V; ++v) {
-        float* total = acc + r * COLUMNS + v * WIDTH;
-        F32 sum = fma(dot.number(product, place, sums[r][v]), scales[v], load_as<F32>(total));
-        if (with_sums) sum = fma(input_sum, offsets[v], sum);
-        store_as(total, sum);
-      }
+    for (int r = 0; r < R; ++r)
+      scales.add(dot, product, (row + r) * product.parts + part.index, sums[r], acc + r * COLUMNS);
+  }
+
+#if OATMILL_CODE_TILES
+  static constexpr int64_t TILED_ROWS = 2 * SIDE;  // whose accumulators stay in L1
+
+  // Words of a register of AMX's that has a part's weights, or a half or less of them; 0: it would be nearly empty, and
+  // take as long as a full one, or parts are no multiple of it.
+  static int64_t words_of_tile(const Part& part) {
+    constexpr int64_t FEW = SIDE / 2;
+    const int64_t words = (part.last - part.first) * Dot::STEPS;
+    return words < FEW ? 0 : words <= SIDE ? words : words % SIDE == 0 ? SIDE : 0;
+  }
+
+  // Adds the sums of rows and a part, [rows, COLUMNS] of which first is the first one, to the accumulators. Everything
+  // is a copy, of which the compiler knows that no store changes it.
+  static void scale_rows(const Dot dot, const QuantizedGemmArgs product, const PartScales<COLUMNS / WIDTH> scales,
+                         int64_t place, const int32_t* sums, int64_t first, int64_t last, float* acc) {
+    for (int64_t r = first; r < last; ++r) {
+      typename Dot::Accumulator own[1][COLUMNS / WIDTH];
+      load_block(reinterpret_cast<const char*>(sums + r * COLUMNS), TILE_WORD, own);
+      scales.add(dot, product, place + r * product.parts, own[0], acc + r * COLUMNS);
     }
   }
+
+  // The same as multiply_unpacked_block by AMX for rows that are a multiple of SIDE, and some parts of one size: sums
+  // are integers, and exact. A unit of work is SIDE rows and a part. While a unit is multiplied, the sums of the one
+  // before are stored, and those of the one before that are scaled: a store waits long for products.
+  static void multiply_by_tiles(CodeTiles& tiles, const Dot& shared, const QuantizedGemmArgs& whole, int64_t row,
+                                int64_t rows, const Part* parts, int64_t count, const Tile& tile, const char* kept,
+                                float* acc) {
+    alignas(64) int32_t sums[2][SIDE * COLUMNS];
+    const Dot dot = shared;
+    const QuantizedGemmArgs product = whole;
+    const int64_t words = (parts[0].last - parts[0].first) * Dot::STEPS, of_tile = words_of_tile(parts[0]);
+    const int64_t groups = rows / SIDE, units = groups * count;
+    const auto step = [&]<int PARITY>(int64_t unit) {
+      const int64_t group = unit % groups, part = std::min(unit / groups, count - 1);
+      const char* input =
+          product.input + (row + group * SIDE) * product.row_bytes + parts[part].first * Dot::STEPS * WORD;
+      const char* numbers = place(kept, parts[part].first - parts[0].first, 0, 0);
+      const int64_t scaled = std::clamp<int64_t>(unit - 2, 0, units - 1), first = scaled % groups * SIDE;
+      const Part& of_scaled = parts[scaled / groups];
+      const PartScales<COLUMNS / WIDTH> scales(product, tile.scaled + of_scaled.group * COLUMNS);
+      const auto third = [&]<int C>() {
+        if (unit < units) {
+          tiles.template zero<3 * PARITY + C>();
+          for (int64_t k = 0; k < words; k += of_tile) {
+            if (C == 0 || of_tile < words) tiles.template load<6>(input + k * WORD, product.row_bytes);
+            tiles.template load<7>(numbers + k * TILE_WORD + C * SIDE_BYTES, TILE_WORD);
+            tiles.template add<3 * PARITY + C>();
+          }
+        }
+        if (1 <= unit && unit <= units)
+          tiles.template store<3 * (1 - PARITY) + C>(sums[1 - PARITY] + C * SIDE, TILE_WORD);
+        if (2 <= unit && unit < units + 2)
+          scale_rows(dot, product, scales, (row + first) * product.parts + of_scaled.index, sums[PARITY], SIDE * C / 3,
+                     SIDE * (C + 1) / 3, acc + first * COLUMNS);
+      };
+      third.template operator()<0>(), third.template operator()<1>(), third.template operator()<2>();
+    };
+    for (int64_t unit = 0; unit < units + 2; unit += 2) {
+      step.template operator()<0>(unit);
+      step.template operator()<1>(unit + 1);
+    }
+  }
+#endif
 
   static constexpr auto BLOCKS = by_rows<Dot::ROWS>([]<int R>() -> Block { return &multiply_block<R>; });
 

@@ -104,6 +104,7 @@ struct Nibbles {
 
 // Integers from -8 to 7.
 struct Int4Bytes : Nibbles {
+  static constexpr bool UNSIGNED = true;
   static constexpr int FIT = 8, ZERO_POINT = Int4::ZERO_POINT, ROWS = WIDTH == 16 && ADDS_FOUR ? 8 : 4;
 
   explicit Int4Bytes(const float*) {}
@@ -118,6 +119,7 @@ struct Int4Bytes : Nibbles {
 
 // Integers from -32 to 31.
 struct SixBitBytes {
+  static constexpr bool UNSIGNED = true;
   static constexpr int FIT = 1, ZERO_POINT = Int6::ZERO_POINT, ROWS = 4;
 
   explicit SixBitBytes(const float*) {}
@@ -138,6 +140,7 @@ struct SignedBytes {
 
 // Integers from -128 to 127.
 struct Int8Bytes {
+  static constexpr bool UNSIGNED = true;  // where instructions multiply so
   static constexpr int FIT = 1, ROWS = WIDTH == 16 && ADDS_FOUR ? 8 : 4;
 
   explicit Int8Bytes(const float*) {}
@@ -162,6 +165,7 @@ struct Int8Bytes {
 #if defined(__AVX2__)
 class CodebookI8 : public Nibbles {
  public:
+  static constexpr bool UNSIGNED = false;
   static constexpr int FIT = 1, ZERO_POINT = 0, ROWS = 4;
 
   explicit CodebookI8(const float* codebook) {
@@ -186,6 +190,7 @@ class CodebookI8 : public Nibbles {
 #else
 class CodebookI8 : public Nibbles {
  public:
+  static constexpr bool UNSIGNED = false;
   static constexpr int FIT = 1, ZERO_POINT = 0, ROWS = 4;
 
   explicit CodebookI8(const float* codebook) {
@@ -227,6 +232,7 @@ struct WnA8Dot : FlushEvery<SPLITS<Digits>, Digits::FIT / 2> {
   static constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
+  static constexpr bool CODE_TILES = WIDTH == 16 && ADDS_FOUR && Digits::UNSIGNED;
 
   // A row or two read the tile once, as it lies in memory: the loop waits for that, and not for accumulators that the
   // registers do not hold.
