@@ -118,7 +118,7 @@ def cublas() -> None:
         return
     for rows in (1, 16, 64, 256, 4096):
         x, weight = (torch.randn(n, 4096, device=DEVICE, dtype=DTYPE) for n in (rows, 28672))
-        _tell_product("cublas bf16", weight.nbytes, weight.shape, x, lambda x=x, weight=weight: x @ weight.t())
+        tell_product("cublas bf16", weight.nbytes, weight.shape, x, lambda x=x, weight=weight: x @ weight.t())
 
 
 def decode() -> None:
@@ -213,7 +213,7 @@ def product(
         x = torch.randn(rows, inputs, device=DEVICE, dtype=DTYPE)
         wanted = (x @ dense.t()).float()
         error = float((made(x).float() - wanted).norm() / wanted.norm())
-        _tell_product(
+        tell_product(
             f"{kind} by {kernel}{variant}", weight.codes.nbytes, dense.shape, x, lambda x=x: made(x), error=error
         )
 
@@ -229,7 +229,7 @@ def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
     return layer.to(DEVICE).quantized
 
 
-def _tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Callable[[], Tensor], **more: float) -> None:
+def tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Callable[[], Tensor], **more: float) -> None:
     """size: bytes of the weight, whose shape is [outputs, inputs]."""
     took, products = seconds(run), 2 * len(x) * shape.numel()
     speed = {"us": took * 1e6, "gb_s": size / took / 1e9, "tflop_s": products / took / 1e12}

@@ -39,13 +39,17 @@ _TOLD = ("torch", "transformers", "triton", "llguidance", "grpcio", "uvloop", "s
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A command of this interpreter. needs: modules. seconds: it is ended after. lines: of its output are printed."""
+    """A command of this interpreter. needs: modules. seconds: it is ended after. lines: of its output are printed.
+
+    variants: of the kernels, which are on.
+    """
 
     name: str
     arguments: tuple[str, ...]
     needs: tuple[str, ...]
     seconds: float
     lines: int = LINES
+    variants: str = ""
 
 
 def _out() -> Path:
@@ -78,8 +82,10 @@ CHECKS = [
 ]
 
 
-def _measurement(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = ENGINE) -> Job:
-    return Job(name, ("-m", *arguments, f"--output={_out() / name}.json"), needs, seconds)
+def _measurement(
+    name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = ENGINE, variants: str = ""
+) -> Job:
+    return Job(name, ("-m", *arguments, f"--output={_out() / name}.json"), needs, seconds, variants=variants)
 
 
 _SHAPE = ("--batch", "1", "32", "256", "--context=1024", "--prefill-tokens=8192")
@@ -178,8 +184,9 @@ def run(job: Job, deadline: float) -> Result:
 def _state(job: Job, output: TextIO, limit: float) -> str:
     """In a session of its own: what it leaves behind is ended with it."""
     process = subprocess.Popen(
-        [sys.executable, *job.arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        [sys.executable, *job.arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        env=os.environ | ({"OATMILL_GPU_VARIANTS": job.variants} if job.variants else {}),
+    )  # fmt: skip
     try:
         status = process.wait(limit)
         return "passed" if status == 0 else f"failed ({status})"

@@ -5,7 +5,8 @@ python -m tests.gpu.variants fp8    only the parts with this in their names
 python -m tests.gpu.variants --dry  tiny sizes in Triton's interpreter
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,10 +15,13 @@ from tests.gpu import facts  # first: in a dry run it makes Triton an interprete
 # isort: split
 import torch
 
-from tgi_server.engine.kernels.triton import paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.kernels.triton import few_rows, norm_and_gate, paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.kernels.triton.few_rows import FewRowsTile, InputNorm
 from tgi_server.engine.kernels.triton.latents import LatentShape
 from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
 from tgi_server.engine.kernels.triton.w4a16_gemm import ProductTile
+from tgi_server.engine.linear.blas import BlasLinear
+from tgi_server.engine.linear.few_rows import FewRowsLinear
 
 # Rows, keys together, warps, stages.
 PROMPT_SHAPES = [
@@ -61,11 +65,25 @@ PRODUCTS = [
     (64, 32, 4, 4, 4),
     (64, 128, 8, 4, 4),
 ]
+# Outputs, inputs at once, warps, stages, programs of a multiprocessor.
+FEW_ROWS = [
+    (64, 128, 4, 4, 8),
+    (64, 128, 4, 3, 8),
+    (64, 128, 4, 4, 4),
+    (64, 128, 4, 4, 16),
+    (64, 64, 4, 6, 8),
+    (32, 128, 4, 4, 8),
+    (128, 64, 4, 4, 8),
+    (128, 128, 8, 3, 4),
+]
+# The weights of a layer of 8B, [outputs, inputs]: qkv, output, gate and up, down.
+LAYER = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 
 
 def main() -> None:
     # The most valuable first: a run may be cut.
     parts: list[tuple[Callable[..., None], list[Any]]] = [
+        (_few_rows, [(), *FEW_ROWS]),
         (_latents, LATENT_SHAPES),
         (_dense, [(16,), (32,), (64,), (128,), (256,)]),
         (_product, PRODUCTS),
@@ -115,9 +133,51 @@ def _latents(*shape: int) -> None:
         facts.latents(f", rows, keys, warps, stages {shape}")
 
 
+def _few_rows(*shape: int) -> None:
+    """The products of a layer with what stands around them: by cuBLAS if there is no shape, else by the kernel."""
+    kind: Any = FewRowsLinear if shape else BlasLinear
+    layers: list[Any] = []
+    for outputs, inputs in LAYER:
+        dense = torch.randn(outputs // facts.SHORTER, inputs // facts.SHORTER, device=facts.DEVICE, dtype=facts.DTYPE)
+        layers.append(kind(dense * 0.02))
+    qkv, output, up, down = layers
+    weight = torch.ones(qkv.in_features, device=facts.DEVICE, dtype=facts.DTYPE)
+    norm = InputNorm(weight, 1e-5)
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if shape:
+            attended = qkv.fused(x, norm=norm)[:, : output.in_features]
+            x = output.fused(attended, residual)
+            return down.fused(up.fused(x, norm=norm, activation="silu", gated=True), x)
+        attended = qkv(norm_and_gate.rms_norm(x, weight, 1e-5))[:, : output.in_features]
+        x = output.add_to(residual, attended)
+        widened = norm_and_gate.activate(up(norm_and_gate.rms_norm(x, weight, 1e-5)), "silu", gated=True)
+        return down.add_to(x, widened)
+
+    size = sum(each._weight.nbytes for each in layers)
+    for rows in (1,) if facts.DRY else (1, 4, 16):
+        x, residual = torch.randn(2, rows, qkv.in_features, device=facts.DEVICE, dtype=facts.DTYPE)
+        with _few_rows_of(*shape):
+            took = facts.seconds(lambda x=x, residual=residual: layer(x, residual))
+            facts.tell(f"few rows, {shape or 'cuBLAS'}", rows=rows, us=took * 1e6, gb_s=size / took / 1e9)
+
+
+@contextlib.contextmanager
+def _few_rows_of(*shape: int) -> Iterator[None]:
+    if not shape:
+        yield
+        return
+    outputs, inputs, warps, stages, programs = shape
+    with (
+        mock.patch.object(FewRowsTile, "of", classmethod(lambda *_: FewRowsTile(16, outputs, inputs, warps, stages))),
+        mock.patch.object(few_rows, "_PROGRAMS_PER_PROCESSOR", programs),
+    ):
+        yield
+
+
 def _splits(programs: int, fewest: int) -> None:
     with (
-        mock.patch.object(split_kv, "_PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(split_kv, "PROGRAMS_PER_PROCESSOR", programs),
         mock.patch.object(split_kv, "_FEWEST_KEY_TILES", fewest),
     ):
         _decodes(f"programs of a multiprocessor {programs}, fewest key tiles {fewest}")

@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tgi_server.engine.kernels.triton import (
+    decode_attention,
+    few_rows,
     fp8,
     grouped_gemm,
     latents,
@@ -87,10 +89,11 @@ def attention(
     mantissa: int = 0,
     keys_too: bool = True,
     programs: float = 8.0,
+    in_one: bool = False,
     **kinds: bool,
 ) -> list[Any]:
     """mantissa: of the cache's values, if they are of 8 bits. keys_too: so are keys. programs: of a multiprocessor; few
-    have less rows.
+    have less rows. in_one: the kernel that also turns, writes and joins.
     """
     itemsize = dtype.itemsize
     tokens = tokens_of_a_tile(group, head_dim, itemsize, programs) if prompts else 1
@@ -110,10 +113,47 @@ def attention(
     constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile, "mantissa": mantissa, "apart": prompts}
     together, at_once = split_kv.joined_at_once(shape.rows, shape.width)
     joined = sizes | {"together": together, "most_parts": split_kv.MOST_PARTS, "at_once": at_once}
+    if in_one:
+        return [_attention_in_one(capability, data, shape, group, types, constants)]
     return [
         compiled(paged_attention._attend_part, types, constants, capability, shape.warps, shape.stages),
         compiled(split_kv._join_parts, types, joined, capability, 4),
     ]
+
+
+def _attention_in_one(
+    capability: int, data: str, shape: LaunchShape, group: int, types: dict[str, str], constants: dict[str, Any]
+) -> Any:
+    strides = ("key_stride", "key_head_stride", "value_stride", "value_head_stride")
+    types |= dict.fromkeys(("key", "value", "cosine", "sine"), data) | dict.fromkeys((*strides, "rows_of_pass"), "i32")
+    types |= {"slots": "*i64", "arrived": INTS} | dict.fromkeys(("key_kept_scale", "value_kept_scale"), "fp32")
+    together = min(shape.rows, triton.next_power_of_2(group))
+    constants |= {"rotated": constants["head_dim"], "together": together, "most_parts": split_kv.MOST_PARTS}
+    constants |= {"at_once": split_kv.parts_at_once(together, shape.width)}
+    return compiled(decode_attention._attend_in_one, types, constants, capability, shape.warps, shape.stages)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "mantissa", "kinds"),
+    [
+        (torch.bfloat16, 128, 0, {}),
+        (torch.bfloat16, 64, 3, {}),
+        (torch.bfloat16, 256, 0, {"windowed": True, "capped": True}),
+        (torch.float16, 128, 2, {"windowed": True, "sunk": True}),
+        (torch.float32, 128, 0, {"alibi": True}),
+    ],
+    ids=["bfloat16", "e4m3", "soft cap", "sinks", "float32"],
+)
+def test_attention_in_one_kernel_fits(
+    capability: int, group: int, dtype: torch.dtype, head_dim: int, mantissa: int, kinds: dict[str, bool],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (program,) = attention(
+        capability, dtype, head_dim, group, prompts=False, mantissa=mantissa, in_one=True, **kinds
+    )  # fmt: skip
+    check(program, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -324,3 +364,34 @@ def test_sampling_fits(capability: int, tmp_path: Path) -> None:
     for writes, (at_once, warps) in product((False, True), (sampling.SHAPE_OF_FEW, sampling.SHAPE_OF_MANY)):
         constants = {"writes": writes, "at_once": at_once}
         check(compiled(sampling._choose, types, constants, capability, warps), capability, tmp_path)
+
+
+def few_rows_product(
+    capability: int, rows: int, *, fp8: bool = False, gated: bool = False, norm: str = "", residual: bool = False
+) -> Any:
+    """norm: "rms", "layer", or "" for none."""
+    tile = few_rows.FewRowsTile.of(rows)
+    types = dict.fromkeys(("x", "weight", "residual", "y", "norm_weight"), "*bf16") | {"arrived": INTS, "eps": "fp32"}
+    types |= dict.fromkeys(("scales", "bias", "sums", "norm_sums"), "*fp32") | ({"weight": "*u8"} if fp8 else {})
+    types |= dict.fromkeys(("rows", "outputs", "inputs", "x_stride"), "i32")
+    absent = {"scales": not fp8, "norm_weight": not norm, "norm_sums": norm != "layer", "residual": not residual}
+    constants: dict[str, Any] = {name: None for name, none in absent.items() if none}
+    constants |= {"bias": None} if norm != "layer" else {}
+    constants |= {"grouped": False, "activation": "silu" if gated else "", "gated": gated, "whole": True, "split": True}
+    constants |= {"parts_at_once": tile.parts_at_once, "own_rows": tile.rows}
+    constants |= {"own_outputs": tile.outputs, "own_inputs": tile.inputs}
+    sizes = ("outputs", "inputs")
+    return compiled(few_rows._multiply_few, types, constants, capability, tile.warps, tile.stages, sizes)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(
+    "around",
+    [{}, {"residual": True}, {"norm": "rms", "gated": True}, {"norm": "layer"}],
+    ids=["bare", "residual", "norm and gate", "layer norm"],
+)
+@pytest.mark.parametrize(("rows", "fp8"), [(1, False), (1, True), (64, True)])
+def test_products_with_few_rows_fit(
+    capability: int, around: dict[str, Any], rows: int, fp8: bool, tmp_path: Path
+) -> None:
+    check(few_rows_product(capability, rows, fp8=fp8, **around), capability, tmp_path)

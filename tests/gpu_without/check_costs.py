@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu_without.check_compiled import INTS, attention, compiled
+from tests.gpu_without.check_compiled import INTS, attention, compiled, few_rows_product
 from tests.gpu_without.sass import DEVICES, Code, spilled, waited_for
-from tgi_server.engine.kernels.triton import sampling, w4a16_gemm
+from tgi_server.engine.kernels.triton import few_rows, sampling, w4a16_gemm
 
 HEAD_DIM, GROUP, KEY_TILE = 128, 4, 64
 TENSOR_CORES = ("HMMA", "HGMMA")
@@ -71,6 +71,22 @@ def test_few_rows_by_quantized_weights_wait_for_memory(kind: str, block: int, ca
     size = tile.outputs * w4a16_gemm.WORDS * 4
     assert code.cycles(loop) < 1.5 * size / DEVICES[capability].bandwidth
     assert code.blocks(capability) >= {80: 4, 90: 4, 120: 3}[capability]
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize("around", [{"residual": True}, {"norm": "rms", "gated": True}], ids=["residual", "norm, gate"])
+def test_few_rows_wait_for_the_weight(around: dict[str, Any], fp8: bool, capability: int, tmp_path: Path) -> None:
+    """Also with the norm inside, and with weights that become bfloat16 in registers."""
+    tile = few_rows.FewRowsTile.of(1)
+    code = Code.of(few_rows_product(capability, 1, fp8=fp8, **around), tmp_path)
+    loop = main_loop(code)
+    assert code.buffers("i8" if fp8 else "bf16") >= 3
+    assert not waited_for(loop)
+    assert not spilled(loop)
+    size = tile.outputs * tile.inputs * (1 if fp8 else 2)
+    assert code.cycles(loop) < (0.9 if fp8 else 0.4) * size / DEVICES[capability].bandwidth
+    assert code.blocks(capability) >= {80: 2, 90: 2, 120: 1}[capability]
 
 
 @pytest.mark.parametrize("capability", DEVICES)

@@ -9,7 +9,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.unit.engine.backends.attention.test_backends import FP8, expected, fp8, run, run_latents
-from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
+from tgi_server.engine.backends.attention import cuda
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat, decode, encode
@@ -65,6 +66,41 @@ def backend(
 def test_whatever_a_layer_asks_for(kind: str, processors: int) -> None:
     actual, wanted = run(backend(2, 32), 6, 2, [1, 7, 33, 300], [(0, 1), (0, 50), (150, 37), (96, 3)], VARIANTS[kind])
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [None, fp8(FP8[0])], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_one_kernel_writes_attends_and_joins(
+    kind: str, kept: KVFormat | None, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves in the cache, and returns, what three kernels do, also when it runs again."""
+    lengths, block = torch.tensor([1, 7, 33, 300], dtype=torch.int32), CudaAttention.block_size
+    blocks = [-(-length // block) for length in lengths.tolist()]
+    tables = torch.zeros(4, max(blocks), dtype=torch.int32)
+    for row, own in enumerate((torch.randperm(sum(blocks)) + 1).int().split(blocks)):
+        tables[row, : len(own)] = own
+    last = lengths.long() - 1
+    slots = tables.gather(1, (last // block)[:, None])[:, 0].long() * block + last % block
+    query, key, value = torch.randn(4, 10, 32).split((6, 2, 2), 1)
+    angles = torch.randn(1, 4, 12).repeat(1, 1, 2)
+    results = []
+    cached = [torch.randn(1 + sum(blocks), block, 2, 32) for _ in range(2)]
+    for names in ("", "attend_in_one"):
+        monkeypatch.setattr(cuda, "variants", lambda names=names: {names})
+        instance = backend(2, 32, kv_format=kept)
+        instance.allocate(1 + sum(blocks))
+        for own, numbers in zip((instance._keys[0], instance._values[0]), cached, strict=True):
+            own.copy_(encode(numbers, 1.0, kept.keys) if kept else numbers)
+        for _ in range(2):
+            starts = torch.arange(5, dtype=torch.int32)
+            metadata = ForwardMetadata(slots, tables, lengths, starts, 4, [], 300)
+            turns = angles.cos(), angles.sin()
+            output = instance.write_and_attend(0, query, key, value, turns, metadata, VARIANTS[kind])
+        results.append((output, instance._keys[0], instance._values[0]))
+    for actual, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    assert instance._arrived is not None
+    assert not instance._arrived.any()
 
 
 @pytest.mark.parametrize("dtype", ERROR)

@@ -129,12 +129,15 @@ class ReferenceModel(LayerParts):
 
     def _attend(self, layer: DecoderLayer, x: Tensor, step: LayerPass) -> Tensor:
         """Returns the input of the layer's output projection, [tokens, heads * value_size]."""
-        made, spec, variant = layer.heads, layer.spec, self.variants[layer.index]
-        assert made is not None
         if layer.latents is not None:
-            return self._attend_to_latents(layer, x, variant, step)
-        heads, kv_heads, size, norms = made.heads, made.kv_heads, made.size, layer.norms
-        joined = self._projected(layer, "qkv", x, step.rows)
+            return self._attend_to_latents(layer, x, self.variants[layer.index], step)
+        return self._attended(layer, self._projected(layer, "qkv", x, step.rows), step)
+
+    def _attended(self, layer: DecoderLayer, joined: Tensor, step: LayerPass) -> Tensor:
+        """Does what `_attend` does. joined: queries, keys and values, [tokens, outputs of "qkv"]."""
+        made, spec, variant, norms = layer.heads, layer.spec, self.variants[layer.index], layer.norms
+        assert made is not None
+        tokens, heads, kv_heads, size = len(joined), made.heads, made.kv_heads, made.size
         if clip := spec.clip:
             joined = joined.clamp(-clip, clip)
         query: Any
@@ -142,13 +145,13 @@ class ReferenceModel(LayerParts):
         value: Any
         gate = None
         if spec.grouped:
-            groups = joined.view(len(x), kv_heads, heads // kv_heads + 2, size)
-            query, key, value = groups[:, :, :-2].reshape(len(x), heads, size), groups[:, :, -2], groups[:, :, -1]
+            groups = joined.view(tokens, kv_heads, heads // kv_heads + 2, size)
+            query, key, value = groups[:, :, :-2].reshape(tokens, heads, size), groups[:, :, -2], groups[:, :, -1]
         else:
             queries = heads * (2 if spec.gated else 1)
             parts = joined.split((queries * size, kv_heads * size, kv_heads * made.value_size), 1)
             query, key, value = (
-                each.view(len(x), -1, width) if each.shape[1] else None
+                each.view(tokens, -1, width) if each.shape[1] else None
                 for each, width in zip(parts, (size, size, made.value_size), strict=True)
             )
         if spec.gated:
@@ -157,12 +160,14 @@ class ReferenceModel(LayerParts):
         if spec.tuning is not None:
             query = _tuned(query, step.positions, *spec.tuning)
         if key is None:
-            query = self._turned(query, spec.rope, step)
+            attended = self.attention.attend(layer.index, self._turned(query, spec.rope, step), step.metadata, variant)
         else:
             key, value = self._normed(norms.get("key_norm"), key), self._normed(norms.get("value_norm"), value)
             value = pad(value, (0, size - made.value_size)) if made.value_size < size else value
-            query = self._written(layer, query, key, value, step)
-        attended = self.attention.attend(layer.index, query, step.metadata, variant)
+            turns = None if spec.rope is None else step.rotations[spec.rope]
+            attended = self.attention.write_and_attend(
+                layer.index, query, key, value, turns, step.metadata, variant, interleaved=self._spec.interleaved
+            )
         if spec.value_scale != 1:
             attended = attended * spec.value_scale
         if gate is not None:
@@ -170,16 +175,6 @@ class ReferenceModel(LayerParts):
         if made.value_size < size:
             attended = attended[..., : made.value_size]
         return attended.flatten(1)
-
-    def _written(self, layer: DecoderLayer, query: Tensor, key: Tensor, value: Tensor, step: LayerPass) -> Tensor:
-        """Puts keys and values into their slots. Returns the query; it and keys are turned by their positions."""
-        if layer.spec.rope is None:
-            self.attention.write(layer.index, key, value, step.metadata)
-            return query
-        rotation = step.rotations[layer.spec.rope]
-        return self.attention.rotate_and_write(
-            layer.index, query, key, value, rotation, step.metadata, interleaved=self._spec.interleaved
-        )
 
     def _added(
         self, layer: DecoderLayer, residual: Tensor, name: str, x: Tensor, norm: Norm | None, rows: AdapterRows | None

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from tgi_server.engine import proofs
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.kernels.triton import device_fault
+from tgi_server.engine.kernels.triton import device_fault, variants
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
@@ -59,8 +59,33 @@ def gpu_linear_factory(
                 break
             fallbacks.append(f"{kind} weights are multiplied in a slower way: {fault}")
             logger.warning(fallbacks[-1])
-    layers = LinearFactory(BlasLinear, None, quantized, dtype, ProvedLayers(fallbacks), kind_of=kind_of)
+    layer = _dense_layer(model, dtype, group, fallbacks)
+    layers = LinearFactory(layer, None, quantized, dtype, ProvedLayers(fallbacks), kind_of=kind_of)
     return layers, fallbacks
+
+
+def _dense_layer(
+    model: nn.Module, dtype: torch.dtype, group: ShardGroup | None, fallbacks: list[str]
+) -> type[PackedLinear]:
+    """Returns what computes dense weights. fallbacks: gets the reason for a slower kernel."""
+    plain = next((module for module in model.modules() if type(module) is nn.Linear), None)
+    if "few_rows" not in variants() or dtype is not torch.bfloat16 or plain is None:
+        return BlasLinear
+    from tgi_server.engine.linear.few_rows import FewRowsLinear
+
+    def cases() -> Iterator[proofs.Case]:
+        weight = plain.weight[:_OUTPUTS]
+        layer = FewRowsLinear(weight)
+        for rows in (1, FewRowsLinear.few_rows):
+            x = torch.randn(rows, weight.shape[1], device=weight.device).to(dtype)
+            yield f"for {rows} rows", layer(x), linear(x, weight)
+
+    fault = device_fault(plain.weight.device) or proofs.fault_of("the kernel for few rows", cases)
+    if (fault := fault_of_any(fault, group)) is None:
+        return FewRowsLinear
+    fallbacks.append(f"few rows are multiplied by cuBLAS: {fault}")
+    logger.warning(fallbacks[-1])
+    return BlasLinear
 
 
 class ProvedLayers:

@@ -1,9 +1,13 @@
 """Linear layers in FP8 on GPUs that multiply such numbers, those of compute capability 8.9 and newer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
+from tgi_server.engine.kernels.triton import variants
+from tgi_server.engine.kernels.triton.few_rows import MOST_ROWS_FP8, arrivals, multiply_few
 from tgi_server.engine.kernels.triton.fp8 import rounded
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
@@ -21,6 +25,9 @@ class ScaledLinear(PackedQuantized):
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._codes, self._scales = weight.codes.contiguous(), weight.scales.T.contiguous()
         self._bias = None if bias is None else bias.to(self.weight.dtype)
+        self._wide_bias = None if bias is None else bias.float()
+        if "few_rows" in variants():  # these wait for weights alone, so their inputs keep their 16 bits
+            self.few_rows, self._arrived = MOST_ROWS_FP8, arrivals(self.out_features, weight.codes.device)
         groups = len(self._scales)
         self._together = None if groups == 1 else self.in_features // groups
 
@@ -30,6 +37,8 @@ class ScaledLinear(PackedQuantized):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
+        if 0 < len(rows) <= self.few_rows:
+            return self.fused(rows).view(*x.shape[:-1], self.out_features)
         codes, scales = rounded(rows, self._together, _LEAST_ROWS)
         # Sums stay in the tensor cores, of whose bits they have fewer than float32; inputs have fewer still. Those of
         # blocks leave them to be scaled.
@@ -43,4 +52,10 @@ class ScaledLinear(PackedQuantized):
         return y[: len(rows)].view(*x.shape[:-1], self.out_features)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if 0 < len(x) <= self.few_rows:
+            return self.fused(x, residual=residual.contiguous())
         return residual + self.forward(x)
+
+    def fused(self, x: Tensor, residual: Tensor | None = None, **around: Any) -> Tensor:
+        codes = self._codes.view(torch.uint8)
+        return multiply_few(x, codes, self._scales, self._wide_bias, residual, self._arrived, **around)

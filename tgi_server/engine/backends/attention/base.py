@@ -263,6 +263,25 @@ class AttentionBackend(ABC):
         after `write` for the same layer and pass.
         """
 
+    def write_and_attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        metadata: ForwardMetadata,
+        variant: AttentionVariant,
+        *,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """Does what `rotate_and_write` and then `attend` do. rotation: None: query and key are not turned."""
+        if rotation is None:
+            self.write(layer, key, value, metadata)
+        else:
+            query = self.rotate_and_write(layer, query, key, value, rotation, metadata, interleaved=interleaved)
+        return self.attend(layer, query, metadata, variant)
+
     @abstractmethod
     def block_tensors(self) -> list[Tensor]:
         """Returns the tensors in which the blocks are: [blocks, ...] each, contiguous, until the next `allocate`."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +13,15 @@ from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardM
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.kernels.triton import QueryTiles, device_fault, multiprocessors
+from tgi_server.engine.kernels.triton import QueryTiles, device_fault, multiprocessors, variants
+
+if TYPE_CHECKING:
+    from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
+    from tgi_server.engine.kernels.triton.split_kv import PartsPlan
 
 MAX_HEAD_DIM = 256
+# Query heads that share their keys, whose parts one program joins.
+_MOST_IN_ONE = 16
 
 
 class CudaAttention(GatherAttention):
@@ -26,6 +33,7 @@ class CudaAttention(GatherAttention):
     name = "Triton"
     block_size = 32
     any_lengths = any_prompts = True
+    _arrived: Tensor | None = None
 
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
@@ -66,6 +74,50 @@ class CudaAttention(GatherAttention):
         caches = self._keys[layer], self._values[layer]
         return rotate_and_write(query, key, value, (cosine[0], sine[0]), *caches, metadata.slots, *self._kept(layer))
 
+    def write_and_attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        metadata: ForwardMetadata,
+        variant: AttentionVariant,
+        *,
+        interleaved: bool = False,
+    ) -> Tensor:
+        group = query.shape[1] // key.shape[1]
+        decodes = not metadata.chunks and metadata.row_tokens == 1 and metadata.ends_of(variant) is None
+        if "attend_in_one" not in variants() or not decodes or rotation is None or interleaved or group > _MOST_IN_ONE:
+            return super().write_and_attend(
+                layer, query, key, value, rotation, metadata, variant, interleaved=interleaved
+            )
+        from tgi_server.engine.kernels.triton.decode_attention import arrivals, attend_in_one
+
+        if self._arrived is None:
+            self._arrived = arrivals(query.device, max(self.shape.heads))
+        tiles, plan, _ = self._planned(layer, query, metadata, variant, 1, Lengths.ANY)
+        return attend_in_one(
+            query,
+            key,
+            value,
+            (rotation[0][0], rotation[1][0]),
+            self._keys[layer],
+            self._values[layer],
+            metadata.slots,
+            metadata.block_tables,
+            tiles.kv_lengths,
+            plan,
+            *self._kept(layer),
+            self._arrived,
+            scaling=variant.scaling,
+            softcap=variant.softcap,
+            window=variant.window,
+            alibi_slopes=variant.alibi_slopes,
+            rounded_alibi=variant.rounded_alibi,
+            sinks=variant.sinks,
+        )
+
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         from tgi_server.engine.kernels.triton.paged_attention import tokens_of_a_tile
 
@@ -88,22 +140,14 @@ class CudaAttention(GatherAttention):
         output: Tensor,
     ) -> None:
         """Writes what the sequences of some kinds attend to to output, contiguous, of query's shape."""
-        from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, paged_attention
-        from tgi_server.engine.kernels.triton.split_kv import plan_parts
+        from tgi_server.engine.kernels.triton.paged_attention import paged_attention
 
         if variant.chunk:
             raise UnsupportedModel("attention in chunks is not in the Triton kernels")
-        layer = variant.source(layer)
-        keys, values = self._keys[layer], self._values[layer]
-        heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
-        group, itemsize = heads // kv_heads, query.element_size()
+        source = variant.source(layer)
+        keys, values = self._keys[source], self._values[source]
         for tokens, lengths in kinds:
-            shape = LaunchShape.of(group, head_dim, itemsize, tokens)
-            tiles = metadata.made(("tiles", tokens), partial(_tiles, metadata, tokens, lengths))
-            plan = metadata.made(
-                ("plan", shape.rows, tokens, kv_heads, shape.key_tile, variant.window),
-                partial(plan_parts, tiles, kv_heads, shape.key_tile, variant.window, shape.rows),
-            )
+            tiles, plan, shape = self._planned(source, query, metadata, variant, tokens, lengths)
             paged_attention(
                 query,
                 keys,
@@ -112,7 +156,7 @@ class CudaAttention(GatherAttention):
                 tiles,
                 plan,
                 shape,
-                *self._kept(layer),
+                *self._kept(source),
                 output,
                 tokens=tokens,
                 scaling=variant.scaling,
@@ -122,6 +166,28 @@ class CudaAttention(GatherAttention):
                 rounded_alibi=variant.rounded_alibi,
                 sinks=variant.sinks,
             )
+
+    def _planned(
+        self,
+        layer: int,
+        query: Tensor,
+        metadata: ForwardMetadata,
+        variant: AttentionVariant,
+        tokens: int,
+        lengths: "Lengths",
+    ) -> "tuple[QueryTiles, PartsPlan, LaunchShape]":
+        """Returns tiles of at most `tokens` tokens, the parts of their keys, and the shape of programs."""
+        from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
+        from tgi_server.engine.kernels.triton.split_kv import plan_parts
+
+        kv_heads, head_dim = self._keys[layer].shape[2:]
+        shape = LaunchShape.of(query.shape[1] // kv_heads, head_dim, query.element_size(), tokens)
+        tiles = metadata.made(("tiles", tokens), partial(_tiles, metadata, tokens, lengths))
+        plan = metadata.made(
+            ("plan", shape.rows, tokens, kv_heads, shape.key_tile, variant.window),
+            partial(plan_parts, tiles, kv_heads, shape.key_tile, variant.window, shape.rows),
+        )
+        return tiles, plan, shape
 
     def _kept(self, layer: int) -> tuple[KVScales, int]:
         return self.kv_format.of(layer), self.kv_format.mantissa

@@ -1,16 +1,23 @@
 """The engine's GPU kernels. The modules of this folder import Triton; this one, which their callers need, does not."""
 
+import os
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.memory import HOST
 
 # Compute capability of the oldest GPUs that the kernels with matrix products are for. Older ones have no bfloat16, and
 # Triton compiles products for them without tensor cores.
 OLDEST_DEVICE = (8, 0)
+
+# Ways to compute that no GPU has measured yet, so they are off unless the variable names them, with commas between:
+# products with few rows that have the norm before them and the activation behind them inside; attention of rows that
+# decode in one kernel.
+VARIANTS_VARIABLE, VARIANTS = "OATMILL_GPU_VARIANTS", ("few_rows", "attend_in_one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +54,12 @@ def shared_memory(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Returns how many multiprocessors a GPU has; of a CPU, in tests, 4."""
     return 4 if device == HOST else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def variants() -> frozenset[str]:
+    """Returns which of VARIANTS are on. Raises UnsupportedModel for a name that is none of them."""
+    named = frozenset(filter(None, os.environ.get(VARIANTS_VARIABLE, "").split(",")))
+    if unknown := named.difference(VARIANTS):
+        raise UnsupportedModel(f"{VARIANTS_VARIABLE}: no {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    return named

@@ -74,7 +74,16 @@ def _activate(x, output, size, at_once: tl.constexpr, activation: tl.constexpr, 
     column = tl.program_id(1) * at_once + tl.arange(0, at_once)
     real = column < size
     own = x + row * (2 * size if gated else size)
-    value = tl.load(own + column, mask=real, other=0.0).to(tl.float32)
+    value = activated(tl.load(own + column, mask=real, other=0.0).to(tl.float32), activation)
+    if gated:  # `transformers` rounds what comes of the gate before it multiplies
+        up = tl.load(own + size + column, mask=real, other=0.0).to(tl.float32)
+        value = value.to(output.dtype.element_ty).to(tl.float32) * up
+    tl.store(output + row * size + column, value.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def activated(value, activation: tl.constexpr):
+    """Returns activation(value); both are float32."""
     if activation == "relu":
         value = tl.maximum(value, 0.0)
     elif activation == "relu2":
@@ -85,7 +94,4 @@ def _activate(x, output, size, at_once: tl.constexpr, activation: tl.constexpr, 
         value = value / (1.0 + tl.exp(-2.0 * 0.7978845608028654 * (value + 0.044715 * value * value * value)))
     else:
         value = value / (1.0 + tl.exp(-value))
-    if gated:  # `transformers` rounds what comes of the gate before it multiplies
-        up = tl.load(own + size + column, mask=real, other=0.0).to(tl.float32)
-        value = value.to(output.dtype.element_ty).to(tl.float32) * up
-    tl.store(output + row * size + column, value.to(output.dtype.element_ty), mask=real)
+    return value

@@ -23,7 +23,7 @@ _FEWEST_ROWS = 16
 # Programs of 128 rows that a multiprocessor needs to be busy until a pass is over.
 _ENOUGH_PROGRAMS = 4
 # Softmax is computed in powers of 2, for which devices have an instruction: scores are multiplied by log2(e).
-_LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments whose values differ from pass to pass: kernels are not compiled anew for multiples of 16 and the like.
 _PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places")
 _ANY_VALUE = (*_PLANNED, "tiles", "window", "table_stride")
@@ -103,7 +103,7 @@ def paged_attention(
         query = query.contiguous()
     score_scaling = scaling * scales[0] * unit(mantissa if keys.dtype == torch.uint8 else 0)
     # a capped score is a fraction of `softcap`, computed with a power of 2 as well
-    score_scaling *= 2.0 * _LOG2E.value / softcap if softcap else _LOG2E.value
+    score_scaling *= 2.0 * LOG2E.value / softcap if softcap else LOG2E.value
     _attend_part[len(plan.tile_of), kv_heads](
         query, keys, values, tables, tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences,
         plan.tile_of, plan.starts, plan.places,
@@ -111,7 +111,7 @@ def paged_attention(
         query if sinks is None else sinks,
         output, parts, weights, len(plan.places),
         query.stride(0), query.stride(1), tables.stride(0),
-        scaling if rounded_alibi else 1.0, softcap * _LOG2E.value, window, score_scaling, scales[1] * unit(mantissa),
+        scaling if rounded_alibi else 1.0, softcap * LOG2E.value, window, score_scaling, scales[1] * unit(mantissa),
         kv_heads=kv_heads, group=group, head_dim=head_dim, rows=shape.rows, width=shape.width,
         block_size=block_size, key_tile=shape.key_tile, windowed=window > 0, capped=softcap > 0,
         alibi=alibi_slopes is not None, rounded_alibi=rounded_alibi,
@@ -156,7 +156,7 @@ def _attend_part(
     total = tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, width], tl.float32)
     if sunk:  # counted in one of a tile's parts
-        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
         highest = tl.where(item == start, sink, highest)
         total = tl.where(item == start, 1.0, total)
 
@@ -167,7 +167,7 @@ def _attend_part(
             inside = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(length - window, 0), key_tile), begin), end)
         outside = tl.maximum(tl.minimum((length - count + 1) // key_tile, end), inside)
         for key_tile_number in range(inside, outside):
-            highest, total, sums = _attend_key_tile(
+            highest, total, sums = attend_key_tile(
                 key_tile_number, q, highest, total, sums, keys, values, table, kv_head, length, own, slope,
                 alibi_scaling, softcap, window, score_scaling, kv_heads, head_dim, width, block_size, key_tile,
                 windowed, capped, alibi, rounded_alibi, mantissa, False,
@@ -177,7 +177,7 @@ def _attend_part(
         key_tile_number = begin + number
         if apart:
             key_tile_number = tl.where(number < before, key_tile_number, outside + number - before)
-        highest, total, sums = _attend_key_tile(
+        highest, total, sums = attend_key_tile(
             key_tile_number, q, highest, total, sums, keys, values, table, kv_head, length, own, slope,
             alibi_scaling, softcap, window, score_scaling, kv_heads, head_dim, width, block_size, key_tile,
             windowed, capped, alibi, rounded_alibi, mantissa, True,
@@ -195,7 +195,7 @@ def _attend_part(
 
 
 @triton.jit
-def _attend_key_tile(
+def attend_key_tile(
     number, q, highest, total, sums, keys, values, table, kv_head, length, own, slope, alibi_scaling, softcap, window,
     score_scaling, kv_heads: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, block_size: tl.constexpr,
     key_tile: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr,
@@ -226,7 +226,7 @@ def _attend_key_tile(
             bias = _rounded(slope[:, None] * _rounded(position.to(tl.float32))[None, :]) * alibi_scaling
         else:
             bias = slope[:, None] * position[None, :].to(tl.float32)
-        scores = scores * scale + bias * _LOG2E
+        scores = scores * scale + bias * LOG2E
         scale = 1.0
     if masked:
         seen = position[None, :] <= own[:, None]

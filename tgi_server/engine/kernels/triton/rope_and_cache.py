@@ -90,19 +90,21 @@ def _turn_and_write(
     head, column = (first + tl.arange(0, together))[:, None], tl.arange(0, width)[None, :]
     real = column < head_dim
     if first < queries:
-        x = _turned(query + token * query_token + head * query_head, cosine, sine, token, column, head_dim, rotated)
+        x = turned_pairs(
+            query + token * query_token + head * query_head, cosine, sine, token, column, head_dim, rotated
+        )
         tl.store(turned + (token * queries + head) * head_dim + column, x, mask=real)
     else:
         head -= queries
-        x = _turned(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
+        x = turned_pairs(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
         place = (tl.load(slots + token) * kv_heads + head) * head_dim + column
-        tl.store(keys + place, _kept(x, keys, key_scale, mantissa), mask=real)
+        tl.store(keys + place, kept(x, keys, key_scale, mantissa), mask=real)
         v = tl.load(value + token * value_token + head * value_head + column, mask=real)
-        tl.store(values + place, _kept(v, values, value_scale, mantissa), mask=real)
+        tl.store(values + place, kept(v, values, value_scale, mantissa), mask=real)
 
 
 @triton.jit
-def _kept(x, cache, scale, mantissa: tl.constexpr):
+def kept(x, cache, scale, mantissa: tl.constexpr):
     """Returns numbers as a cache has them."""
     if cache.dtype.element_ty == tl.uint8:
         x = encoded(x.to(tl.float32), scale, mantissa)
@@ -110,7 +112,7 @@ def _kept(x, cache, scale, mantissa: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, cosine, sine, token, column, head_dim: tl.constexpr, rotated: tl.constexpr):
+def turned_pairs(x, cosine, sine, token, column, head_dim: tl.constexpr, rotated: tl.constexpr):
     """Returns the elements at x, [heads, 1], with the first `rotated` turned in pairs, in their dtype."""
     own = tl.load(x + column, mask=column < head_dim, other=0.0)
     if rotated == 0:

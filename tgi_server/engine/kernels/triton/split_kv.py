@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tgi_server.engine.kernels.triton import QueryTiles, multiprocessors
 
-_PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 2
 # The most parts of a tile, so that one pass joins them; and the fewest key tiles of a part, unless it is alone.
 MOST_PARTS = 64
 _FEWEST_KEY_TILES = 2
@@ -56,7 +56,7 @@ def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int, row
     rows: of a program's products.
     """
     count, device = len(tiles.counts), tiles.counts.device
-    target = -(-_PROGRAMS_PER_PROCESSOR * multiprocessors(device) // kv_heads)
+    target = -(-PROGRAMS_PER_PROCESSOR * multiprocessors(device) // kv_heads)
     most_joined = min(count, target)  # each of these has more key tiles than one part of `target` would
     sizes = (count + target, count + 1, count, most_joined + 1)
     numbers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
@@ -92,7 +92,12 @@ def joined_at_once(rows: int, width: int) -> tuple[int, int]:
     """Returns how many rows a joining program has, and how many parts of them it loads at once."""
     together = max(1, rows // 16)
     numbers = _JOINED_AT_ONCE if together == 1 else _JOINED_AT_ONCE_OF_PROMPTS
-    return together, max(1, min(MOST_PARTS, numbers // (together * width)))
+    return together, parts_at_once(together, width, numbers)
+
+
+def parts_at_once(together: int, width: int, numbers: int = _JOINED_AT_ONCE) -> int:
+    """Returns how many parts of some rows a joining program loads at once. numbers: that it has room for."""
+    return max(1, min(MOST_PARTS, numbers // (together * width)))
 
 
 @triton.jit
@@ -163,11 +168,30 @@ def _join_parts(
     used = token < tl.load(counts + tile)
     first = tl.load(places + tile)
 
+    mean = joined_parts(
+        parts, weights, first, number, kv_head, row, used, kv_heads, rows, width, together, most_parts, at_once
+    )
+    output_places = ((tl.load(firsts + tile) + token).to(tl.int64) * kv_heads * group + head) * head_dim
+    real = used[:, None] & (column < head_dim)[None, :]
+    tl.store(output + output_places[:, None] + column[None, :], mean.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def joined_parts(
+    parts, weights, first, number, kv_head, row, used, kv_heads: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    together: tl.constexpr, most_parts: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    """Returns the mean of the values that all keys of some rows have, [together, width].
+
+    first, number: of the parts. Others may just have written them, so that they are not read from the first cache.
+    """
+    column = tl.arange(0, width)
     every = tl.arange(0, most_parts)
     weight = tl.load(
         weights + ((first + every).to(tl.int64) * kv_heads + kv_head)[:, None] * rows + row[None, :],
         mask=(every < number)[:, None] & used[None, :],
         other=float("-inf"),
+        cache_modifier=".cg",
     )
     highest = tl.max(weight, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -177,10 +201,8 @@ def _join_parts(
         part = start + tl.arange(0, at_once)
         place = ((first + part).to(tl.int64) * kv_heads + kv_head)[:, None] * rows + row[None, :]
         real = (part < number)[:, None] & used[None, :]
-        share = tl.exp2(tl.load(weights + place, mask=real, other=float("-inf")) - base[None, :])
-        mean = tl.load(parts + place[:, :, None] * width + column[None, None, :], mask=real[:, :, None], other=0.0)
+        share = tl.exp2(tl.load(weights + place, mask=real, other=float("-inf"), cache_modifier=".cg") - base[None, :])
+        places = parts + place[:, :, None] * width + column[None, None, :]
+        mean = tl.load(places, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
         sums += tl.sum(mean * share[:, :, None], 0)
-    output_places = ((tl.load(firsts + tile) + token).to(tl.int64) * kv_heads * group + head) * head_dim
-    mean = sums / tl.where(total > 0, total, 1.0)[:, None]
-    real = used[:, None] & (column < head_dim)[None, :]
-    tl.store(output + output_places[:, None] + column[None, :], mean.to(output.dtype.element_ty), mask=real)
+    return sums / tl.where(total > 0, total, 1.0)[:, None]
