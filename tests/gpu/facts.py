@@ -118,7 +118,7 @@ def cublas() -> None:
         return
     for rows in (1, 16, 64, 256, 4096):
         x, weight = (torch.randn(n, 4096, device=DEVICE, dtype=DTYPE) for n in (rows, 28672))
-        tell_product("cublas bf16", weight.nbytes, weight.shape, x, lambda x=x, weight=weight: x @ weight.t())
+        _tell_product("cublas bf16", weight.nbytes, weight.shape, x, lambda x=x, weight=weight: x @ weight.t())
 
 
 def decode() -> None:
@@ -133,7 +133,7 @@ def latents(variant: str = "") -> None:
     """Sequences that decode over latents: those of DeepSeek-V3, whole and by eight, and of GLM-4.7-Flash."""
     for heads, batch, context in ((16, 1, 8192), (16, 32, 8192), (128, 32, 8192), (20, 1, 32768), (20, 128, 1024)):
         lengths = [context // SHORTER] * (2 if DRY else batch)
-        given, shape = _metadata(lengths, 0), LatentShape.of(heads, DTYPE.itemsize, DEVICE)
+        given, shape = metadata(lengths, 0), LatentShape.of(heads, DTYPE.itemsize, DEVICE)
         query, turned = (torch.randn(len(lengths), heads, n, device=DEVICE, dtype=DTYPE) for n in (512, 64))
         blocks = int(given.block_tables.max()) + 1
         caches = [torch.randn(blocks, BLOCK, 1, size, device=DEVICE, dtype=DTYPE) for size in (512, 64)]
@@ -213,7 +213,7 @@ def product(
         x = torch.randn(rows, inputs, device=DEVICE, dtype=DTYPE)
         wanted = (x @ dense.t()).float()
         error = float((made(x).float() - wanted).norm() / wanted.norm())
-        tell_product(
+        _tell_product(
             f"{kind} by {kernel}{variant}", weight.codes.nbytes, dense.shape, x, lambda x=x: made(x), error=error
         )
 
@@ -229,7 +229,7 @@ def _weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
     return layer.to(DEVICE).quantized
 
 
-def tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Callable[[], Tensor], **more: float) -> None:
+def _tell_product(what: str, size: int, shape: torch.Size, x: Tensor, run: Callable[[], Tensor], **more: float) -> None:
     """size: bytes of the weight, whose shape is [outputs, inputs]."""
     took, products = seconds(run), 2 * len(x) * shape.numel()
     speed = {"us": took * 1e6, "gb_s": size / took / 1e9, "tflop_s": products / took / 1e12}
@@ -244,7 +244,7 @@ def attention(
     backend.allocate(sum(-(-length // BLOCK) for length in lengths) + 1)
     for each in (*backend._keys, *backend._values):
         each.normal_()
-    given, scaling = _metadata(lengths, chunk), HEAD_DIM**-0.5
+    given, scaling = metadata(lengths, chunk), HEAD_DIM**-0.5
     query = torch.randn(chunk or len(lengths), heads, HEAD_DIM, device=DEVICE, dtype=DTYPE)
     variant = AttentionVariant(scaling)
     output = backend.attend(0, query, given, variant)
@@ -260,7 +260,7 @@ def attention(
     tell(what, error=error, us=took * 1e6, **speed)
 
 
-def _metadata(lengths: list[int], chunk: int) -> ForwardMetadata:
+def metadata(lengths: list[int], chunk: int) -> ForwardMetadata:
     """Returns the metadata of a pass; the blocks of all rows are different ones, shuffled."""
     blocks = [-(-length // BLOCK) for length in lengths]
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)

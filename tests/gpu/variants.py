@@ -15,7 +15,18 @@ from tests.gpu import facts  # first: in a dry run it makes Triton an interprete
 # isort: split
 import torch
 
-from tgi_server.engine.kernels.triton import few_rows, norm_and_gate, paged_attention, sampling, split_kv, w4a16_gemm
+from tgi_server.engine.backends.attention import cuda as attention_of_gpus
+from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
+from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.kernels.triton import (
+    dependent_launch,
+    few_rows,
+    norm_and_gate,
+    paged_attention,
+    sampling,
+    split_kv,
+    w4a16_gemm,
+)
 from tgi_server.engine.kernels.triton.few_rows import FewRowsTile, InputNorm
 from tgi_server.engine.kernels.triton.latents import LatentShape
 from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
@@ -84,6 +95,8 @@ def main() -> None:
     # The most valuable first: a run may be cut.
     parts: list[tuple[Callable[..., None], list[Any]]] = [
         (_few_rows, [(), *FEW_ROWS]),
+        (_one_kernel, [("three kernels",), ("attend_in_one",)]),
+        (_dependent, [("off",), ("pdl",)]),
         (_latents, LATENT_SHAPES),
         (_dense, [(16,), (32,), (64,), (128,), (256,)]),
         (_product, PRODUCTS),
@@ -160,6 +173,42 @@ def _few_rows(*shape: int) -> None:
         with _few_rows_of(*shape):
             took = facts.seconds(lambda x=x, residual=residual: layer(x, residual))
             facts.tell(f"few rows, {shape or 'cuBLAS'}", rows=rows, us=took * 1e6, gb_s=size / took / 1e9)
+
+
+def _one_kernel(name: str) -> None:
+    """Turns, writes and attends for rows that decode, by three kernels and by one."""
+    for batch, context in ((1, 1024), (1, 32768), (32, 8192), (256, 1024)):
+        lengths = [context // facts.SHORTER] * (2 if facts.DRY else batch)
+        backend = CudaAttention(KVShape((8,), facts.HEAD_DIM), facts.DEVICE, facts.DTYPE)
+        backend.allocate(sum(-(-length // facts.BLOCK) for length in lengths) + 1)
+        given = facts.metadata(lengths, 0)
+        joined = torch.randn(len(lengths), 48, facts.HEAD_DIM, device=facts.DEVICE, dtype=facts.DTYPE)
+        query, key, value = joined.split((32, 8, 8), 1)
+        turns = torch.rand(2, 1, len(lengths), facts.HEAD_DIM, device=facts.DEVICE, dtype=facts.DTYPE)
+        variant = AttentionVariant(facts.HEAD_DIM**-0.5)
+        arguments = (0, query, key, value, (turns[0], turns[1]), given, variant)
+        with mock.patch.object(attention_of_gpus, "variants", return_value={name}):
+            took = facts.seconds(lambda backend=backend, given=arguments: backend.write_and_attend(*given))
+        size = 4 * 8 * facts.HEAD_DIM * sum(lengths)
+        facts.tell(f"decode 8B, batch {batch}, context {context}, {name}", us=took * 1e6, gb_s=size / took / 1e9)
+
+
+def _dependent(name: str) -> None:
+    """A chain of norms and gates, each of which needs what the one before has written; as the chains of layers do."""
+    x, weight = (torch.ones(*shape, device=facts.DEVICE, dtype=facts.DTYPE) for shape in ((1, 8192), (4096,)))
+
+    def chain() -> torch.Tensor:
+        made = x
+        for _ in range(2 if facts.DRY else 20):
+            made = norm_and_gate.rms_norm(norm_and_gate.activate(made, "silu", gated=True), weight, 1e-5)
+            made = made.repeat(1, 2)
+        return made
+
+    with mock.patch.object(dependent_launch, "variants", return_value={name}):
+        dependent_launch.launch_options.cache_clear()
+        took = facts.seconds(chain, times=2)
+    dependent_launch.launch_options.cache_clear()
+    facts.tell(f"20 gates, norms and copies in a chain, programmatic launch {name}", us=took * 1e6)
 
 
 @contextlib.contextmanager

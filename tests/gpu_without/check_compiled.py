@@ -53,6 +53,7 @@ def compiled(
     sizes: Collection[str] = (),
 ) -> Any:
     """Compiles as the launcher does for addresses, strides and `sizes` that are multiples of 16."""
+    constants = {"pdl": False} | dict(constants)
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = [
         i
@@ -395,3 +396,28 @@ def test_products_with_few_rows_fit(
     capability: int, around: dict[str, Any], rows: int, fp8: bool, tmp_path: Path
 ) -> None:
     check(few_rows_product(capability, rows, fp8=fp8, **around), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_programs_that_are_started_early_wait_before_they_read(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded from memory, nor stored, ahead of the wait."""
+    made, plain = [], compiled
+
+    def early(kernel: Any, types: Any, constants: Any, *rest: Any, **options: Any) -> Any:
+        made.append(plain(kernel, types, constants | {"pdl": True}, *rest, **options))
+        return made[-1]
+
+    monkeypatch.setitem(globals(), "compiled", early)
+    for in_one in (False, True):
+        attention(capability, torch.bfloat16, 128, 4, prompts=False, in_one=in_one)
+    few_rows_product(capability, 1, norm="rms", gated=True)
+    types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"eps": "fp32", "size": "i32"}
+    early(norm_and_gate._norm, types, {"size": 4096, "width": 4096, "centred": False}, capability, 8)
+    early(norm_and_gate._activate, types, {"at_once": 1024, "activation": "silu", "gated": True}, capability, 4)
+    for program in made:
+        check(program, capability, tmp_path)
+        before, wait, _ = program.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait
+        assert not re.findall(r"\b(?:ld|st|atom|red)\.global|cp\.async", before)

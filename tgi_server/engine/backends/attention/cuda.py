@@ -88,7 +88,7 @@ class CudaAttention(GatherAttention):
     ) -> Tensor:
         group = query.shape[1] // key.shape[1]
         decodes = not metadata.chunks and metadata.row_tokens == 1 and metadata.ends_of(variant) is None
-        if "attend_in_one" not in variants() or not decodes or rotation is None or interleaved or group > _MOST_IN_ONE:
+        if "attend_in_one" not in variants() or not decodes or interleaved or group > _MOST_IN_ONE:
             return super().write_and_attend(
                 layer, query, key, value, rotation, metadata, variant, interleaved=interleaved
             )
@@ -101,7 +101,7 @@ class CudaAttention(GatherAttention):
             query,
             key,
             value,
-            (rotation[0][0], rotation[1][0]),
+            None if rotation is None else (rotation[0][0], rotation[1][0]),
             self._keys[layer],
             self._values[layer],
             metadata.slots,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import multiprocessors
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 from tgi_server.engine.kernels.triton.fp8 import unit
 from tgi_server.engine.kernels.triton.paged_attention import LOG2E, LaunchShape, attend_key_tile
 from tgi_server.engine.kernels.triton.rope_and_cache import kept, turned_pairs
@@ -43,7 +44,7 @@ def attend_in_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rotation: tuple[Tensor, Tensor],
+    rotation: tuple[Tensor, Tensor] | None,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
@@ -64,16 +65,16 @@ def attend_in_one(
     """Returns what each row attends to once its key and value are in their slot, [rows, heads, head_dim], contiguous.
 
     query: [rows, heads, head_dim]. key, value: [rows, kv_heads, head_dim]. rotation: cosine and sine, [rows, rotated]
-    each; pairs stand half of `rotated` apart. keys, values: [blocks, block_size, kv_heads, head_dim], contiguous.
-    slots: [rows] int64. tables: [rows, blocks] int32. kv_lengths: [rows] int32, the own key included. plan: of a tile
-    for each row. arrived: see `arrivals`. The others: as `paged_attention` has them.
+    each; pairs stand half of `rotated` apart; None: nothing is turned. keys, values: [blocks, block_size, kv_heads,
+    head_dim], contiguous. slots: [rows] int64. tables: [rows, blocks] int32. kv_lengths: [rows] int32, the own key
+    included. plan: of a tile for each row. arrived: see `arrivals`. The others: as `paged_attention` has them.
     """
     rows, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = keys.shape
     group = heads // kv_heads
     shape = LaunchShape.of(group, head_dim, query.element_size(), 1)
     query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
-    cosine, sine = (table.contiguous() for table in rotation)
+    cosine, sine = (key, key) if rotation is None else (table.contiguous() for table in rotation)
     output = query.new_empty(rows, heads, head_dim)
     together = min(shape.rows, triton.next_power_of_2(group))
     parts = query.new_empty(plan.most_kept, kv_heads, together, shape.width, dtype=torch.float32)
@@ -89,12 +90,12 @@ def attend_in_one(
         tables.stride(0), *scales,
         scaling if rounded_alibi else 1.0, softcap * LOG2E.value, window, score_scaling,
         scales[1] * unit(mantissa),
-        kv_heads=kv_heads, group=group, head_dim=head_dim, rotated=cosine.shape[1],
+        kv_heads=kv_heads, group=group, head_dim=head_dim, rotated=0 if rotation is None else cosine.shape[1],
         rows=shape.rows, together=together, width=shape.width, block_size=block_size, key_tile=shape.key_tile,
         windowed=window > 0, capped=softcap > 0, alibi=alibi_slopes is not None, rounded_alibi=rounded_alibi,
         sunk=sinks is not None, mantissa=mantissa,
         most_parts=MOST_PARTS, at_once=parts_at_once(together, shape.width),
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, **launch_options(query.device),
     )  # fmt: skip
     return output
 
@@ -109,8 +110,11 @@ def _attend_in_one(
     rows: tl.constexpr, together: tl.constexpr, width: tl.constexpr, block_size: tl.constexpr, key_tile: tl.constexpr,
     windowed: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr, rounded_alibi: tl.constexpr,
     sunk: tl.constexpr, mantissa: tl.constexpr, most_parts: tl.constexpr, at_once: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):  # fmt: skip
     """rows: of a program's products; the heads of a group are the first, of which `together` are kept."""
+    if pdl:
+        wait_for_earlier()
     item, kv_head = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(starts + rows_of_pass):
         return

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import multiprocessors
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 from tgi_server.engine.kernels.triton.norm_and_gate import activated
 from tgi_server.engine.kernels.triton.split_kv import part_of
 
@@ -115,7 +116,7 @@ def multiply_few(
         grouped=scales is not None and len(scales) > 1, activation=activation, gated=gated,
         whole=inputs % shape.inputs == 0, split=parts > 1, parts_at_once=shape.parts_at_once,
         own_rows=shape.rows, own_outputs=shape.outputs, own_inputs=shape.inputs,
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, **launch_options(x.device),
     )  # fmt: skip
     return y
 
@@ -126,12 +127,14 @@ def _multiply_few(
     rows, outputs, inputs, x_stride,
     grouped: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr,
     whole: tl.constexpr, split: tl.constexpr, parts_at_once: tl.constexpr,
-    own_rows: tl.constexpr, own_outputs: tl.constexpr, own_inputs: tl.constexpr,
+    own_rows: tl.constexpr, own_outputs: tl.constexpr, own_inputs: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
     """outputs: of y; a gated product has a tile of both halves. whole: inputs are whole tiles. split: parts > 1.
 
     sums: [tiles, parts, rows, outputs + 2]; behind a row's outputs are the sums of its squares and of its numbers.
     """
+    if pdl:
+        wait_for_earlier()
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     number, row = tl.arange(0, own_outputs), tl.arange(0, own_rows)
     half: tl.constexpr = own_outputs // 2

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
+
 _ACTIVATED_AT_ONCE = 1024
 
 
@@ -29,8 +31,9 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, centred: 
     output = x.new_empty(x.shape)
     width = triton.next_power_of_2(size)
     _norm[x.numel() // size,](
-        x, weight, bias, output, eps, size=size, width=width, centred=centred, num_warps=4 if width <= 2048 else 8
-    )
+        x, weight, bias, output, eps, size=size, width=width, centred=centred, num_warps=4 if width <= 2048 else 8,
+        **launch_options(x.device),
+    )  # fmt: skip
     return output
 
 
@@ -44,13 +47,19 @@ def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
     size = width // 2 if gated else width
     output = x.new_empty(rows, size)
     _activate[rows, triton.cdiv(size, _ACTIVATED_AT_ONCE)](
-        x, output, size, at_once=_ACTIVATED_AT_ONCE, activation=activation, gated=gated, num_warps=4
-    )
+        x, output, size, at_once=_ACTIVATED_AT_ONCE, activation=activation, gated=gated, num_warps=4,
+        **launch_options(x.device),
+    )  # fmt: skip
     return output
 
 
 @triton.jit
-def _norm(x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr, centred: tl.constexpr):
+def _norm(
+    x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr, centred: tl.constexpr,
+    pdl: tl.constexpr = False,
+):  # fmt: skip
+    if pdl:
+        wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     real = column < size
@@ -69,7 +78,12 @@ def _norm(x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr,
 
 
 @triton.jit
-def _activate(x, output, size, at_once: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr):
+def _activate(
+    x, output, size, at_once: tl.constexpr, activation: tl.constexpr, gated: tl.constexpr,
+    pdl: tl.constexpr = False,
+):  # fmt: skip
+    if pdl:
+        wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * at_once + tl.arange(0, at_once)
     real = column < size

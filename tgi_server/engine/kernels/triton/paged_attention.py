@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import QueryTiles
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 from tgi_server.engine.kernels.triton.fp8 import decoded, unit
 from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts, part_of
 
@@ -116,7 +117,7 @@ def paged_attention(
         block_size=block_size, key_tile=shape.key_tile, windowed=window > 0, capped=softcap > 0,
         alibi=alibi_slopes is not None, rounded_alibi=rounded_alibi,
         sunk=sinks is not None, mantissa=mantissa, apart=shape.rows > _FEWEST_ROWS,
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, **launch_options(query.device),
     )  # fmt: skip
     join_parts(parts, weights, output, tiles, plan, group, tokens)
 
@@ -129,9 +130,11 @@ def _attend_part(
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     block_size: tl.constexpr, key_tile: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
     alibi: tl.constexpr, rounded_alibi: tl.constexpr, sunk: tl.constexpr, mantissa: tl.constexpr,
-    apart: tl.constexpr,
+    apart: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
     """apart: key tiles that every row sees whole are computed first, without masks."""
+    if pdl:
+        wait_for_earlier()
     item, kv_head = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(starts + tiles):
         return

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import multiprocessors
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 from tgi_server.engine.kernels.triton.fp8 import encoded
 
 # Programs that a multiprocessor holds. If there were more, each has several heads: starting one takes its time, too.
@@ -74,6 +75,7 @@ def _launch(
         *scales,
         queries=queries, kv_heads=kv_heads, head_dim=head_dim, width=triton.next_power_of_2(head_dim),
         rotated=0 if rotation is None else cosine.shape[1], mantissa=mantissa, together=together, num_warps=1,
+        **launch_options(key.device),
     )  # fmt: skip
 
 
@@ -83,9 +85,11 @@ def _turn_and_write(
     query_token, query_head, key_token, key_head, value_token, value_head,
     key_scale, value_scale,
     queries: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, rotated: tl.constexpr,
-    mantissa: tl.constexpr, together: tl.constexpr,
+    mantissa: tl.constexpr, together: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
     """A program has some heads of one token: query heads, or key heads and the values of them."""
+    if pdl:
+        wait_for_earlier()
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
     head, column = (first + tl.arange(0, together))[:, None], tl.arange(0, width)[None, :]
     real = column < head_dim

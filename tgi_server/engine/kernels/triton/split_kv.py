@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton import QueryTiles, multiprocessors
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 
 PROGRAMS_PER_PROCESSOR = 2
 # The most parts of a tile, so that one pass joins them; and the fewest key tiles of a part, unless it is alone.
@@ -65,7 +66,7 @@ def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int, row
         tiles.counts, tiles.kv_lengths, tile_of, starts, places, joined, count, target, window, most_joined,
         key_tile=key_tile, windowed=window > 0, most_parts=MOST_PARTS,
         fewest_key_tiles=_FEWEST_KEY_TILES if rows <= 16 else _FEWEST_KEY_TILES_OF_PROMPTS,
-        at_once=_PLANNED_AT_ONCE, num_warps=8,
+        at_once=_PLANNED_AT_ONCE, num_warps=8, **launch_options(device),
     )  # fmt: skip
     return PartsPlan(tile_of, starts, places, joined, most_kept=2 * target)
 
@@ -85,6 +86,7 @@ def join_parts(
     _join_parts[len(plan.joined) - 1, triton.cdiv(group * tokens, together), kv_heads](
         parts, weights, output, tiles.first, tiles.counts, plan.starts, plan.places, plan.joined, len(plan.joined) - 1,
         kv_heads=kv_heads, most_parts=MOST_PARTS, at_once=at_once, num_warps=4, **sizes,
+        **launch_options(output.device),
     )  # fmt: skip
 
 
@@ -120,8 +122,10 @@ def part_of(part, parts, first, after):
 def _plan(
     counts, kv_lengths, tile_of, starts, places, joined, tiles, target, window, most_joined,
     key_tile: tl.constexpr, windowed: tl.constexpr, most_parts: tl.constexpr, fewest_key_tiles: tl.constexpr,
-    at_once: tl.constexpr,
+    at_once: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
+    if pdl:
+        wait_for_earlier()
     total = tl.zeros([1], tl.int64)
     longest = tl.full([1], 1, tl.int32)
     for first in range(0, tiles, at_once):
@@ -156,9 +160,11 @@ def _plan(
 def _join_parts(
     parts, weights, output, firsts, counts, starts, places, joined, most_joined,
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    together: tl.constexpr, most_parts: tl.constexpr, at_once: tl.constexpr,
+    together: tl.constexpr, most_parts: tl.constexpr, at_once: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
     """A program has some rows of one KV head of one tile. A row may have no keys in some of the parts."""
+    if pdl:
+        wait_for_earlier()
     if tl.program_id(0) >= tl.load(joined + most_joined):
         return
     tile, kv_head = tl.load(joined + tl.program_id(0)), tl.program_id(2)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from tgi_server.engine.kernels.triton import multiprocessors
+from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 from tgi_server.engine.kernels.triton.fp8 import E4M3_UNIT, decoded
 
 # Words of a block: inputs of the smallest product that tensor cores compute.
@@ -94,11 +95,13 @@ def multiply(
         kind=kind, bits=bits_of(kind), block=block, words=WORDS, whole=order is None and inputs == blocks * block,
         split=splits > 1,
         own_rows=shape.rows, own_outputs=shape.outputs, num_warps=shape.warps, num_stages=shape.stages,
+        **launch_options(x.device),
     )  # fmt: skip
     if splits > 1:
         _add_splits[count, triton.cdiv(outputs, _SUMMED_AT_ONCE)](
-            sums, bias, residual, y, outputs, splits, at_once=_SUMMED_AT_ONCE, num_warps=4
-        )
+            sums, bias, residual, y, outputs, splits, at_once=_SUMMED_AT_ONCE, num_warps=4,
+            **launch_options(x.device),
+        )  # fmt: skip
     return y
 
 
@@ -154,12 +157,15 @@ def _multiply_codes(
     rows, outputs, inputs, blocks, share, x_stride,
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, words: tl.constexpr,
     own_rows: tl.constexpr, own_outputs: tl.constexpr, whole: tl.constexpr, split: tl.constexpr,
+    pdl: tl.constexpr = False,
 ):  # fmt: skip
     """y = x W^T + bias of some rows and some outputs.
 
     whole: there are as many inputs as places, in this order. split: y is float32, [splits, rows, outputs], and gets the
     bare sums over `share` blocks.
     """
+    if pdl:
+        wait_for_earlier()
     row = tl.program_id(1) * own_rows + tl.arange(0, own_rows)
     output = tl.program_id(0) * own_outputs + tl.arange(0, own_outputs)
     real_rows, real_outputs = row < rows, output < outputs
@@ -218,8 +224,10 @@ def block_sums(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _add_splits(sums, bias, residual, y, outputs, splits, at_once: tl.constexpr):
+def _add_splits(sums, bias, residual, y, outputs, splits, at_once: tl.constexpr, pdl: tl.constexpr = False):
     """Writes what the parts of a row's inputs add up to. sums: [splits, rows, outputs]."""
+    if pdl:
+        wait_for_earlier()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     output = tl.program_id(1) * at_once + tl.arange(0, at_once)
     total = tl.zeros([at_once], tl.float32)
