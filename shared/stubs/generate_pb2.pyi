@@ -263,8 +263,10 @@ class LoadFileResponse(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., read_ns: _Optional[int] = ...) -> None: ...
 
 class SleepRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("grammars",)
+    GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    grammars: bool
+    def __init__(self, grammars: _Optional[bool] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
     __slots__ = ("released_bytes",)

@@ -349,7 +349,8 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
 
     step_seconds: how long a step takes. failing: raised by every step, while it is set. hanging: steps never end.
     ill: Health fails. frozen: it never ends. calls: the methods that were executed, in order. warmups: limits and
-    capacity of each.
+    capacity of each. sleepless: why Sleep is refused. drowsy: Wake fails. change_seconds: how long both take. asleep:
+    no step may come.
     """
 
     def __init__(self, shard: SimulatedShard, urls: list[str], step_seconds: float = 0.0) -> None:
@@ -359,6 +360,10 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
         self.hanging = False
         self.ill = False
         self.frozen = False
+        self.sleepless = ""
+        self.drowsy = False
+        self.change_seconds = 0.0
+        self.asleep = False
         self.calls: list[str] = []
         self.warmups: list[dict[str, Any]] = []
         self._urls = urls
@@ -386,6 +391,22 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
             await asyncio.sleep(1e6)
         return pb.HealthResponse()
 
+    async def Sleep(self, request, context):
+        await asyncio.sleep(self.change_seconds)
+        reason = self.sleepless or ("sequences run" if self.shard.rows else "")
+        if reason:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        self.asleep = True
+        self.shard.kv = [[-1] * self.shard.block_size for _ in self.shard.kv]
+        return pb.SleepResponse(released_bytes=1000)
+
+    async def Wake(self, request, context):
+        await asyncio.sleep(self.change_seconds)
+        if self.drowsy:
+            await context.abort(grpc.StatusCode.INTERNAL, "the weights cannot be read")
+        self.asleep = False
+        return pb.WakeResponse()
+
     async def Warmup(self, request, context):
         tokens = self.shard.num_blocks * self.shard.block_size
         capacity = pb.WarmupResponse(
@@ -408,6 +429,8 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
             await asyncio.sleep(1e6 if self.hanging else self.step_seconds)
             if self.failing is not None:
                 raise self.failing
+            if self.asleep:
+                raise ProtocolViolation("a step came while the model slept")
         self.calls.append(kind)
         return getattr(self.shard, kind)(request)
 

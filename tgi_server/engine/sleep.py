@@ -111,12 +111,18 @@ class _Copies:
 
     def read(self) -> None:
         """Reads all weights back. Raises OSError, also for a file that has been changed."""
+        if (path := self.changed_file()) is not None:
+            raise OSError(f"{path} was changed while the model slept")
+        _move(os.preadv, self._pieces)
+
+    def changed_file(self) -> Path | None:
+        """Returns a file that is not as it was any more. One that was deleted is: it is open here, or mapped."""
         for path, state in self._states.items():
-            with suppress(FileNotFoundError):  # it exists as long as it is open, or mapped
+            with suppress(FileNotFoundError):
                 now = FileState.of(path)
                 if (now.device, now.number) == (state.device, state.number) and now != state:
-                    raise OSError(f"{path} was changed while the model slept")
-        _move(os.preadv, self._pieces)
+                    return path
+        return None
 
     def close(self) -> None:
         for file in (self._own, *self._files.values()):
@@ -189,6 +195,9 @@ class SleepingModel:
             if engine.tower is not None:
                 engine.tower.clear()
         found, memory = _Found.below(self._roots()), Mappings.now()
+        if self._copies is not None and self._copies.changed_file() is not None:
+            self._copies.close()
+            self._copies = None
         if self._copies is None:
             self._copies = self._write(found.weights.values(), memory)
         if engine is not None:

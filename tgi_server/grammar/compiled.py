@@ -89,6 +89,12 @@ class CompiledGrammars:
             if not self._pins[grammar]:
                 del self._pins[grammar]
 
+    def clear(self) -> None:
+        """Forgets all grammars that are not pinned."""
+        with self._lock:
+            for grammar in [each for each in self._grammars if not self._pins[each]]:
+                self._remove(grammar)
+
     def _remove(self, grammar: Grammar) -> None:
         if (removed := self._grammars.pop(grammar, None)) is not None:
             self.size -= removed.size

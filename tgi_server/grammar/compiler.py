@@ -109,6 +109,13 @@ class GrammarCompiler:
                 raise InvalidGrammar(str(self._tokenizer))
             return self._tokenizer
 
+    def forget(self) -> None:
+        """Forgets the tokenizer, which is read again when it is needed, and the grammars that no request needs."""
+        self.cache.clear()
+        with self._tokenizer_lock:
+            if isinstance(self._tokenizer, GrammarTokenizer):
+                self._tokenizer = None
+
     def compiled(self, grammar: Grammar, leniency: int = 0) -> tuple[GrammarSource, LLMatcher]:
         """Returns the grammar as llguidance takes it, and its matcher.
 

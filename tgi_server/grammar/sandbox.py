@@ -62,6 +62,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: WorkerProcess | None = None
         self._closed = False
+        self._ended = False  # the process was ended on purpose
         self._reading = True
         self._numbers = count()
         self._answers: dict[int, Future[Outcome | None]] = {}
@@ -99,6 +100,13 @@ class Sandbox:
         if outcome.source is None:
             raise InvalidGrammar(outcome.error) if outcome.error else SandboxLimit(outcome.limit)
         return replace(outcome.source, leniency=leniency), outcome.bytes + GROWTH_BYTES
+
+    def end_process(self) -> None:
+        """Ends the process, until it is needed again. What is being tried is tried again there."""
+        with self._lock:
+            process, self._ended = self._process, self._process is not None
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""
@@ -150,9 +158,9 @@ class Sandbox:
         process.kill()
         process.wait()
         with self._lock:
-            self._process = None
+            self._process, ended, self._ended = None, self._ended, False
             unanswered, self._answers = self._answers, {}
-        if not self._closed:
+        if not (self._closed or ended):
             logger.warning("the process that tries grammars has died; starting another one")
         for answer in unanswered.values():
             answer.set_result(None)

@@ -98,7 +98,7 @@ class EncoderService(TextGenerationServiceServicer):
 
     async def Sleep(self, request: pb.SleepRequest, context: grpc.aio.ServicerContext) -> pb.SleepResponse:
         try:
-            return await self._sleep.sleep()
+            return await self._sleep.sleep(request)
         except InvalidCall as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             raise AssertionError from error  # the call has ended

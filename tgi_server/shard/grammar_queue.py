@@ -5,9 +5,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
@@ -150,6 +151,17 @@ class GrammarQueue:
         self.start()
         for ready in self._unready:
             ready.wait()
+
+    def forget(self) -> None:
+        """Gives up the memory for grammars in this process and beside it; what is needed again is read again."""
+        self._sandbox.end_process()
+        self.compiler.forget()
+
+    def refresh(self) -> None:
+        """Reads the tokenizer again in the background, unless it is there."""
+        if self._started:
+            for read in (self._sandbox.start, partial(self.compiler.compiled, _FIRST_GRAMMAR)):
+                threading.Thread(target=_suppressed, args=(read,), name="grammars", daemon=True).start()
 
     def close(self) -> None:
         """Ends the sandbox's process. Grammars that still wait are not compiled."""
@@ -306,6 +318,11 @@ class GrammarQueue:
     def _known_fault(self, grammar: Grammar) -> str | None:
         with self._lock:
             return self._faults.get(_digest(grammar))
+
+
+def _suppressed(read: Callable[[], object]) -> None:
+    with suppress(InvalidGrammar):  # it was logged at the start
+        read()
 
 
 def _digest(grammar: Grammar) -> bytes:

@@ -286,7 +286,7 @@ class Services:
         ]
         self.grammars = GrammarService(self._queue)
         sleeping = SleepingModel(engine, loaded.encoders.values(), _packed_cache(settings))
-        sleep = SleepCalls(sleeping, self._encoders, on_fatal)
+        sleep = SleepCalls(sleeping, self._encoders, self._queue, on_fatal)
         self.generation: TextGenerationService | EncoderService
         if engine is None:
             assert self._encoders is not None  # or nothing would be served

@@ -106,6 +106,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._grammars is not None:
             self._grammars.start()  # it reads the tokenizer meanwhile
         async with self._errors(context):
+            await self._sleep.wake()  # another router may have put it to sleep
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
                 max_prefill_tokens=request.max_prefill_tokens,
@@ -176,7 +177,7 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     async def Sleep(self, request: pb.SleepRequest, context: grpc.aio.ServicerContext) -> pb.SleepResponse:
         async with self._errors(context):
-            return await self._sleep.sleep()
+            return await self._sleep.sleep(request)
         raise AssertionError  # an error has ended the call
 
     async def Wake(self, request: pb.WakeRequest, context: grpc.aio.ServicerContext) -> pb.WakeResponse:

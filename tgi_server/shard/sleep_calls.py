@@ -10,6 +10,7 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.sleep import SleepingModel
 from tgi_server.shard.encoder_queue import EncoderQueue
+from tgi_server.shard.grammar_queue import GrammarQueue
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,20 @@ class SleepCalls:
     models fall asleep, too.
     """
 
-    def __init__(self, model: SleepingModel, encoders: EncoderQueue | None, on_fatal: Callable[[], None]) -> None:
-        """encoders: None: nothing is computed beside the steps. on_fatal: called when the weights are lost."""
+    def __init__(
+        self,
+        model: SleepingModel,
+        encoders: EncoderQueue | None,
+        grammars: GrammarQueue | None,
+        on_fatal: Callable[[], None],
+    ) -> None:
+        """encoders: None: nothing is computed beside the steps. grammars: None: there are none. on_fatal: called when
+        the weights are lost.
+        """
         self._model = model
         self._encoders = encoders
+        self._grammars = grammars
+        self._forgot = False  # the tables for grammars
         self._on_fatal = on_fatal
         self._lock = asyncio.Lock()
 
@@ -35,10 +46,13 @@ class SleepCalls:
         if self._model.asleep:
             raise InvalidCall("the model sleeps; wake it first")
 
-    async def sleep(self) -> pb.SleepResponse:
+    async def sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
         """Raises InvalidCall, also for models that cannot sleep."""
         began = time.perf_counter()
         async with self._lock:
+            if request.grammars and self._grammars is not None:
+                self._grammars.forget()
+                self._forgot = True
             released = await self._alone(self._model.sleep)
         logger.info("the model sleeps: %d MB of memory released in %.2f s", released >> 20, time.perf_counter() - began)
         return pb.SleepResponse(released_bytes=released)
@@ -47,11 +61,16 @@ class SleepCalls:
         """Ends the process if the weights cannot be read back."""
         began = time.perf_counter()
         async with self._lock:
+            if not self._model.asleep:
+                return pb.WakeResponse()
             try:
                 await self._alone(self._model.wake)
             except OSError as error:
                 logger.critical("the model cannot wake, so this shard ends: %s", error)
                 self._on_fatal()
+            if self._forgot and self._grammars is not None:
+                self._grammars.refresh()
+                self._forgot = False
         logger.info("the model woke in %.2f s", time.perf_counter() - began)
         return pb.WakeResponse()
 

@@ -120,6 +120,25 @@ def test_a_request_that_would_be_late_is_refused_at_once(client: httpx.Client) -
     assert sleeps(client)
 
 
+def test_the_tables_for_grammars_are_given_up_at_the_second_level(
+    running: TextGenerationServer, client: httpx.Client
+) -> None:
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "array", "items": {"enum": [1, 2]}}},
+    }
+    body = {"model": "tgi", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+    answers = []
+    for _ in range(2):
+        answer = client.post("/v1/chat/completions", json={**body, "response_format": schema}).raise_for_status().json()
+        answers.append(answer["choices"][0]["message"]["content"])
+        client.post("/sleep", params={"level": 2}).raise_for_status()
+        assert sleeps(client)
+        assert not running.child("shard").children()
+    assert answers[0].startswith("[")
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("route", "parameters", "message"),
     [

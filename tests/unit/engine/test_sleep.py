@@ -116,6 +116,18 @@ def test_a_file_that_is_changed_meanwhile_is_refused(stored: tuple[SleepingModel
     assert model.asleep
 
 
+def test_a_file_that_is_changed_while_it_is_awake_is_used_no_more(stored: tuple[SleepingModel, Engine, Path]) -> None:
+    model, engine, file = stored
+    expected = generate(engine)
+    engine.clear()
+    model.sleep()
+    model.wake()
+    os.utime(file)
+    model.sleep()
+    model.wake()
+    assert generate(engine) == expected
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_file_that_is_deleted_is_not_missed(stored: tuple[SleepingModel, Engine, Path], when: str) -> None:
     model, engine, file = stored

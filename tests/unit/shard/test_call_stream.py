@@ -35,7 +35,7 @@ async def stub(engine: Engine, tmp_path: Path) -> AsyncIterator[TextGenerationSe
         None,
         [place],
         None,
-        SleepCalls(SleepingModel(engine, (), None), None, list),
+        SleepCalls(SleepingModel(engine, (), None), None, None, list),
         on_fatal=lambda: None,
     )
     add_TextGenerationServiceServicer_to_server(service, server)

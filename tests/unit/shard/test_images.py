@@ -49,7 +49,7 @@ async def stub(folder: Path, tmp_path: Path) -> AsyncIterator[TextGenerationServ
         None,
         places,
         None,
-        SleepCalls(SleepingModel(engine, (), None), queue, list),
+        SleepCalls(SleepingModel(engine, (), None), queue, None, list),
         lambda: None,
         encoders=queue,
     )

@@ -115,7 +115,7 @@ def ended() -> list[bool]:
 async def stub(engine: Engine, ended: list[bool], tmp_path: Path) -> AsyncIterator[TextGenerationServiceStub]:
     server = grpc.aio.server()
     on_fatal: Callable[[], None] = lambda: ended.append(True)  # noqa: E731
-    sleep = SleepCalls(SleepingModel(engine, (), tmp_path), None, on_fatal)
+    sleep = SleepCalls(SleepingModel(engine, (), tmp_path), None, None, on_fatal)
     service = TextGenerationService(engine, "maker/tiny", "v2", PLACES, None, sleep, on_fatal)
     add_TextGenerationServiceServicer_to_server(service, server)
     server.add_insecure_port(f"unix://{tmp_path}/shard")

@@ -353,15 +353,16 @@ class ShardedClient:
         async with self.in_use():
             await self._ask("UnloadAdapter", pb.UnloadAdapterRequest(adapter_id=adapter_id), timeout_s)
 
-    async def sleep(self, timeout_s: float = 600.0) -> int:
+    async def sleep(self, *, grammars: bool = False, timeout_s: float = 600.0) -> int:
         """Puts every shard to sleep. Returns the bytes of memory that they hold less. Raises CannotSleep and Unhealthy.
 
-        After an error some of them may sleep.
+        grammars: the tables for grammars are given up, too. After an error some of the shards may sleep.
         """
+        request = pb.SleepRequest(grammars=grammars)
 
         async def sleep(shard: ShardClient) -> int:
             try:
-                response: pb.SleepResponse = await shard.stub.Sleep(pb.SleepRequest(), timeout=timeout_s)
+                response: pb.SleepResponse = await shard.stub.Sleep(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise CannotSleep(error.details() or "the model cannot sleep") from error

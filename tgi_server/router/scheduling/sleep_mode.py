@@ -118,8 +118,10 @@ class SleepMode:
         if self._soon is None:
             self._soon = asyncio.get_running_loop().create_task(self._wake_soon(), name="wake")
 
-    async def sleep(self) -> int:
+    async def sleep(self, *, grammars: bool = False) -> int:
         """Returns the bytes of memory that the shards hold less, once they sleep; 0 if they did already.
+
+        grammars: the tables for grammars are given up, too; a model that wakes reads them again, beside its requests.
 
         Requests that run are computed to their ends; a model that wakes wakes first. Raises CannotSleep and Unhealthy;
         the model is awake then.
@@ -128,7 +130,7 @@ class SleepMode:
             await self._changed()
         if self.state is SleepState.AWAKE:
             self.state = SleepState.FALLING
-            self._change = asyncio.get_running_loop().create_task(self._fall_asleep(), name="sleep")
+            self._change = asyncio.get_running_loop().create_task(self._fall_asleep(grammars), name="sleep")
         return await self._changed() if self.state is SleepState.FALLING else 0
 
     async def wake(self) -> None:
@@ -182,14 +184,14 @@ class SleepMode:
         finally:
             self._soon = None
 
-    async def _fall_asleep(self) -> int:
+    async def _fall_asleep(self, grammars: bool) -> int:
         try:
             while self._busy:  # noqa: ASYNC110 - of things that tell nobody when they end
                 await asyncio.sleep(_LOOK_EVERY_S)
             began = self._clock()
             if self._batch.step > 1:  # shards may hold sequences that have ended
                 await self._shards.send(calls.clear_call()).response()
-            released = await self._shards.sleep()
+            released = await self._shards.sleep(grammars=grammars)
         except BaseException as error:
             await self._stay_awake(error)
             raise

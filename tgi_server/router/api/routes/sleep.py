@@ -31,10 +31,10 @@ def sleep_routes(service: Service) -> list[Route]:
         return service.sleep_mode
 
     async def sleep(request: Request) -> Response:
-        mode = sleep_mode()
-        _check("level", request.query_params.getlist("level"), ("1", "2"))
+        mode, levels = sleep_mode(), request.query_params.getlist("level")
+        _check("level", levels, ("1", "2"))
         _check("mode", request.query_params.getlist("mode"), ("wait",))
-        await mode.sleep()
+        await mode.sleep(grammars="2" in levels)
         return Response()
 
     async def wake(request: Request) -> Response:
