@@ -6,6 +6,7 @@ with Ranks(2) as ranks:
 
 import importlib
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -68,14 +69,15 @@ class Ranks:
         self._processes[rank].join()
 
     def _answers(self, seconds: float, ranks: Sequence[int] | None = None) -> list[Any]:
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if ranks is not None and rank not in ranks:
-                continue
-            if not pipe.poll(seconds):
-                self.__exit__()  # a late answer would be taken for that to the next call
-                raise TimeoutError(f"rank {rank} has not answered within {seconds} s")
-            answers.append(pipe.recv())
+        answers, deadline = [], time.monotonic() + seconds
+        try:
+            for rank in range(len(self._pipes)) if ranks is None else ranks:
+                if not self._pipes[rank].poll(max(deadline - time.monotonic(), 0)):
+                    raise TimeoutError(f"rank {rank} has not answered within {seconds} s")
+                answers.append(self._pipes[rank].recv())
+        except BaseException:  # pytest's own limit among them
+            self.__exit__()  # a late answer would be taken for that to the next call
+            raise
         for error, trace, _ in answers:
             if error is not None:
                 error.add_note(trace)
