@@ -4,8 +4,8 @@
 
 Starts a server for each model, unless it is given as the URL of one that runs, and the service in front of them. The
 deadlines are multiples of the time that the large model takes for one call alone. The oracle knows how long each answer
-is and what a step of the large model takes with each number of answers (measured first), and gives the large model each
-call for which all that it has are in time.
+is, and what prompts and steps of the large model take (measured first). It gives the large model each call for which
+all that it has are in time.
 """
 
 import argparse
@@ -30,8 +30,9 @@ from tests.fakes.simulated_models import Call, Model, oracle
 
 # Users of the closed loops that a model's steps are measured with, and how long each loop lasts.
 USERS, LOOP_SECONDS = (1, 4, 8), 3.0
+PROMPTS = (10, 60)
 # Of the time that the large model takes for the mean answer alone.
-DEADLINES = (0.75, 2.0, 4.0, 8.0)
+DEADLINES = (1.0, 2.0, 4.0, 8.0)
 BURSTS = (1, 1, 1, 2, 4, 10)
 WORDS = ("a lighthouse", "a baker", "the night train", "the sea in winter", "an old friend", "two brothers", "a letter")
 
@@ -64,26 +65,56 @@ async def call(
     return CallOutcome(model, seconds, response.generated_tokens, bool(response.text) and seconds <= wait + 0.01)
 
 
-async def steps(stub: llm_pb2_grpc.LLMRunnerStub, model: str) -> tuple[float, float]:
-    """Returns the seconds of a step, and what each answer in it adds: a line through the closed loops' steps."""
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that a model takes. prompt: for one without words; word: more for each word of it; step: for a token of
+    all answers in progress; row: more for each of them."""
+
+    prompt: float
+    word: float
+    step: float
+    row: float
+
+    def of_prompt(self, words: int) -> float:
+        return self.prompt + self.word * words
+
+
+async def measured(stub: llm_pb2_grpc.LLMRunnerStub, model: str) -> Cost:
+    """Measures prompts alone, then closed loops of several users, and draws a line through the steps of these."""
+    prompts = []
+    for words in PROMPTS:
+        took = [(await call(stub, -number, words, 1, model, 60.0)).seconds for number in range(4)]
+        prompts.append((words, percentile(took, 50) or 0.0))
+    word, prompt_seconds = _line(prompts)
     points = []
     for users in USERS:
-        took: list[float] = []
+        per_token: list[float] = []
 
-        async def user(place: int, took: list[float] = took) -> None:
+        async def user(place: int, users: int = users, per_token: list[float] = per_token) -> None:
             until, number = time.perf_counter() + LOOP_SECONDS, place * 1000
             while time.perf_counter() < until:
                 number += 1
                 outcome = await call(stub, -number, 20, 24, model, 60.0)
-                took.append(outcome.seconds / max(1, outcome.tokens))
+                # While one answer is written, each user's prompt is computed once.
+                prompts = users * (prompt_seconds + 20 * word)
+                per_token.append(max(0.0, outcome.seconds - prompts) / max(1, outcome.tokens - 1))
 
         await asyncio.gather(*(user(place) for place in range(users)))
-        points.append((users, percentile(took, 50) or 0.0))
-        tell(f"{model}: {1000 * points[-1][1]:.1f} ms a token with {users} at a time")
-    mean_users, mean = (sum(each[axis] for each in points) / len(points) for axis in (0, 1))
-    spread = sum((users - mean_users) ** 2 for users, _ in points)
-    row = max(0.0, sum((users - mean_users) * (step - mean) for users, step in points) / spread)
-    return max(0.0, mean - row * mean_users), row
+        points.append((users, percentile(per_token, 50) or 0.0))
+    row, step = _line(points)
+    cost = Cost(prompt_seconds, word, step, row)
+    prompts_ms = ", ".join(f"{1000 * cost.of_prompt(words):.0f}" for words in PROMPTS)
+    steps_ms = ", ".join(f"{1000 * seconds:.1f}" for _, seconds in points)
+    tell(f"{model}: prompts of {PROMPTS} words {prompts_ms} ms; a token with {USERS} at a time {steps_ms} ms")
+    return cost
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the slope and the height at 0 of the line through points, neither below 0."""
+    mean_x, mean_y = (sum(each[axis] for each in points) / len(points) for axis in (0, 1))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
+    return slope, max(0.0, mean_y - slope * mean_x)
 
 
 def bursts(seed: int, count: int, sizes: Sequence[int], unit: float, load: float) -> list[Call]:
@@ -104,6 +135,13 @@ def bursts(seed: int, count: int, sizes: Sequence[int], unit: float, load: float
             )
     calls.sort(key=lambda each: each.at)
     return [replace(each, number=number) for number, each in enumerate(calls[:count])]
+
+
+def best(cost: Cost, calls: Sequence[Call], places: int) -> int:
+    """Returns how many calls the oracle has the large model answer. The first token of an answer takes the prompt."""
+    microseconds = [1e6 * max(0.0, cost.of_prompt(each.characters) - cost.step - cost.row) for each in calls]
+    known = [replace(each, characters=round(took)) for each, took in zip(calls, microseconds, strict=True)]
+    return oracle(Model(cost.step, cost.row, 1e-6, places), known)
 
 
 async def measure(stub: llm_pb2_grpc.LLMRunnerStub, calls: Sequence[Call], models: str) -> list[CallOutcome]:
@@ -135,9 +173,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
         _, port = stack.enter_context(started("llm_functionalities", "--port", "0", "--ladder-models", named))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
         stub = llm_pb2_grpc.LLMRunnerStub(channel)
-        step, row = await steps(stub, "large")
-        await steps(stub, "small")
-        unit = (step + row) * sum(arguments.tokens) / len(arguments.tokens)
+        cost = await measured(stub, "large")
+        await measured(stub, "small")
+        unit = cost.of_prompt(35) + (cost.step + cost.row) * (sum(arguments.tokens) / len(arguments.tokens) - 1)
         calls = bursts(arguments.seed, arguments.calls, arguments.tokens, unit, arguments.load)
         tell(f"{len(calls)} calls in {calls[-1].at:.0f} s; one alone takes {unit:.2f} s by the large model")
         outcomes = await measure(stub, calls, "large,small")
@@ -145,7 +183,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
         size: [each.tokens for each, made in zip(outcomes, calls, strict=True) if made.max_tokens == size]
         for size in arguments.tokens
     }
-    possible = oracle(Model(step, row, 0.0, arguments.places), calls)
+    possible = best(cost, calls, arguments.places)
     models = Counter(each.model for each in outcomes if each.in_time)
     result = {
         "calls": len(calls),
@@ -157,7 +195,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
         "mean tokens": {size: round(sum(each) / max(1, len(each)), 1) for size, each in lengths.items()},
     }
     print(table(list(result), [[str(value) for value in result.values()]]))
-    return result | {"step": step, "row": row, "outcomes": [asdict(each) for each in outcomes]}
+    return result | {"cost": asdict(cost), "outcomes": [asdict(each) for each in outcomes]}
 
 
 def main() -> None:
