@@ -35,12 +35,12 @@ FAULT_SECONDS = 1.0
 class Replica:
     """A router in front of a shard that needs no model, on a port of its own."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, step_seconds: float = STEP_SECONDS) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._folder = folder
         self._socket = folder / "shard"
         command = [sys.executable, "-m", "tests.fakes.instant_shard", f"--uds-path={self._socket}"]
-        self._shard = subprocess.Popen([*command, f"--step-seconds={STEP_SECONDS}"])
+        self._shard = subprocess.Popen([*command, f"--step-seconds={step_seconds}"])
         self._port = port
         self._starts = itertools.count()
         self._router: Process | None = None

@@ -3,15 +3,20 @@
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.conftest import FreePort
 from tests.fakes.model_server import ModelServer
 from tests.integration.llm_functionalities.service import Service, running_service
+from tests.integration.llm_functionalities.test_failover import Replica
 from tests.timing import SECONDS, until
 
 BOTH = (("models", "large, small"),)
@@ -199,3 +204,41 @@ def test_vectors_are_those_of_one_model(service: Service, models: Models) -> Non
         models.small.raw = b'{"data": [{"embedding": [1.0, 0.0]}]}'
         response = embeddings.Embed(llm_pb2.EmbedRequest(texts=["one"]), metadata=(("models", "small"),))
         assert list(response.embeddings[0].values) == [1.0, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_500_calls_in_bursts_to_two_servers_each_go_to_the_largest_that_can_be_in_time(
+    free_port: FreePort, tmp_path: Path
+) -> None:
+    """An answer takes the large model 4 s at least. Half of the calls have 3 s, the others 30 s."""
+    tokens, tight_ms, generous_ms = 20, 3000, 30_000
+    folders = [tmp_path / name for name in ("large", "small")]
+    for folder in folders:
+        folder.mkdir()
+    replicas = [Replica(folder, free_port(), step) for folder, step in zip(folders, (0.2, 0.002), strict=True)]
+    answered: Counter[tuple[str, str]] = Counter()
+    try:
+        for replica in replicas:
+            replica.start("--max-batch-size=64").until_ready()
+        large, small = (replica.url for replica in replicas)
+        with running_service("--ladder-models", f"large={large},small={small}") as service, service.runner() as runner:
+
+            def caller(number: int) -> None:
+                kind, timeout_ms = ("tight", tight_ms) if number % 2 else ("generous", generous_ms)
+                request = llm_pb2.ModelRequest(formatted_prompt=f"Call {number}", max_tokens=tokens, timeout=timeout_ms)
+                response, call = runner.call_model.with_call(request, metadata=BOTH)
+                answered[kind, dict(call.trailing_metadata())["model"] if response.text else ""] += 1
+
+            with ThreadPoolExecutor(3) as callers:  # the first calls, which the large model's pace is measured by
+                list(callers.map(caller, range(0, 12, 2)))
+            answered.clear()
+            with ThreadPoolExecutor(48) as callers:
+                list(callers.map(caller, range(500)))
+    finally:
+        for replica in replicas:
+            replica.end()
+    assert answered["tight", "large"] == 0
+    assert answered["tight", "small"] >= 0.95 * 250, answered
+    assert answered["generous", "large"] >= 0.95 * 250, answered
+    assert answered["generous", ""] == 0
