@@ -177,6 +177,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
         await measured(stub, "small")
         unit = cost.of_prompt(35) + (cost.step + cost.row) * (sum(arguments.tokens) / len(arguments.tokens) - 1)
         calls = bursts(arguments.seed, arguments.calls, arguments.tokens, unit, arguments.load)
+        calls = [each for each in calls if each.at < arguments.seconds]
         tell(f"{len(calls)} calls in {calls[-1].at:.0f} s; one alone takes {unit:.2f} s by the large model")
         outcomes = await measure(stub, calls, "large,small")
     lengths = {
@@ -210,6 +211,7 @@ def main() -> None:
         "--tokens", type=int, nargs="+", default=[8, 16, 32], help="limits of answers (default: %(default)s)"
     )
     parser.add_argument("--calls", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=600, help="in which calls begin (default: %(default)s)")
     parser.add_argument("--load", type=float, default=3.0, help="calls in the time of one alone (default: %(default)s)")
     parser.add_argument("--places", type=int, default=128, help="answers in a batch, at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the bursts (default: %(default)s)")
