@@ -6,13 +6,15 @@ from importlib import import_module
 from typing import Final
 
 USAGE: Final = """\
-usage: oatmill serve [MODEL] [--grpc-port PORT] [FLAGS]   serve a model over HTTP, on port 8080
+usage: oatmill serve [MODEL ...] [--grpc-port PORT] [FLAGS]
+                                                          serve a model, or several, over HTTP, on port 8080
        oatmill chat [URL]                                 chat with a server in this terminal
        oatmill explain REQUEST_ID [URL]                   say why a prompt was computed again
        oatmill demo                                       start both services, make calls, stop them
        oatmill doctor                                     check this machine, and say how to fix problems
 
-MODEL is a folder, a GGUF file, or a hub id; without it, the bundled demo model is served. FLAGS are the flags of
+MODEL is a folder, a GGUF file, or a hub id; without it, the bundled demo model is served. Of several models, each with
+a name as in NAME=MODEL or without, the `model` of a request chooses one. FLAGS are the flags of
 text-generation-launcher; `oatmill serve --help` lists them.
 
 `serve` runs text-generation-launcher, and with --grpc-port also llm-functionalities. Version: oatmill --version

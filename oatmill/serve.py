@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
 from oatmill.clients import local_url, variables
@@ -37,8 +38,10 @@ def _show_clients(settings: LauncherSettings) -> None:
 def _launcher_flags(arguments: Sequence[str]) -> tuple[list[str], int | None]:
     """Returns the launcher's flags, and the port of the gRPC service, if there is to be one."""
     flags, grpc_port = list(arguments), None
-    if flags and not flags[0].startswith("-"):
-        flags[:1] = [f"--model-id={flags[0]}"]
+    models = list(takewhile(lambda argument: not argument.startswith("-"), flags))
+    if models:
+        several = len(models) > 1 or models[0].endswith(".toml")
+        flags[: len(models)] = [f"--models={','.join(models)}" if several else f"--model-id={models[0]}"]
     for place, flag in enumerate(flags):
         name, _, value = flag.partition("=")
         if name == _GRPC_FLAG:

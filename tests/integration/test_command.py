@@ -50,7 +50,7 @@ def oatmill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_help_version_and_wrong_commands(oatmill):
-    assert "oatmill serve [MODEL]" in oatmill("--help")[1]
+    assert "oatmill serve [MODEL ...]" in oatmill("--help")[1]
     assert "text-generation-launcher" in oatmill("help")[1]
     assert "--max-total-tokens" in oatmill("help", "serve")[1]
     assert oatmill("demo", "-h")[:2] == oatmill("help", "demo")[:2]

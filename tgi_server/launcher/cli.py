@@ -4,7 +4,9 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +27,9 @@ from tgi_server.launcher.machine import (
     check_shards,
     shard_count,
 )
-from tgi_server.launcher.preflight import check_model
+from tgi_server.launcher.model_table import ModelEntry, read_models, within_memory
+from tgi_server.launcher.preflight import check_model, weight_bytes
+from tgi_server.launcher.processes.groups import GroupSupervisor, ShardGroup
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
@@ -75,7 +79,7 @@ def main(
         logger.warning("the variable %s of TGI has no effect here", variable)
     if "cuda_memory_fraction" in settings.model_fields_set and not has_gpu():
         logger.warning("--cuda-memory-fraction has no effect on a CPU; --cpu-memory limits the KV cache there")
-    if "model_id" not in settings.model_fields_set and settings.first_encoder is None:
+    if "model_id" not in settings.model_fields_set and settings.first_encoder is None and not settings.models:
         logger.warning(
             "no --model-id: serving the bundled demo model, 3.5 million parameters for first trials; "
             "--model-id OWNER/MODEL serves a real one"
@@ -95,7 +99,7 @@ def main(
 def launcher_settings(program: str, arguments: Sequence[str]) -> LauncherSettings:
     """Returns what the launcher serves with some arguments. Raises SystemExit as `read_settings` does."""
     settings = read_settings(LauncherSettings, program, arguments)
-    if "model_id" not in settings.model_fields_set and (encoder := settings.first_encoder):
+    if "model_id" not in settings.model_fields_set and not settings.models and (encoder := settings.first_encoder):
         settings = settings.model_copy(update={"model_id": encoder})
     return settings if _has_hostname(arguments) else _with_address(settings)
 
@@ -124,6 +128,9 @@ async def _launch(settings: LauncherSettings, on_ready: Callable[[LauncherSettin
     on_stop_signal(stop.set)
     check_packages()
     check_gpus()
+    if settings.models:
+        await _launch_several(settings, stop, on_ready)
+        return
     shards = shard_count(settings)
     check_shards(shards)
     _check_encoders(settings, shards)
@@ -163,6 +170,63 @@ async def _launch(settings: LauncherSettings, on_ready: Callable[[LauncherSettin
         on_stop_signal(supervisor.stop)
         await supervisor.run()
     ignore_stop_signals()
+
+
+async def _launch_several(
+    settings: LauncherSettings, stop: asyncio.Event, on_ready: Callable[[LauncherSettings], None] | None
+) -> None:
+    """Runs a server of several models until a signal has stopped it. Raises LauncherError."""
+    entries = read_models(settings)
+    _check_addresses(settings)
+    found: list[tuple[ModelEntry, Path]] = []
+    for entry in entries:
+        with _naming(entry.label):
+            check_shards(shards := shard_count(entry.settings))
+            models = await _unless_stopped(_models(entry.settings), stop)
+            if models is None:
+                return
+            own, folder = models
+            _check_encoders(own, shards)
+            adapters = await _unless_stopped(find_adapters(own), stop)
+            if adapters is None:
+                return
+            own = own.model_copy(update={"lora_adapters": adapters})
+            check_model(own, folder)
+            found.append((replace(entry, settings=own, weight_bytes=weight_bytes(own, folder)), folder))
+    entries, memory = within_memory([entry for entry, _ in found], settings.models_memory)
+    with ExitStack() as opened:
+        groups, described = [], []
+        for number, (entry, (_, folder)) in enumerate(zip(entries, found, strict=True)):
+            prefix = None if settings.shard_uds_path is None else Path(f"{settings.shard_uds_path}-{number}")
+            sockets = opened.enter_context(shard_sockets(prefix, range(shard_count(entry.settings))))
+            file = opened.enter_context(commands.settings_file(entry.settings))
+            shards_of_it = commands.shards(entry.settings, file, sockets, label=entry.label)
+            groups.append(ShardGroup(entry.label, shards_of_it, sockets))
+            described.append((entry, commands.router_arguments(entry.settings, file, folder, sockets)))
+            if number == 0:
+                first_file, control = file, sockets[0].with_name(f"{sockets[0].name}-control")
+        models_file = opened.enter_context(commands.models_file(described, memory, control))
+        first, first_folder = entries[0].settings, found[0][1]
+        supervisor = GroupSupervisor(
+            groups,
+            commands.router(first, first_file, first_folder, list(groups[0].sockets), models_file),
+            control,
+            (settings.hostname, settings.port),
+            settings.graceful_termination_timeout,
+            partial(on_ready, first) if on_ready else None,
+        )
+        on_stop_signal(supervisor.stop)
+        await supervisor.run()
+    ignore_stop_signals()
+
+
+@contextmanager
+def _naming(label: str) -> Iterator[None]:
+    """Has errors say which of several models they are about."""
+    try:
+        yield
+    except CannotStartError as error:
+        raise CannotStartError(str(error) if label in str(error) else f"{label}: {error}") from None
 
 
 async def _models(settings: LauncherSettings) -> tuple[LauncherSettings, Path]:

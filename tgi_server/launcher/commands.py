@@ -1,15 +1,17 @@
 """Command lines of the processes that the launcher starts, and the file of its settings that shards and router read."""
 
 import json
+import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shared.addresses import free_port
 from shared.settings import SECRETS
+from tgi_server.launcher.model_table import ModelEntry
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.processes.sockets import router_socket
 from tgi_server.launcher.settings import LauncherSettings
@@ -17,6 +19,8 @@ from tgi_server.router.adapter_source import AdapterSource
 from tgi_server.router.settings import ServingSettings
 from tgi_server.shard.settings import ModelSettings
 
+# Characters that the names of processes in the log do not have.
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 # Settings that shards and router share with the launcher, but for secrets, which are variables.
 SHARED = {*ServingSettings.model_fields, *ModelSettings.model_fields, "otlp_service_name"} - SECRETS
 
@@ -30,10 +34,41 @@ def shared_values(settings: LauncherSettings) -> dict[str, Any]:
 @contextmanager
 def settings_file(settings: LauncherSettings) -> Iterator[Path]:
     """Gives a file of the settings for shards and router, which only this user can read."""
+    with _json_file(shared_values(settings)) as file:
+        yield file
+
+
+@contextmanager
+def _json_file(content: dict[str, Any]) -> Iterator[Path]:
     with tempfile.NamedTemporaryFile("w", prefix="text-generation-launcher-", suffix=".json") as file:
-        json.dump(shared_values(settings), file)
+        json.dump(content, file)
         file.flush()
         yield Path(file.name)
+
+
+@contextmanager
+def models_file(
+    models: Sequence[tuple[ModelEntry, list[str]]], memory_bytes: int | None, control: Path
+) -> Iterator[Path]:
+    """Gives a file that describes several models to the router, which only this user can read.
+
+    models: each with the router's arguments for it. memory_bytes: for all that are awake; None: no limit. control: the
+    launcher's Unix socket.
+    """
+    described = [
+        {
+            "label": entry.label,
+            "arguments": arguments,
+            "pinned": entry.pinned,
+            "idle_seconds": entry.idle_seconds,
+            "priority": entry.priority,
+            "bytes": entry.bytes,
+            "task": entry.task,
+        }
+        for entry, arguments in models
+    ]
+    with _json_file({"memory_bytes": memory_bytes, "control": str(control), "models": described}) as file:
+        yield file
 
 
 def download(settings: LauncherSettings, model_id: str) -> Command:
@@ -66,23 +101,41 @@ def _download(
     return Command("download", _python("tgi_server.shard.cli", arguments), environment)
 
 
-def shards(settings: LauncherSettings, file: Path, sockets: list[Path], store_port: int | None = None) -> list[Command]:
-    """Returns a command for each socket of this machine. store_port: where the shards of several machines meet."""
+def shards(
+    settings: LauncherSettings, file: Path, sockets: list[Path], store_port: int | None = None, label: str = ""
+) -> list[Command]:
+    """Returns a command for each socket of this machine.
+
+    store_port: where the shards of several machines meet. label: of the model, where a server has several.
+    """
     port = store_port or settings.master_port or free_port()
-    return [_shard(settings, file, local_rank, sockets, port) for local_rank in range(len(sockets))]
+    return [_shard(settings, file, local_rank, sockets, port, label) for local_rank in range(len(sockets))]
 
 
-def router(settings: LauncherSettings, file: Path, folder: Path, sockets: list[Path]) -> Command:
-    """Returns the router's command. The API key is a variable: a command line can be read by every user."""
-    # The model is named, for an inherited MODEL_ID may be another one, which a flag of the launcher overrides.
-    arguments = [f"--settings-file={file}", f"--model-id={settings.model_id}", f"--tokenizer-name={folder}"]
-    arguments.append(f"--master-shard-uds-path={sockets[0]}")
+def router(
+    settings: LauncherSettings, file: Path, folder: Path, sockets: list[Path], models_file: Path | None = None
+) -> Command:
+    """Returns the router's command. The API key is a variable: a command line can be read by every user.
+
+    models_file: describes all models, where there are several; the other arguments are of the first one.
+    """
+    arguments = router_arguments(settings, file, folder, sockets)
     arguments.append(f"--ready-uds-path={router_socket(sockets[0])}")
+    arguments += [] if models_file is None else [f"--models-file={models_file}"]
     environment = {"API_KEY": settings.api_key} if settings.api_key else {}
     return Command("router", _python("tgi_server.router.cli", arguments), environment)
 
 
-def _shard(settings: LauncherSettings, file: Path, local_rank: int, sockets: list[Path], master_port: int) -> Command:
+def router_arguments(settings: LauncherSettings, file: Path, folder: Path, sockets: list[Path]) -> list[str]:
+    """Returns the arguments by which the router knows a model."""
+    # The model is named, for an inherited MODEL_ID may be another one, which a flag of the launcher overrides.
+    arguments = [f"--settings-file={file}", f"--model-id={settings.model_id}", f"--tokenizer-name={folder}"]
+    return [*arguments, f"--master-shard-uds-path={sockets[0]}"]
+
+
+def _shard(
+    settings: LauncherSettings, file: Path, local_rank: int, sockets: list[Path], master_port: int, label: str
+) -> Command:
     here = len(sockets)
     rank, world_size = settings.node_rank * here + local_rank, settings.num_nodes * here
     arguments = ["serve", settings.model_id, f"--settings-file={file}"]
@@ -101,7 +154,11 @@ def _shard(settings: LauncherSettings, file: Path, local_rank: int, sockets: lis
         # An inherited one is meant for `llm-functionalities`: shards on the router's machine have no reason to listen.
         "LISTEN_ADDRESS": "",
     }
-    return Command(f"shard-{rank}", _python("tgi_server.shard.cli", arguments), environment)
+    name = f"shard-{rank}"
+    if label:
+        name = _NOT_IN_NAMES.sub("-", f"{label}-{name}")
+        arguments.append(f"--log-name={name}")
+    return Command(name, _python("tgi_server.shard.cli", arguments), environment)
 
 
 def _python(module: str, arguments: Iterable[str]) -> list[str]:

@@ -156,6 +156,11 @@ def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, re
         )
 
 
+def weight_bytes(settings: LauncherSettings, folder: Path) -> int:
+    """Returns about the bytes that the model's weights take once they are loaded. Raises CannotStartError."""
+    return int(sum(_bytes(tensor, settings) for tensor in _tensors(folder).values()))
+
+
 def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
     """Raises CannotStartError if the weights, or weights and KV cache, cannot fit into this machine's memory."""
     weights = sum(_bytes(tensor, settings) for tensor in tensors.values())

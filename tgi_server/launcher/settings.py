@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from shared.settings import RefusedSetting
+from shared.settings import CommaSeparated, RefusedSetting
 from tgi_server import demo_model
 from tgi_server.router.settings import ServingSettings
 from tgi_server.shard.settings import ModelSettings
@@ -55,6 +55,8 @@ class LauncherSettings(ServingSettings, ModelSettings):
     model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g", "env": "e"})
     help_groups: ClassVar[Mapping[str, str]] = {
         "model_id": "Model",
+        "models": "Several models",
+        "huggingface_hub_cache": "Model",
         "num_shard": "Shards",
         "num_nodes": "Several machines",
         "enable_prefill_logprobs": "Other",
@@ -65,6 +67,17 @@ class LauncherSettings(ServingSettings, ModelSettings):
     model_id: str = Field(
         str(demo_model.PATH),
         description="a local folder or GGUF file, or an id of the hub; default: the bundled demo model",
+    )
+    models: CommaSeparated[str] = Field(
+        [],
+        description="several models in one server, of which a request's `model` chooses one: MODEL,MODEL or "
+        "NAME=MODEL,NAME=MODEL, or FILE.toml with a table; the first one is the default",
+    )
+    models_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="memory on a CPU for the weights and KV caches of all models that are awake, such as 12GiB; "
+        "default: 80 % of the available memory",
     )
     huggingface_hub_cache: Path | None = Field(
         None, description="folder for downloads from the hub; default: the value of HF_HUB_CACHE"
@@ -140,6 +153,12 @@ class LauncherSettings(ServingSettings, ModelSettings):
     @property
     def meeting_port(self) -> int:
         return self.master_port or MEETING_PORT
+
+    @model_validator(mode="after")
+    def _has_models_for_its_memory(self) -> Self:
+        if self.models_memory is not None and not self.models:
+            raise ValueError("--models-memory needs --models; --cpu-memory is the memory for one model's KV cache")
+        return self
 
     @model_validator(mode="after")
     def _knows_its_node(self) -> Self:

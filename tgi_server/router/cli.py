@@ -26,7 +26,8 @@ def main() -> None:
     import uvloop
 
     from shared.tracing import configure_tracing, stop_tracing
-    from tgi_server.router.startup import run
+    from tgi_server.router.several import several_models
+    from tgi_server.router.startup import one_model, run
 
     _unmap_large_buffers()
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
@@ -34,7 +35,7 @@ def main() -> None:
     if settings.usage_stats != "off":
         logger.info("--usage-stats has no effect: no statistics are ever sent")
     try:
-        uvloop.run(run(settings))
+        uvloop.run(run(settings, one_model if settings.models_file is None else several_models))
     except StartupError as error:
         fail(_PROGRAM, str(error), status=_STARTUP_FAILED)
     except asyncio.CancelledError:

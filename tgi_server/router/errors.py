@@ -163,6 +163,21 @@ class CannotBeInTime(RouterError):
         self.retry_after = retry_after
 
 
+class ModelUnavailable(RouterError):
+    """One of several models could not be loaded, or its shards have ended.
+
+    retry_after: seconds until it is tried again.
+    """
+
+    status = 503
+    error_type = "model_unavailable"
+    code = "model_unavailable"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class GenerationFailed(RouterError):
     """The shards failed while generating."""
 

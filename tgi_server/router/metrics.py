@@ -388,12 +388,14 @@ class LoadMetrics(Collector):
 class Metrics:
     """All metrics of one router process, in a registry of their own.
 
-    event_loop_lag: takes seconds. client_memory: takes the bytes held now. fallbacks: takes their number.
+    event_loop_lag: takes seconds. client_memory: takes the bytes held now. fallbacks: takes their number. shown: what
+    is exposed, where that is more than these metrics.
     """
 
     def __init__(self) -> None:
         disable_created_metrics()
         self._registry = CollectorRegistry()
+        self.shown: Collector = self._registry
         made = _Registry(self._registry)
         self.requests = RequestMetrics(made)
         self.batches = BatchMetrics(made)
@@ -440,7 +442,7 @@ class Metrics:
 
     def expose(self) -> bytes:
         """Returns the text of `/metrics` (Prometheus text format 0.0.4)."""
-        return _TOTAL.sub(rb"\1", generate_latest(self._registry))
+        return _TOTAL.sub(rb"\1", generate_latest(self.shown))
 
     async def exposed(self) -> bytes:
         """Returns what `expose` does, from a thread; all who ask while one text is written share the next.

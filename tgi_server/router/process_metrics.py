@@ -43,7 +43,13 @@ def _processes() -> Iterator[tuple[str, psutil.Process]]:
         if launcher is None or not children:
             return
         yield "launcher", launcher
-        yield from ((f"shard-{rank}", child) for rank, child in enumerate(sorted(children, key=_started)))
+        for rank, child in enumerate(sorted(children, key=_started)):
+            yield _log_name(child) or f"shard-{rank}", child
+
+
+def _log_name(process: psutil.Process) -> str:
+    """Returns the name that a shard has in the log, where a server has several models."""
+    return next((each.partition("=")[2] for each in process.cmdline() if each.startswith("--log-name=")), "")
 
 
 def _started(process: psutil.Process) -> float:

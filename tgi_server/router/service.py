@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Literal, Protocol
 
 from opentelemetry.trace import Tracer
 
@@ -15,8 +17,8 @@ from tgi_server.router.media.images import ImageReader
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.option_reader import OptionReader
 from tgi_server.router.scheduling.adapter_registry import Adapters
-from tgi_server.router.scheduling.sleep_mode import SleepMode
 from tgi_server.router.settings import ExplainedMisses
+from tgi_server.router.stored_responses import StoredResponses
 from tgi_server.router.submission import Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.decisions import DecisionConfig
@@ -152,6 +154,33 @@ class RequestPolicy:
     ignored_fields: set[str] = field(default_factory=set)
 
 
+ModelState = Literal["awake", "asleep", "loading", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model in the lists of a server. service: None while it is not loaded. reason: why it failed."""
+
+    names: Sequence[str]
+    service: "Service | None"
+    state: ModelState = "awake"
+    reason: str | None = None
+
+
+class Sleeping(Protocol):
+    """Puts a model to sleep, and wakes it."""
+
+    @property
+    def awake(self) -> bool:
+        """True while waiting requests may be computed."""
+
+    async def sleep(self) -> int:
+        """Returns once the model sleeps. Raises CannotSleep and Unhealthy; it is awake then."""
+
+    async def wake(self) -> None:
+        """Returns once the model is awake. Raises Unhealthy."""
+
+
 async def _forget_nothing(_: str) -> int:
     return 0
 
@@ -166,7 +195,9 @@ class Service:
     generates: False where nothing else is served. caches: there is a prefix cache. tenant_secret: names of tenants are
     made with it, and stay the same after a restart; None: they need not. forget: forgets what is cached under a
     namespace, and returns how many files were deleted. sleep_mode: puts the model to sleep; None: it cannot sleep.
-    explained: what the prefix cache had of the latest requests.
+    in_use: entered by what computes beside the submitter; it waits until the model is awake.
+    explained: what the prefix cache had of the latest requests. models: lists all models of a server that has several;
+    None: this is the only one. stored: responses that later ones continue; None: the routes have their own.
     """
 
     model: ModelDescription
@@ -187,6 +218,21 @@ class Service:
     caches: bool = True
     tenant_secret: bytes | None = None
     forget: Callable[[str], Awaitable[int]] = _forget_nothing
-    sleep_mode: SleepMode | None = None
+    sleep_mode: Sleeping | None = None
+    in_use: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     explained: ExplainedRequests = field(default_factory=ExplainedRequests)
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))
+    models: Callable[[], Sequence[ListedModel]] | None = None
+    stored: StoredResponses | None = None
+
+    def is_served(self, name: str) -> bool:
+        """Returns True for a name of the model, of one of its adapters, or of a model that embeds or ranks."""
+        return (
+            (self.generates and self.model.is_named(name))
+            or any(adapter.id == name for adapter in self.adapters)
+            or self.encoders.named(name) is not None
+        )
+
+    def listed(self) -> Sequence[ListedModel]:
+        """Returns all models of the server."""
+        return [ListedModel(self.model.names, self)] if self.models is None else self.models()

@@ -394,6 +394,9 @@ class RouterSettings(ServingSettings, PipelineSettings):
     ready_uds_path: Path | None = Field(
         default=None, description="Unix socket that the router opens once it is ready; the launcher waits for it."
     )
+    models_file: Path | None = Field(
+        default=None, description="The launcher's description of all models, if the server has several."
+    )
     otlp_service_name: str = Field(default="text-generation-inference.router", description="Service name in traces.")
 
 

@@ -5,14 +5,15 @@ import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from opentelemetry.trace import get_tracer
+from starlette.types import ASGIApp
 
 from shared.addresses import is_loopback
 from shared.event_loop import watch_event_loop
@@ -59,12 +60,33 @@ _REPORT_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
 # Bytes of a body, for models that read text only, and for models that read images.
-_PAYLOAD_LIMIT, _IMAGES_PAYLOAD_LIMIT = 2_000_000, 32_000_000
+_PAYLOAD_LIMIT, IMAGES_PAYLOAD_LIMIT = 2_000_000, 32_000_000
 _METRICS_GRACE_SECONDS = 1
 _METRICS_CONNECTIONS = 32
 
 
-async def run(settings: RouterSettings) -> None:
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What is served once it can answer. create: makes the application for rules of access. metrics: of the process.
+    tenant_secret: as `Service` has it. computation: what computes, for the log.
+    """
+
+    create: Callable[[AccessRules], ASGIApp]
+    metrics: Metrics
+    tenant_secret: bytes | None
+    computation: str
+
+
+@asynccontextmanager
+async def one_model(settings: RouterSettings) -> AsyncIterator[Front]:
+    """Gives the front of a server of one model. Raises StartupError."""
+    async with assembled(settings) as service:
+        yield Front(partial(create_app, service), service.metrics, service.tenant_secret, service.model.computation)
+
+
+async def run(
+    settings: RouterSettings, open_front: Callable[[RouterSettings], AbstractAsyncContextManager[Front]] = one_model
+) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. Raises StartupError.
 
     A signal before the server is ready ends it at once: the task is cancelled.
@@ -84,25 +106,29 @@ async def run(settings: RouterSettings) -> None:
     listen([listener])
     serving = [asyncio.create_task(server.serve([each])) for server, each in servers.items()]
     try:
-        async with assembled(settings) as service:
+        async with open_front(settings) as front:
             _collect_garbage_seldom()
-            connections.on_broken = service.metrics.connection_broken
-            connections.account.on_counted = service.metrics.client_memory
+            connections.on_broken = front.metrics.connection_broken
+            connections.account.on_counted = front.metrics.client_memory
             rules = access_rules(settings, listener)
-            if service.tenant_secret is not None:
-                rules = replace(rules, secret=service.tenant_secret)
-            app.current = create_app(service, rules)
+            if front.tenant_secret is not None:
+                rules = replace(rules, secret=front.tenant_secret)
+            app.current = front.create(rules)
             if metrics_listener is not None:
                 scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
-                exposing = HttpServer(metrics_app(service.metrics, rules), _METRICS_GRACE_SECONDS, patience, scrapers)
+                exposing = HttpServer(metrics_app(front.metrics, rules), _METRICS_GRACE_SECONDS, patience, scrapers)
                 servers[exposing] = metrics_listener
                 listen([metrics_listener])
                 serving.append(asyncio.create_task(exposing.serve([metrics_listener])))
             on_stop_signal(lambda: drain(servers))
             port = listener.getsockname()[1]
-            logger.info("ready on http://%s:%d: %s", settings.hostname, port, service.model.computation)
-            with _known_as_ready(settings.ready_uds_path):
-                await asyncio.gather(*serving)
+            logger.info("ready on http://%s:%d: %s", settings.hostname, port, front.computation)
+            watch = asyncio.create_task(watch_event_loop(front.metrics.event_loop_lag), name="event loop watch")
+            try:
+                with _known_as_ready(settings.ready_uds_path):
+                    await asyncio.gather(*serving)
+            finally:
+                watch.cancel()
     finally:
         for task in serving:
             task.cancel()
@@ -125,12 +151,15 @@ def _known_as_ready(path: Path | None) -> Iterator[None]:
 
 @asynccontextmanager
 async def assembled(
-    settings: PipelineSettings, connect: Callable[[], Awaitable[ShardedClient]] | None = None
+    settings: PipelineSettings,
+    connect: Callable[[], Awaitable[ShardedClient]] | None = None,
+    metrics: Metrics | None = None,
 ) -> AsyncIterator[Service]:
     """Reads the tokenizer, connects to the shards, warms them up, and runs the scheduler while the context is open.
 
     settings: RouterSettings for callers over HTTP; else requests come from this process alone, and have no limits of
     bytes and of number. connect: returns the client of the shards; None: that of the shards on the settings' socket.
+    metrics: that go on counting; None: new ones.
 
     Raises StartupError with one line that says what is missing.
     """
@@ -150,7 +179,7 @@ async def assembled(
         adapters = Adapters(shards, settings.max_loras)
         await _add_adapters(adapters, settings)
         info, capacity = await _warm_up(shards, settings, adapters)
-        encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings.target_token_gap_ms)
+        encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings)
         limits = _limits(settings, info, capacity)
         if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
             warning = "the tokenizer has %d tokens, the model %d: prompts with unknown tokens are refused"
@@ -158,7 +187,7 @@ async def assembled(
         described = _describe(settings, info, capacity)
         if taken := [adapter.id for adapter in adapters if described.is_named(adapter.id)]:
             raise StartupError(f"--lora-adapters: {taken[0]!r} is a name of the model itself; choose another id")
-        metrics = Metrics()
+        metrics = metrics or Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
         disk = await _open_disk(settings, shards)
@@ -185,9 +214,6 @@ async def assembled(
         form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
-        watch = None
-        if serving is not None:  # or a shard may compute its steps on this loop
-            watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
                 model=described,
@@ -221,8 +247,6 @@ async def assembled(
                 tenant_secret=None if disk is None else disk.folder.secret("tenants"),
             )
         finally:
-            if watch is not None:
-                watch.cancel()
             await scheduler.stop()
             if images is not None:
                 await images.close()
@@ -243,7 +267,7 @@ def _policy(settings: PipelineSettings, *, reads_images: bool) -> RequestPolicy:
             is_local=True,
         )
     return RequestPolicy(
-        settings.payload_limit or (_IMAGES_PAYLOAD_LIMIT if reads_images else _PAYLOAD_LIMIT),
+        settings.payload_limit or (IMAGES_PAYLOAD_LIMIT if reads_images else _PAYLOAD_LIMIT),
         settings.validation_workers,
         settings.max_stored_responses,
         settings.strict_fields,
@@ -473,12 +497,16 @@ def public_name(model_id: str) -> str:
 
 
 def _encoders(
-    info: pb.InfoResponse, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
+    info: pb.InfoResponse, shards: ShardedClient, threads: TokenizerThreads, settings: PipelineSettings
 ) -> Encoders:
     """Returns the models that embed and rank. Raises StartupError for one whose tokenizer cannot be read."""
+    # A name is that of the only model.
+    given = settings.served_model_name if info.encoders_only and len(info.encoders) == 1 else []
     return Encoders(
         {
-            encoder.task: ServedEncoder(public_name(encoder.model_id), encoder, shards, threads, target_gap_ms)
+            encoder.task: ServedEncoder(
+                next(iter(given), public_name(encoder.model_id)), encoder, shards, threads, settings.target_token_gap_ms
+            )
             for encoder in info.encoders
         }
     )

@@ -55,7 +55,7 @@ def main() -> None:
 def serve(arguments: Sequence[str]) -> None:
     program = f"{PROGRAM} serve"
     settings = read_settings(ShardSettings, program, arguments)
-    service = f"shard-{settings.rank}"
+    service = settings.process_name
     _configure_logging(settings, service)
     leave_threads_unbound()
     let_idle_threads_sleep()

@@ -108,9 +108,9 @@ def load(
     try:
         return load_models(settings, model_path, speculative_model, encoder_paths)
     except EngineError as error:
-        fail(f"shard-{settings.rank}", str(error), status=1)
+        fail(settings.process_name, str(error), status=1)
     except PeerLost as error:
-        fail(f"shard-{settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
+        fail(settings.process_name, f"another shard was lost while loading: {error}", status=FATAL_STATUS)
 
 
 def load_models(

@@ -219,6 +219,12 @@ class ShardSettings(CommandSettings, ModelSettings):
     master_port: int = Field(29500, gt=0, lt=65536, description="port where the shards connect to each other")
 
     otlp_service_name: str = Field("text-generation-inference.server", description="service name in traces")
+    log_name: str | None = Field(None, description="name of the process in the log; default: shard-RANK")
+
+    @property
+    def process_name(self) -> str:
+        """Returns the name of the process in the log."""
+        return self.log_name or f"shard-{self.rank}"
 
     @property
     def encoders(self) -> dict[Task, str]:

@@ -13,6 +13,8 @@ from tgi_server.shard.settings import DownloadSettings, ShardSettings
 # What the launcher handles itself; the rest goes to the shards or the router, or is refused.
 OWN = {
     "model_id",
+    "models",
+    "models_memory",
     "huggingface_hub_cache",
     "num_shard",
     "sharded",

@@ -131,28 +131,17 @@ class Supervisor:
 
         When one shard dies, others fail soon after it, on this node and on others.
         """
-        await asyncio.sleep(SETTLE_SECONDS)
-        deadline = time.monotonic() + LOST_PEER_SECONDS
-        while time.monotonic() < deadline:
-            if self._peer_failed or self._first_dead_child().cause_rank()[0] != LOST_A_PEER:
-                break
-            await asyncio.sleep(POLL_SECONDS)
+        first = await first_dead(self._children, lambda: self._peer_failed)
         if self._peers is not None and self._peer_failed:
             elsewhere = ENDED_BY_ITSELF, self._peers.failed_at
-            if not self._any_dead or elsewhere < self._first_dead_child().cause_rank():
+            if first is None or elsewhere < first.cause_rank():
                 return self._peers.failure.exception() or ProcessEndedError("another node has ended")
-        return ProcessEndedError(self._first_dead_child().exit_message())
+        assert first is not None
+        return ProcessEndedError(first.exit_message())
 
     @property
     def _peer_failed(self) -> bool:
         return self._peers is not None and self._peers.failure.done()
-
-    @property
-    def _any_dead(self) -> bool:
-        return any(child.ended.done() for child in self._children)
-
-    def _first_dead_child(self) -> Child:
-        return min((child for child in self._children if child.ended.done()), key=Child.cause_rank)
 
     async def _ready(self) -> None:
         """Returns when the router says that it serves. Logs now and then what is waited for.
@@ -202,6 +191,21 @@ class Supervisor:
                 logger.warning("%s", message)
         if self._peers is not None:
             await self._peers.close()
+
+
+async def first_dead(children: Sequence[Child], is_explained: Callable[[], bool] = lambda: False) -> Child | None:
+    """Returns the child whose death caused the others of the same moment; None if none is dead.
+
+    is_explained: returns True if the cause is elsewhere, so that no other death need be waited for.
+    """
+    await asyncio.sleep(SETTLE_SECONDS)
+    deadline = time.monotonic() + LOST_PEER_SECONDS
+    while True:
+        first = min((child for child in children if child.ended.done()), key=Child.cause_rank, default=None)
+        lost_a_peer = first is not None and first.cause_rank()[0] == LOST_A_PEER
+        if is_explained() or not lost_a_peer or time.monotonic() > deadline:
+            return first
+        await asyncio.sleep(POLL_SECONDS)
 
 
 class LoadingBar:

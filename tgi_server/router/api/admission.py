@@ -29,6 +29,9 @@ T = TypeVar("T")
 # A client that is still sending does not read an answer, so what is too much is read and thrown away, up to this.
 _PATIENCE = 64 * 2**20
 
+# In the state of a request's scope: its body, and what that is as JSON, where these have been read to choose a model.
+RECEIVED = "received"
+
 # A body of this many bytes takes less than a millisecond to read, whatever is in it.
 SMALL = 8_192
 
@@ -63,12 +66,18 @@ class Admission:
         Raises InvalidRequest; Overloaded when as many are in flight as may be.
         """
         self.service.metrics.requests.received()
-        body = await read_body(self.request, self.service.policy.payload_limit)
+        limit = self.service.policy.payload_limit
+        received = self.request.scope["state"].get(RECEIVED)
+        body = await read_body(self.request, limit) if received is None else received[0]
+        if len(body) > limit:
+            raise _too_large(limit)
         self.size = len(body)
         self.reserve(1)
 
         def parse() -> M:
-            content = read_json(body)
+            content = read_json(body) if received is None else received[1]
+            if isinstance(content, RouterError):
+                raise content
             request = validate(model, content)
             self.record.note_ignored(ignored(request, content))
             return request

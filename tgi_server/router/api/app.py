@@ -1,6 +1,7 @@
 """The ASGI application: all routes, errors, and who may call."""
 
 import asyncio
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -61,12 +62,17 @@ _OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, ollama_model
 
 
 def create_app(service: Service, rules: AccessRules) -> Starlette:
-    """Returns the application. rules: who may call it."""
+    """Returns the application of a server of one model. rules: who may call it."""
+    return service_app(service, middleware(rules, service.metrics))
+
+
+def service_app(service: Service, before: Sequence[Middleware] = ()) -> Starlette:
+    """Returns the routes of a service. before: what requests pass first."""
     groups = (*(_ROUTES if service.generates else ()), *_OTHER_ROUTES)
     routes = [route for group in groups for route in group(service)]
     app = Starlette(
         routes=[*routes, *document_routes(routes, service.model.version), *page_routes()],
-        middleware=_middleware(rules, service.metrics),
+        middleware=before,
         exception_handlers={RouterError: _respond_with_error, HTTPException: _respond_with_http_error},
     )
     app.state.generates = service.generates
@@ -110,13 +116,14 @@ def metrics_app(metrics: Metrics, rules: AccessRules) -> ASGIApp:
     async def expose(_: Request) -> Response:
         return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
 
-    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)], middleware=_middleware(rules, metrics))
+    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)], middleware=middleware(rules, metrics))
 
 
-def _middleware(rules: AccessRules, metrics: Metrics) -> list[Middleware]:
-    middleware: list[Middleware] = []
+def middleware(rules: AccessRules, metrics: Metrics) -> list[Middleware]:
+    """Returns what each request passes first: who may call."""
+    found: list[Middleware] = []
     if rules.origins:
-        middleware.append(
+        found.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(rules.origins),
@@ -124,10 +131,10 @@ def _middleware(rules: AccessRules, metrics: Metrics) -> list[Middleware]:
                 allow_headers=["*"],
             )
         )
-    middleware.append(
+    found.append(
         Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules, refused=metrics.refused)
     )
-    return middleware
+    return found
 
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:

@@ -33,7 +33,12 @@ async def encode(
     admission.record.read_tokens = tokens = sum(len(each.ids) for each in inputs)
     columns = min(options.get("dimensions") or encoder.info.columns, encoder.info.columns)
     admission.lease.hold(_INPUT_BYTES * tokens + _VALUE_BYTES * len(inputs) * columns)
-    return await admission.unless_left(encoder.values(inputs, **options))
+
+    async def compute() -> Values:
+        async with admission.service.in_use():
+            return await encoder.values(inputs, **options)
+
+    return await admission.unless_left(compute())
 
 
 async def respond_with_values(admission: Admission, make: Callable[[], Any], *, size: int) -> Response:

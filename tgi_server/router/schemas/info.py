@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from tgi_server.router.schemas.base import ResponseModel
 
@@ -80,6 +80,10 @@ class ModelInfo(ResponseModel, kw_only=True):
     created: int
     owned_by: str
     parent: Annotated[str | None, Meta(description="of an adapter: its base model")] = None
+    state: Annotated[
+        Literal["awake", "asleep", "loading", "failed"] | UnsetType, Meta(description="where several models are served")
+    ] = UNSET
+    reason: Annotated[str | UnsetType, Meta(description="why the model failed")] = UNSET
 
 
 class ModelsInfo(ResponseModel, kw_only=True):

@@ -1,9 +1,10 @@
 """/health, /metrics, /info and /v1/models: the server's state, and what it serves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from time import time
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,7 +26,7 @@ from tgi_server.router.schemas.info import (
     VersionInfo,
 )
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
-from tgi_server.router.service import Service
+from tgi_server.router.service import ListedModel, Service
 
 # The release of TGI whose interface this server has.
 TGI_VERSION = "3.3.6"
@@ -56,14 +57,7 @@ def probe_routes(service: Service) -> list[Route]:
     created = int(time())
 
     def all_models() -> dict[str, ModelInfo]:
-        model, owner = service.model.names[0], service.model.model_id
-        parents = dict.fromkeys(service.model.names) if service.generates else {}
-        parents |= {adapter.id: model for adapter in service.adapters}
-        parents |= dict.fromkeys(each.name for each in service.encoders.by_task.values())
-        return {
-            name: ModelInfo(id=name, object="model", created=created, owned_by=owner, parent=parent)
-            for name, parent in parents.items()
-        }
+        return {model.id: model for each in service.listed() for model in _listed(each, created, service)}
 
     def in_anthropics_form(model: ModelInfo) -> AnthropicModel:
         limits = service.limits
@@ -100,6 +94,22 @@ def probe_routes(service: Service) -> list[Route]:
         DescribedRoute("/v1/models", models, all_summary, answered_by("ModelList")),
         DescribedRoute("/v1/models/{model_id:path}", one_model, "One model, or adapter", one),
     ]
+
+
+def _listed(listed: ListedModel, created: int, asked: Service) -> Iterator[ModelInfo]:
+    """Yields a model by all its names, its adapters, and the models beside it. asked: the service that is asked."""
+    model, parents = listed.names[0], dict.fromkeys(listed.names)
+    owner = model
+    if (service := listed.service) is not None:
+        owner, parents = service.model.model_id, parents if service.generates else {}
+        parents |= {adapter.id: model for adapter in service.adapters}
+        parents |= dict.fromkeys(each.name for each in service.encoders.by_task.values())
+    for name, parent in parents.items():
+        info = ModelInfo(id=name, object="model", created=created, owned_by=owner, parent=parent)
+        if asked.models is not None:
+            info.state = listed.state
+            info.reason = listed.reason or UNSET
+        yield info
 
 
 def _info(service: Service) -> Info:

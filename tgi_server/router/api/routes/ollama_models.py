@@ -14,7 +14,7 @@ from tgi_server.router.api.documentation import OLLAMA_ERRORS, DescribedRoute, a
 from tgi_server.router.api.encoding import LINES, json_response, line
 from tgi_server.router.api.routes.embeddings import dimensions_of, rows_of, tokens_of
 from tgi_server.router.api.routes.ollama import nanoseconds, timestamp
-from tgi_server.router.api.routes.ollama_request import is_served, without_tag
+from tgi_server.router.api.routes.ollama_request import without_tag
 from tgi_server.router.api.values import encode, respond_with_values, served_encoder
 from tgi_server.router.errors import NoSuchModel, NotSupported
 from tgi_server.router.schemas.ollama import (
@@ -46,22 +46,11 @@ def ollama_model_routes(service: Service) -> list[Route]:
     started = timestamp()
 
     async def tags(_: Request) -> Response:
-        return json_response(OllamaModels(models=list(_models(service, started))))
+        return json_response(OllamaModels(models=list(_all_models(service, started))))
 
     async def loaded(_: Request) -> Response:
-        ready = {service.model.names[0], *(adapter.id for adapter in service.adapters if adapter.ready)}
-        ready |= {encoder.name for encoder in service.encoders.by_task.values()}
-        models = [each for each in _models(service, started) if each.name in ready]
-        stay = [
-            structs.replace(
-                model,
-                expires_at=_NEVER,
-                size_vram=0 if service.model.device == "cpu" else model.size,
-                context_length=model.details.context_length,
-            )
-            for model in models
-        ]
-        return json_response(OllamaModels(models=stay))
+        awake = (each.service for each in service.listed() if each.state == "awake" and each.service is not None)
+        return json_response(OllamaModels(models=[model for each in awake for model in _in_memory(each, started)]))
 
     async def version(_: Request) -> Response:
         return json_response(OllamaVersion(version=f"{OLLAMA_VERSION}+oatmill.{service.model.version}"))
@@ -92,44 +81,70 @@ def ollama_model_routes(service: Service) -> list[Route]:
     ]
 
 
+def _in_memory(service: Service, started: str) -> Iterator[OllamaModel]:
+    """Yields a model that is awake, its adapters in memory, and the models beside it."""
+    ready = {service.model.names[0], *(adapter.id for adapter in service.adapters if adapter.ready)}
+    ready |= {encoder.name for encoder in service.encoders.by_task.values()}
+    for model in _models(service, started):
+        if model.name in ready:
+            yield structs.replace(
+                model,
+                expires_at=_NEVER,
+                size_vram=0 if service.model.device == "cpu" else model.size,
+                context_length=model.details.context_length,
+            )
+
+
+def _all_models(service: Service, started: str) -> Iterator[OllamaModel]:
+    """Yields all models of the server; of those that have not been loaded, only the names."""
+    for each in service.listed():
+        if each.service is not None:
+            yield from _models(each.service, started)
+        else:
+            yield from (_described(name, name, [], _details("", "", 0), 0, started) for name in each.names)
+
+
 def _known(service: Service) -> str:
     """Returns the models, in the words of a refusal."""
-    names = ", ".join(repr(model.name) for model in _models(service, ""))
+    names = ", ".join(repr(model.name) for model in _all_models(service, ""))
     return f"this server has {names}, which it was started with"
 
 
 def _models(service: Service, started: str) -> Iterator[OllamaModel]:
     """Yields the models by all their names, and the adapters. started: when the server did."""
-
-    def described(name: str, model_id: str, capabilities: list[str], details: OllamaDetails, size: int) -> OllamaModel:
-        digest = sha256(model_id.encode()).hexdigest()
-        return OllamaModel(
-            name=name,
-            model=name,
-            modified_at=started,
-            size=size,
-            digest=digest,
-            details=details,
-            capabilities=capabilities,
-        )
-
     model = service.model
     if service.generates:
         capabilities = _capabilities(service)
         details = _details(model.model_type, model.quantization or model.dtype, service.limits.max_total_tokens)
         model_id = f"{model.model_id}@{model.revision or ''}"
         for name in model.names:
-            yield described(name, model_id, capabilities, details, model.weight_bytes)
+            yield _described(name, model_id, capabilities, details, model.weight_bytes, started)
         adapted = structs.replace(details, parent_model=model.names[0])
         for adapter in service.adapters:
-            yield described(adapter.id, f"{model_id}+{adapter.id}", capabilities, adapted, model.weight_bytes)
+            adapted_id = f"{model_id}+{adapter.id}"
+            yield _described(adapter.id, adapted_id, capabilities, adapted, model.weight_bytes, started)
     for encoder in service.encoders.by_task.values():
         info = encoder.info
         details = _details(info.model_type, info.dtype, info.max_tokens)
         if info.task == "embed":
             details.embedding_length = info.columns
         capabilities = ["embedding"] if info.task == "embed" else []
-        yield described(encoder.name, info.model_id, capabilities, details, info.weight_bytes)
+        yield _described(encoder.name, info.model_id, capabilities, details, info.weight_bytes, started)
+
+
+def _described(
+    name: str, model_id: str, capabilities: list[str], details: OllamaDetails, size: int, started: str
+) -> OllamaModel:
+    digest = sha256(model_id.encode()).hexdigest()
+    return OllamaModel(
+        name=name,
+        model=name,
+        modified_at=started,
+        size=size,
+        digest=digest,
+        details=details,
+        capabilities=capabilities,
+    )
 
 
 def _capabilities(service: Service) -> list[str]:
@@ -170,7 +185,7 @@ def _shown(service: Service, model: OllamaModel) -> OllamaShowResponse:
 
 async def _pull(admission: Admission, request: OllamaPullRequest) -> Response:
     service = admission.service
-    if not is_served(service, without_tag(service, request.model) or ""):
+    if not service.is_served(without_tag(service, request.model) or ""):
         raise NoSuchModel(f"model {request.model[:100]!r} cannot be pulled: {_known(service)}")
     done, headers = OllamaStatus(status="success"), admission.record.headers
     return Response(line(done), media_type=LINES, headers=headers) if request.stream else json_response(done, headers)

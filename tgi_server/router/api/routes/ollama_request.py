@@ -29,16 +29,7 @@ _TAG = ":latest"
 
 def without_tag(service: Service, model: str | None) -> str | None:
     """Returns the name of a model without the tag that Ollama's clients add to names that have none."""
-    return model if model is None or is_served(service, model) else model.removesuffix(_TAG)
-
-
-def is_served(service: Service, model: str) -> bool:
-    """Returns True for a name of a model or an adapter."""
-    return (
-        (service.generates and service.model.is_named(model))
-        or any(adapter.id == model for adapter in service.adapters)
-        or service.encoders.named(model) is not None
-    )
+    return model if model is None or service.is_served(model) else model.removesuffix(_TAG)
 
 
 async def prepare_ollama(

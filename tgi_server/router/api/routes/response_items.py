@@ -10,7 +10,6 @@ from tgi_server.router.answers.free_form import read_arguments
 from tgi_server.router.answers.reader import AnswerPart, Piece
 from tgi_server.router.answers.tools import ClientTool, ToolKind
 from tgi_server.router.api.routes.chat_answer import call_id
-from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.schemas.chat import ChatCompletionLogprob
 from tgi_server.router.schemas.responses import (
     AnyOutputItem,
@@ -23,6 +22,7 @@ from tgi_server.router.schemas.responses import (
     OutputText,
     ReasoningText,
 )
+from tgi_server.router.stored_responses import new_id
 
 # Sends an event, given its type and its members.
 Emit = Callable[[str, dict[str, Any]], None]

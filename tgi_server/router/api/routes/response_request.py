@@ -15,7 +15,6 @@ from tgi_server.router.api.routes.chat_prompt import Asked
 from tgi_server.router.api.routes.openai import openai_options
 from tgi_server.router.api.routes.response_items import ResponseItem
 from tgi_server.router.api.routes.response_tools import OfferedTools
-from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ImageSource
 from tgi_server.router.options import Dialect
@@ -38,6 +37,7 @@ from tgi_server.router.schemas.response_input import (
     TextPart,
 )
 from tgi_server.router.schemas.responses import ResponsesRequest, TextOptions
+from tgi_server.router.stored_responses import new_id
 from tgi_server.router.text.conversation import Conversation, PastCall, Turn, template_variables
 from tgi_server.router.text.grammar import ANY_OBJECT, WHOLE_SCHEMA, json_grammar
 

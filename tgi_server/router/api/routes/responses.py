@@ -32,7 +32,6 @@ from tgi_server.router.api.routes.response_request import (
     turns_to_json,
 )
 from tgi_server.router.api.routes.tokenize import encoded, token_count
-from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
 from tgi_server.router.api.values import respond_with_tokens
 from tgi_server.router.errors import (
     InvalidRequest,
@@ -60,6 +59,7 @@ from tgi_server.router.schemas.responses import (
     ResponseUsage,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.stored_responses import StoredResponse, StoredResponses, new_id
 from tgi_server.router.text.conversation import Conversation
 
 _KEPT_ERRORS: Responses = {
@@ -78,7 +78,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 def response_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
-    kept = StoredResponses(service.policy.max_stored_responses)
+    kept = service.stored or StoredResponses(service.policy.max_stored_responses)
 
     summary = "Respond to an input, in one piece or as server-sent events"
     routes.receive("/v1/responses", summary, ResponsesRequest, partial(_respond, kept), ResponseObject, ResponseEvent)

@@ -9,10 +9,9 @@ from starlette.routing import Route
 from tgi_server.router.api.documentation import DescribedRoute, Responses, answered_by, described
 from tgi_server.router.api.encoding import json_response
 from tgi_server.router.errors import Forbidden, InvalidRequest
-from tgi_server.router.scheduling.sleep_mode import SleepMode
 from tgi_server.router.schemas.base import ErrorResponse
 from tgi_server.router.schemas.info import SleepInfo
-from tgi_server.router.service import Service
+from tgi_server.router.service import Service, Sleeping
 
 _RESPONSES: Responses = {
     200: {"description": "Success"},
@@ -25,7 +24,7 @@ _PARTS = {"weights", "kv_cache"}
 
 
 def sleep_routes(service: Service) -> list[Route]:
-    def sleep_mode() -> SleepMode:
+    def sleep_mode() -> Sleeping:
         if service.sleep_mode is None or not service.policy.allow_sleep:
             raise Forbidden("the model stays awake: this server was started without --enable-sleep-mode")
         return service.sleep_mode

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tgi_server.router.api import stored_responses
-from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses
+from tgi_server.router import stored_responses
 from tgi_server.router.errors import NoSuchResponse
+from tgi_server.router.stored_responses import StoredResponse, StoredResponses
 
 
 def filled(most: int, *entries: tuple[str, str, int]) -> StoredResponses:

@@ -1,0 +1,107 @@
+"""Start-up of a server of several models: their services, and the connection to the launcher, which runs the shards."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from shared.settings import read_settings
+from tgi_server.router.api.access import AccessRules
+from tgi_server.router.api.models_app import create_models_app
+from tgi_server.router.errors import StartupError
+from tgi_server.router.model_metrics import SeveralMetrics
+from tgi_server.router.models import HostedModel, Models
+from tgi_server.router.residency import Resident
+from tgi_server.router.service import Service
+from tgi_server.router.settings import RouterSettings
+from tgi_server.router.startup import IMAGES_PAYLOAD_LIMIT, Front, assembled, public_name
+
+
+@asynccontextmanager
+async def several_models(settings: RouterSettings) -> AsyncIterator[Front]:
+    """Gives the front of a server of several models, once the first of them is loaded. Raises StartupError."""
+    assert settings.models_file is not None
+    described = json.loads(await asyncio.to_thread(settings.models_file.read_text))
+    own = [read_settings(RouterSettings, "text-generation-router", each["arguments"]) for each in described["models"]]
+    hosted = [_hosted(each, of_it) for each, of_it in zip(described["models"], own, strict=True)]
+    _check_names(hosted)
+    by_model = dict(zip(hosted, own, strict=True))
+
+    def open_service(model: HostedModel) -> AbstractAsyncContextManager[Service]:
+        return assembled(by_model[model], metrics=model.metrics)
+
+    reader, writer = await asyncio.open_unix_connection(described["control"])
+    models = Models(
+        hosted,
+        described["memory_bytes"],
+        open_service,
+        lambda index: writer.write(json.dumps({"load": index}).encode() + b"\n"),
+        settings.max_stored_responses,
+    )
+    shown = SeveralMetrics({model.name: model.metrics for model in hosted}, models.metrics)
+    for model in hosted:
+        model.metrics.shown = shown
+    listening = asyncio.create_task(_listen(reader, models))
+    try:
+        first = await _first_service(models)
+        limit = settings.payload_limit or IMAGES_PAYLOAD_LIMIT
+        names = ", ".join(f"{model.name} ({model.state})" for model in hosted)
+
+        def create(rules: AccessRules) -> ASGIApp:
+            return create_models_app(models, rules, limit)
+
+        yield Front(create, hosted[0].metrics, first.tenant_secret, names)
+    finally:
+        listening.cancel()
+        await models.close()
+        writer.close()
+
+
+def _hosted(described: dict[str, Any], settings: RouterSettings) -> HostedModel:
+    names = settings.served_model_name or [public_name(settings.model_id or "")]
+    return HostedModel(
+        names,
+        Resident(
+            names[0],
+            described["bytes"],
+            described["pinned"],
+            described["idle_seconds"],
+            described["priority"],
+            preload=True,
+        ),
+        described["task"],
+    )
+
+
+def _check_names(models: Sequence[HostedModel]) -> None:
+    """Raises StartupError for a name that two models have."""
+    names = [name for model in models for name in model.names]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise StartupError(f"--models: two models are called {twice!r}; name them: --models a=MODEL,b=MODEL")
+
+
+async def _listen(reader: asyncio.StreamReader, models: Models) -> None:
+    """Passes on what the launcher reports."""
+    while line := await reader.readline():
+        report = json.loads(line)
+        models.told(report["model"], report["state"], report["reason"])
+
+
+async def _first_service(models: Models) -> Service:
+    """Returns the first service that is there: the default model's, unless that cannot be loaded.
+
+    Raises StartupError once all models have failed.
+    """
+    while True:
+        for model in models.models:
+            if model.service is not None:
+                return model.service
+            if model.state != "failed":
+                break
+        else:
+            reasons = "; ".join(f"{model.name}: {model.resident.reason}" for model in models.models)
+            raise StartupError(f"no model could be loaded: {reasons}")
+        await models.changed.wait()
