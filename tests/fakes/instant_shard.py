@@ -74,6 +74,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     num_snapshots: of states; 0: the model has none.
     encoders: a folder with a tokenizer; it embeds with 1,024 columns, and classifies with 1,000 labels.
     encoded: the images that were computed. image_error: why none can be, when it is not empty.
+    moves: how often it fell asleep and woke, as words. sleep_error: why it cannot sleep, when it is not empty.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self.received: deque[pb.Request] = deque(maxlen=1_000)
         self.encoded: list[pb.Image] = []
         self.image_error = ""
+        self.moves: list[str] = []
+        self.sleep_error = ""
         self._images = images
         self._whole_images = whole_images
         self._encoders = [] if encoders is None else [_encoder(task, encoders) for task in _COLUMNS]
@@ -140,6 +143,16 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
 
     async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
         return pb.ServiceDiscoveryResponse(urls=[self._url], grammar_urls=[self._url])
+
+    async def Sleep(self, request: pb.SleepRequest, context: grpc.aio.ServicerContext) -> pb.SleepResponse:
+        if self.sleep_error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.sleep_error)
+        self.moves.append("sleeps")
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: grpc.aio.ServicerContext) -> pb.WakeResponse:
+        self.moves.append("wakes")
+        return pb.WakeResponse()
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
         await self.health.wait()

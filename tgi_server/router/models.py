@@ -18,8 +18,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.model_metrics import ModelMetrics
 from tgi_server.router.residency import Action, Admit, Load, Refuse, Residency, Resident, Sleep, State, Wake
 from tgi_server.router.scheduling.sequence import tell_end
-from tgi_server.router.scheduling.sleep_mode import SleepMode
-from tgi_server.router.service import ListedModel, ModelState, Service
+from tgi_server.router.service import ListedModel, ModelState, Service, Sleeping
 from tgi_server.router.stored_responses import StoredResponses
 from tgi_server.router.submission import PreparedRequest, Sink, Submitter
 from tgi_server.router.text.prefix_miss import ExplainedRequests
@@ -51,7 +50,7 @@ class HostedModel:
     task: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     service: Service | None = None
-    sleep_mode: SleepMode | None = None
+    sleep_mode: Sleeping | None = None
     serving: asyncio.Task[None] | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -348,6 +347,7 @@ class _Managed:
     def __init__(self, models: Models, model: HostedModel) -> None:
         self._models = models
         self._model = model
+        self.on_wanted: Callable[[], None] = lambda: None  # requests ask first
 
     @property
     def awake(self) -> bool:

@@ -40,9 +40,10 @@ class Resident:
 
     bytes: of weights and KV cache while it is awake. preload: it is loaded as soon as there is memory, without a
     request. can_sleep: False for a model whose shards have no way to. waiting: the deadline of each waiting request,
-    by id. running: ids. dismissed: it is to sleep once nothing runs, though nobody needs its memory. yields: its new requests wait, because another model is to have its memory. used_at: when its
-    last request ended. awake_at: since when it is awake. load_seconds, wake_seconds, sleep_seconds: how long it took
-    last; 0: not known yet. failures: in a row. reason: of the last one. retry_at: not before.
+    by id. running: ids. dismissed: it is to sleep once nothing runs, though nobody needs its memory. yields: its new
+    requests wait, because it is dismissed, or another model is to have its memory. used_at: when its last request
+    ended. awake_at: since when it is awake. load_seconds, wake_seconds, sleep_seconds: how long it took last; 0: not
+    known yet. failures: in a row. reason: of the last one. retry_at: not before.
     """
 
     name: str

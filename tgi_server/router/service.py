@@ -168,7 +168,9 @@ class ListedModel:
 
 
 class Sleeping(Protocol):
-    """Puts a model to sleep, and wakes it."""
+    """Puts a model to sleep, and wakes it. on_wanted: called when something needs the model while it sleeps."""
+
+    on_wanted: Callable[[], None]
 
     @property
     def awake(self) -> bool:

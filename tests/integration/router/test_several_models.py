@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ MB = 2**20
 class Launcher:
     """Stands in for the launcher: shards without a model, which it starts when it is asked to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sleep_error: str) -> None:
         self.folder = folder
+        self.sleep_error = sleep_error
         self.models: Models | None = None
         self.shards: dict[int, tuple[InstantShard, Any]] = {}
         self.texts: dict[int, list[int]] = {}
@@ -66,6 +67,7 @@ class Launcher:
             encoders=self.encoders.get(index),
             step_seconds=0.005,
         )
+        shard.sleep_error = self.sleep_error
         self.shards[index] = shard, await start_shard(shard, self.path(index))
         self.models.told(index, "loaded", "")
 
@@ -88,7 +90,10 @@ class Server:
     http: httpx.AsyncClient
     models: Models
     launcher: Launcher
-    moves: list[str]
+
+    def moves(self, name: str) -> list[str]:
+        """How often a model fell asleep and woke."""
+        return self.launcher.shards[self.models.models.index(self[name])][0].moves
 
     def __getitem__(self, name: str) -> HostedModel:
         model = self.models.find(name)
@@ -117,13 +122,18 @@ Make = Callable[..., Awaitable[Server]]
 
 @asynccontextmanager
 async def running(
-    folder: Path, residents: dict[str, Resident], most_bytes: int | None, *, moves: bool = True, **settings: Any
+    folder: Path,
+    residents: dict[str, Resident],
+    most_bytes: int | None,
+    *,
+    sleep_error: str = "",
+    encoder: int | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
-    """moves: models can sleep."""
+    """sleep_error: why models cannot sleep; empty: they can. encoder: the model that embeds."""
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    launcher = Launcher(folder)
-    done: list[str] = []
+    launcher = Launcher(folder, sleep_error)
 
     def own(index: int, name: str) -> RouterSettings:
         values: dict[str, Any] = {"tokenizer_name": demo_model.PATH, "allowed_hosts": ["*"], "model_id": name}
@@ -131,22 +141,15 @@ async def running(
         return RouterSettings.model_validate(values | settings)
 
     chosen = {name: own(index, name) for index, name in enumerate(residents)}
-    hosted = [HostedModel([name], resident) for name, resident in residents.items()]
+    hosted = [
+        HostedModel([name], resident, "embed" if index == encoder else None)
+        for index, (name, resident) in enumerate(residents.items())
+    ]
+    if encoder is not None:
+        launcher.encoders[encoder] = demo_model.PATH
 
     def open_service(model: HostedModel) -> AbstractAsyncContextManager[Service]:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[Service]:
-            async def sleep() -> None:
-                done.append(f"{model.name} sleeps")
-
-            async def wake() -> None:
-                done.append(f"{model.name} wakes")
-                await asyncio.sleep(0.02)
-
-            async with assembled(chosen[model.name], metrics=model.metrics) as service:
-                yield replace(service, sleep=sleep, wake=wake) if moves else service
-
-        return opened()
+        return assembled(chosen[model.name], metrics=model.metrics)
 
     models = Models(hosted, most_bytes, open_service, launcher.load, 10)
     launcher.models = models
@@ -162,7 +165,7 @@ async def running(
     server = HttpServer(app, grace=1, patience=60, connections=Connections(100, 100, 2**30))
     serving = asyncio.create_task(server.serve([listener]))
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-        made = Server(url, http, models, launcher, done)
+        made = Server(url, http, models, launcher)
         try:
             await made.until(lambda: server.started and hosted[0].service is not None)
             yield made
@@ -301,12 +304,15 @@ async def test_models_take_turns_in_memory_for_one(servers: Make) -> None:
     server = await servers(residents, MB)
     assert [each.state for each in server.models.models] == ["awake", "asleep"]
     assert await server.text(model="small") == "This is small."  # is loaded for it
-    assert server.moves == ["large sleeps"]
+    assert server.moves("large") == ["sleeps"]
     texts = await asyncio.gather(*(server.text(model=name) for name in ("large", "small") * 10))
     assert texts == [f"This is {name}." for name in ("large", "small") * 10]
-    assert server.moves[1:3] == ["small sleeps", "large wakes"]
-    assert len(server.moves) <= 7  # all that wait for a model are answered together
-    assert server.models._rules.held <= MB
+    assert server.moves("large")[1] == "wakes"
+    assert len(server.moves("large")) <= 4  # all that wait for a model are answered together
+    listed = (await server.http.get("/v1/models")).json()["data"]
+    assert sorted(each["state"] for each in listed) == ["asleep", "awake"]
+    (awake,) = (await server.http.get("/api/ps")).json()["models"]
+    assert awake["name"] in [each["id"] for each in listed if each["state"] == "awake"]
     lines = (await server.http.get("/metrics")).text
     assert 'tgi_model_wake_duration_count{model="large"} ' in lines
 
@@ -322,7 +328,7 @@ async def test_a_client_that_leaves_wakes_nothing_and_is_forgotten(servers: Make
     waiting.cancel()
     await server.until(lambda: not residents["small"].waiting)
     await running
-    assert server.moves == []
+    assert server.moves("large") == []
 
 
 async def test_what_cannot_be_in_time_is_refused_at_once(servers: Make) -> None:
@@ -374,7 +380,32 @@ async def test_the_default_model_may_be_lost_too(both: Server) -> None:
 
 async def test_models_that_cannot_sleep_stay_awake(servers: Make) -> None:
     residents = {name: Resident(name, MB, preload=True) for name in ("large", "small")}
-    server = await servers(residents, MB, moves=False)
+    server = await servers(residents, MB, sleep_error="no file for the weights")
     response = await server.complete(model="small")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "model_unavailable")
     assert "--models-memory" in response.json()["error"]["message"]
+
+
+async def test_callers_put_models_to_sleep_and_wake_them(servers: Make) -> None:
+    server = await servers(enable_sleep_mode=True)
+    await server.until(lambda: all(model.service for model in server.models.models))
+    (await server.http.post("/sleep?model=small")).raise_for_status()
+    assert (await server.http.get("/is_sleeping?model=small")).json() == {"is_sleeping": True}
+    assert (await server.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+    assert await server.text(model="small") == "This is small."
+    (await server.http.post("/sleep?model=small")).raise_for_status()
+    (await server.http.post("/wake_up?model=small")).raise_for_status()
+    assert server.moves("small") == ["sleeps", "wakes"] * 2
+    assert server.moves("large") == []
+
+
+async def test_an_embedding_model_sleeps_and_wakes_too(servers: Make) -> None:
+    residents = {"large": Resident("large", MB, preload=True), "embedder": Resident("embedder", MB)}
+    server = await servers(residents, MB, encoder=1)
+    for _ in range(2):
+        found = await server.http.post("/v1/embeddings", json={"input": "text"})
+        assert (found.status_code, found.json()["model"]) == (200, "embed"), found.text
+        assert await server.text(model="large") == "This is large."
+    assert server.moves("embedder") == ["sleeps", "wakes", "sleeps"]
+    response = await server.http.post("/v1/embeddings", json={"input": "text", "model": "large"})
+    assert "'large' is not an embedding model; there are 'embedder'" in response.json()["error"]["message"]
