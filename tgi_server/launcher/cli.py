@@ -29,7 +29,7 @@ from tgi_server.launcher.machine import (
 )
 from tgi_server.launcher.model_table import ModelEntry, read_models, within_memory
 from tgi_server.launcher.preflight import check_model, weight_bytes
-from tgi_server.launcher.processes.groups import GroupSupervisor, ShardGroup
+from tgi_server.launcher.processes.groups import GroupSupervisor, ModelShards
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
@@ -201,7 +201,7 @@ async def _launch_several(
             sockets = opened.enter_context(shard_sockets(prefix, range(shard_count(entry.settings))))
             file = opened.enter_context(commands.settings_file(entry.settings))
             shards_of_it = commands.shards(entry.settings, file, sockets, label=entry.label)
-            groups.append(ShardGroup(entry.label, shards_of_it, sockets))
+            groups.append(ModelShards(entry.label, shards_of_it, sockets))
             described.append((entry, commands.router_arguments(entry.settings, file, folder, sockets)))
             if number == 0:
                 first_file, control = file, sockets[0].with_name(f"{sockets[0].name}-control")

@@ -163,7 +163,7 @@ class CannotBeInTime(RouterError):
         self.retry_after = retry_after
 
 
-class ModelUnavailable(RouterError):
+class ModelNotReady(RouterError):
     """One of several models could not be loaded, or its shards have ended.
 
     retry_after: seconds until it is tried again.

@@ -16,7 +16,17 @@ from tgi_server.contract import FinishReason
 from tgi_server.router.errors import CannotSleep, RouterError, StartupError
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.model_metrics import ModelMetrics
-from tgi_server.router.residency import Action, Admit, Load, Refuse, Residency, Resident, Sleep, State, Wake
+from tgi_server.router.residency import (
+    Action,
+    Admit,
+    LoadModel,
+    Refuse,
+    Residency,
+    Resident,
+    SleepModel,
+    State,
+    WakeModel,
+)
 from tgi_server.router.scheduling.sequence import tell_end
 from tgi_server.router.service import ListedModel, ModelState, Service, Sleeping
 from tgi_server.router.stored_responses import StoredResponses
@@ -142,7 +152,7 @@ class Models:
     async def loaded(self, model: HostedModel, deadline: float = inf) -> Service:
         """Returns the service of a model. If it has not been loaded yet, that is done first, as for any request.
 
-        Raises ModelUnavailable, CannotBeInTime or RequestTimedOut.
+        Raises ModelNotReady, CannotBeInTime or RequestTimedOut.
         """
         while model.service is None:
             async with self.use(model, deadline):
@@ -217,12 +227,12 @@ class Models:
             case Refuse(request, error):
                 if begin := self._held.pop(request, None):
                     begin(error)
-            case Load(resident):
+            case LoadModel(resident):
                 logger.info("loading %s", resident.name)
                 self._load(self.models.index(self._of[resident.name]))
-            case Wake(resident):
+            case WakeModel(resident):
                 self._start(self._wake(self._of[resident.name]))
-            case Sleep(resident, reason):
+            case SleepModel(resident, reason):
                 self._start(self._sleep(self._of[resident.name], reason))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

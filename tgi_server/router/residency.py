@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil, inf
 
-from tgi_server.router.errors import CannotBeInTime, ModelUnavailable, RequestTimedOut, RouterError
+from tgi_server.router.errors import CannotBeInTime, ModelNotReady, RequestTimedOut, RouterError
 
 # A model that has been woken stays awake for at least so many times as long as waking took.
 _AWAKE_RATIO = 2.0
@@ -93,21 +93,21 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadModel:
     """The model's shards are to be started."""
 
     model: Resident
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class WakeModel:
     """The model is to be woken."""
 
     model: Resident
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class SleepModel:
     """The model, for which nothing runs, is to be put to sleep. reason: for the log."""
 
     model: Resident
@@ -129,7 +129,7 @@ class Refuse:
     error: RouterError
 
 
-Action = Load | Wake | Sleep | Admit | Refuse
+Action = LoadModel | WakeModel | SleepModel | Admit | Refuse
 
 
 class Residency:
@@ -289,17 +289,17 @@ class Residency:
         """Returns True if no model is being loaded: they are loaded one after the other."""
         return all(model.state is not State.LOADING for model in self.models)
 
-    def _begin(self, model: Resident, now: float) -> Load | Wake:
+    def _begin(self, model: Resident, now: float) -> LoadModel | WakeModel:
         model.began_at = now
         if model.state is State.ABSENT:
             model.state = State.LOADING
-            return Load(model)
+            return LoadModel(model)
         model.state = State.WAKING
-        return Wake(model)
+        return WakeModel(model)
 
-    def _put_to_sleep(self, model: Resident, now: float, reason: str) -> Sleep:
+    def _put_to_sleep(self, model: Resident, now: float, reason: str) -> SleepModel:
         model.state, model.began_at = State.FALLING_ASLEEP, now
-        return Sleep(model, reason)
+        return SleepModel(model, reason)
 
     def _admissions(self) -> Iterator[Admit]:
         for model in self.models:
@@ -324,11 +324,11 @@ class Residency:
 
     def _fault(self, model: Resident, deadline: float, seconds: float, now: float) -> RouterError | None:
         if model.failed and model.retry_at > now:
-            return ModelUnavailable(
+            return ModelNotReady(
                 f"the model {model.name!r} is not available: {model.reason}", ceil(model.retry_at - now)
             )
         if seconds == inf:
-            return ModelUnavailable(
+            return ModelNotReady(
                 f"the model {model.name!r} needs {model.bytes >> 20} MiB, and the models that are awake and cannot "
                 "sleep leave less (--models-memory)",
                 ceil(_MOST_RETRY_SECONDS),
@@ -365,7 +365,7 @@ class Residency:
             seconds = max(seconds, model.seconds_to_wake + max(rest, 0.0) + sleep)
         return inf if missing > 0 else seconds
 
-    def _idle_ones(self, now: float) -> Iterator[Sleep]:
+    def _idle_ones(self, now: float) -> Iterator[SleepModel]:
         for model in self.models:
             if model.state is State.AWAKE and model.dismissed and not model.running:
                 yield self._put_to_sleep(model, now, "as requested")
@@ -378,7 +378,7 @@ class Residency:
             ):
                 yield self._put_to_sleep(model, now, f"idle for {model.idle_seconds:g} s")
 
-    def _preloads(self, now: float) -> Iterator[Load | Wake]:
+    def _preloads(self, now: float) -> Iterator[LoadModel | WakeModel]:
         """Loads a model without requests, if it fits beside all others and nobody waits for memory."""
         if self._wakers(now) or not self._loads_next:
             return

@@ -7,8 +7,8 @@ from math import inf
 
 import pytest
 
-from tgi_server.router.errors import CannotBeInTime, ModelUnavailable, RequestTimedOut
-from tgi_server.router.residency import Admit, Load, Refuse, Residency, Resident, Sleep, State, Wake
+from tgi_server.router.errors import CannotBeInTime, ModelNotReady, RequestTimedOut
+from tgi_server.router.residency import Admit, LoadModel, Refuse, Residency, Resident, SleepModel, State, WakeModel
 
 GB = 10**9
 
@@ -22,9 +22,9 @@ def asleep(name: str, size: float = 1.0, **settings: object) -> Resident:
 
 
 def kinds(actions: list[object]) -> list[str]:
-    """The actions as text, such as `Wake a`."""
+    """The actions as text, such as `WakeModel a`."""
     return [
-        f"{type(each).__name__} {each.model.name if isinstance(each, Load | Wake | Sleep) else each.request}"  # type: ignore[attr-defined]
+        f"{type(each).__name__} {each.model.name if isinstance(each, LoadModel | WakeModel | SleepModel) else each.request}"  # type: ignore[attr-defined]
         for each in actions
     ]
 
@@ -39,7 +39,7 @@ def test_a_request_to_an_awake_model_begins_at_once():
 def test_a_request_wakes_its_model_if_there_is_memory():
     rules = Residency([awake("a"), model := asleep("b")], 2 * GB)
     rules.ask(model, 1, now=0)
-    assert kinds(rules.decide(0)) == ["Wake b"]
+    assert kinds(rules.decide(0)) == ["WakeModel b"]
     assert kinds(rules.decide(0.5)) == []
     rules.woken(model, 1)
     assert kinds(rules.decide(1)) == ["Admit 1"]
@@ -56,9 +56,9 @@ def test_the_longest_idle_model_of_the_largest_priority_number_sleeps_first():
     ]
     rules = Residency(models, 4 * GB)
     rules.ask(model, 1, now=10)
-    assert kinds(rules.decide(10)) == ["Sleep idle"]
+    assert kinds(rules.decide(10)) == ["SleepModel idle"]
     rules.slept(models[2], 11)
-    assert kinds(rules.decide(11)) == ["Wake b"]
+    assert kinds(rules.decide(11)) == ["WakeModel b"]
 
 
 def test_no_more_models_sleep_than_needed():
@@ -66,7 +66,7 @@ def test_no_more_models_sleep_than_needed():
         [awake("small", 0.2, used_at=1), awake("large", 2, used_at=2), model := asleep("b")], 22 * GB // 10
     )
     rules.ask(model, 1, now=10)
-    assert kinds(rules.decide(10)) == ["Sleep large"]
+    assert kinds(rules.decide(10)) == ["SleepModel large"]
 
 
 def test_a_busy_model_has_its_turn_then_finishes_what_runs():
@@ -83,16 +83,16 @@ def test_a_busy_model_has_its_turn_then_finishes_what_runs():
     rules.leave(busy, 1, 10)
     assert kinds(rules.decide(10)) == []
     rules.leave(busy, 3, 11)
-    assert kinds(rules.decide(11)) == ["Sleep a"]
+    assert kinds(rules.decide(11)) == ["SleepModel a"]
     rules.slept(busy, 12)
-    assert kinds(rules.decide(12)) == ["Wake b"]
+    assert kinds(rules.decide(12)) == ["WakeModel b"]
     rules.woken(model, 13)
     assert kinds(rules.decide(13)) == ["Admit 2"]
     rules.leave(model, 2, 14)
     assert kinds(rules.decide(14)) == []  # woken a second ago
-    assert kinds(rules.decide(15)) == ["Sleep b"]
+    assert kinds(rules.decide(15)) == ["SleepModel b"]
     rules.slept(model, 15)
-    assert kinds(rules.decide(15)) == ["Wake a"]
+    assert kinds(rules.decide(15)) == ["WakeModel a"]
     rules.woken(busy, 16)
     assert kinds(rules.decide(16)) == ["Admit 4"]
 
@@ -105,7 +105,7 @@ def test_a_busy_model_gives_way_at_once_to_a_more_important_one():
     rules.ask(busy, 3, now=1)
     assert kinds(rules.decide(1)) == []
     rules.leave(busy, 1, 2)
-    assert kinds(rules.decide(2)) == ["Sleep a"]
+    assert kinds(rules.decide(2)) == ["SleepModel a"]
 
 
 def test_a_model_goes_on_if_who_waits_for_its_memory_leaves():
@@ -127,7 +127,7 @@ def test_a_smaller_model_uses_memory_that_the_first_one_leaves():
     rules.decide(0)
     rules.ask(large, 2, now=1)
     rules.ask(small, 3, now=2)
-    assert kinds(rules.decide(2)) == ["Wake small"]
+    assert kinds(rules.decide(2)) == ["WakeModel small"]
     rules = Residency(models := [awake("a", 1), asleep("large", 1.4), asleep("small", 0.4)], 15 * GB // 10)
     rules.ask(models[0], 1, now=0)
     rules.decide(0)
@@ -154,7 +154,7 @@ def test_what_cannot_be_in_time_is_refused_at_once():
 def test_a_deadline_that_passes_is_a_time_out():
     rules = Residency([model := asleep("b")], GB)
     rules.ask(model, 1, now=0, deadline=1)
-    assert kinds(rules.decide(0)) == ["Wake b"]
+    assert kinds(rules.decide(0)) == ["WakeModel b"]
     assert rules.next_time(0) == 1
     (late,) = rules.decide(1)
     assert isinstance(late, Refuse)
@@ -166,11 +166,11 @@ def test_a_model_that_failed_is_tried_again_later_and_later():
     now = 0.0
     for seconds in (5, 10, 20):
         rules.ask(model, 1, now)
-        assert kinds(rules.decide(now)) == ["Load b"]
+        assert kinds(rules.decide(now)) == ["LoadModel b"]
         rules.failed(model, now, "no memory")
         (refused,) = rules.decide(now)
         assert isinstance(refused, Refuse)
-        assert isinstance(refused.error, ModelUnavailable)
+        assert isinstance(refused.error, ModelNotReady)
         assert (str(refused.error), refused.error.retry_after) == ("the model 'b' is not available: no memory", seconds)
         now += seconds
     rules.ask(model, 1, now)
@@ -185,27 +185,27 @@ def test_a_model_that_pinned_ones_leave_no_memory_is_refused():
     rules.ask(model, 1, 0)
     (refused,) = rules.decide(0)
     assert isinstance(refused, Refuse)
-    assert isinstance(refused.error, ModelUnavailable)
+    assert isinstance(refused.error, ModelNotReady)
 
 
 def test_an_idle_model_sleeps_after_its_time():
     rules = Residency([awake("a", idle_seconds=60, used_at=5), awake("b")], None)
     assert rules.next_time(5) == 65
     assert kinds(rules.decide(64)) == []
-    assert kinds(rules.decide(65)) == ["Sleep a"]
+    assert kinds(rules.decide(65)) == ["SleepModel a"]
 
 
 def test_models_are_loaded_one_after_the_other_while_they_fit():
     models = [Resident(name, GB, preload=True) for name in "abc"]
     rules = Residency(models, 2 * GB)
-    assert kinds(rules.decide(0)) == ["Load a"]
+    assert kinds(rules.decide(0)) == ["LoadModel a"]
     assert kinds(rules.decide(1)) == []
     rules.loaded(models[0], 2)
-    assert kinds(rules.decide(2)) == ["Load b"]
+    assert kinds(rules.decide(2)) == ["LoadModel b"]
     rules.loaded(models[1], 3)
     assert kinds(rules.decide(3)) == []
     rules.ask(models[2], 1, 10)
-    assert kinds(rules.decide(10)) == ["Sleep a"]
+    assert kinds(rules.decide(10)) == ["SleepModel a"]
 
 
 @dataclass
@@ -253,12 +253,12 @@ class Simulation:
 
     def do(self, action: object) -> None:
         match action:
-            case Wake(model):
+            case WakeModel(model):
                 self.switches += 1
                 self.at(self.now + self.wake_seconds[model.name] * self.random.uniform(0.7, 1.5), "woken", model)
-            case Load(model):
+            case LoadModel(model):
                 self.at(self.now + 10 * self.wake_seconds[model.name], "loaded", model)
-            case Sleep(model, _):
+            case SleepModel(model, _):
                 assert not model.running
                 self.at(self.now + 0.1, "slept", model)
             case Admit(request):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class ShardGroup:
+class ModelShards:
     """The shards of one model.
 
     label: the model's name. state: as the router is told: stopped, loading, loaded or failed. reason: why it failed.
@@ -44,7 +44,7 @@ class ShardGroup:
     seconds: float = 0.0
     children: list[Child] = field(default_factory=list)
 
-    async def run(self, changed: Callable[["ShardGroup"], None]) -> None:
+    async def run(self, changed: Callable[["ModelShards"], None]) -> None:
         """Starts the shards, and returns once one of them has ended, and the others have been stopped.
 
         changed: called whenever `state` has changed.
@@ -77,7 +77,7 @@ class ShardGroup:
         await asyncio.gather(*(child.stop(grace) for child in self.children))
         self.children = []
 
-    def _change(self, state: str, changed: Callable[["ShardGroup"], None]) -> None:
+    def _change(self, state: str, changed: Callable[["ModelShards"], None]) -> None:
         self.state = state
         changed(self)
 
@@ -91,7 +91,7 @@ class GroupSupervisor:
 
     def __init__(
         self,
-        groups: Sequence[ShardGroup],
+        groups: Sequence[ModelShards],
         router: Command,
         control: Path,
         address: tuple[str, int],
@@ -165,7 +165,7 @@ class GroupSupervisor:
                 self._load(json.loads(line)["load"])
         writer.close()
 
-    def _tell(self, group: ShardGroup) -> None:
+    def _tell(self, group: ModelShards) -> None:
         if self._peer is not None and not self._peer.is_closing():
             told: dict[str, Any] = {"model": self._groups.index(group), "state": group.state}
             told |= {"reason": group.reason, "seconds": group.seconds}
@@ -194,5 +194,5 @@ class GroupSupervisor:
             if time.monotonic() > report:
                 report = time.monotonic() + REPORT_SECONDS
 
-    def _loading(self) -> Iterator[ShardGroup]:
+    def _loading(self) -> Iterator[ModelShards]:
         return (group for group in self._groups if group.state == "loading")

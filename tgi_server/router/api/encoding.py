@@ -13,7 +13,7 @@ from tgi_server.router.errors import (
     ANTHROPIC,
     OLLAMA,
     CannotBeInTime,
-    ModelUnavailable,
+    ModelNotReady,
     NoSuchModel,
     NoSuchRoute,
     NotSupported,
@@ -52,7 +52,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["x-error-code"] = error.code
     if isinstance(error, Overloaded):
         extra["retry-after"] = _RETRY_SECONDS
-    if isinstance(error, CannotBeInTime | ModelUnavailable):
+    if isinstance(error, CannotBeInTime | ModelNotReady):
         extra["retry-after"] = str(error.retry_after)
     # What the clients of OpenAI and Anthropic would try again: the client has left, or there will be no answer.
     if isinstance(error, RequestTimedOut | NotSupported | NoSuchModel):

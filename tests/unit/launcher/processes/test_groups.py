@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import processes
 from tests.timing import SECONDS
 from tgi_server.launcher.errors import ProcessEndedError
-from tgi_server.launcher.processes.groups import GroupSupervisor, ShardGroup
+from tgi_server.launcher.processes.groups import GroupSupervisor, ModelShards
 from tgi_server.launcher.processes.sockets import is_listening
 
 
@@ -24,7 +24,7 @@ class Server:
         self.marker = folder / "marker"
         self.sockets = [folder / f"shard-{rank}" for rank in range(2)]
         self.groups = [
-            ShardGroup(name, [processes.shard(rank, self.sockets[rank], self.marker)], [self.sockets[rank]])
+            ModelShards(name, [processes.shard(rank, self.sockets[rank], self.marker)], [self.sockets[rank]])
             for rank, name in enumerate(("large", "small"))
         ]
         self.control = folder / "control"
