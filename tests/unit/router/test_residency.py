@@ -23,10 +23,8 @@ def asleep(name: str, size: float = 1.0, **settings: object) -> Resident:
 
 def kinds(actions: list[object]) -> list[str]:
     """The actions as text, such as `WakeModel a`."""
-    return [
-        f"{type(each).__name__} {each.model.name if isinstance(each, LoadModel | WakeModel | SleepModel) else each.request}"  # type: ignore[attr-defined]
-        for each in actions
-    ]
+    subjects = [each.model.name if hasattr(each, "model") else each.request for each in actions]  # type: ignore[attr-defined]
+    return [f"{type(each).__name__} {subject}" for each, subject in zip(actions, subjects, strict=True)]
 
 
 def test_a_request_to_an_awake_model_begins_at_once():
