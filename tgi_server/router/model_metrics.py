@@ -11,7 +11,7 @@ from tgi_server.router.metrics import Metrics
 _LABEL = "model"
 # Metrics of the process, which are not of one model.
 _OF_THE_PROCESS = ("process_", "tgi_event_loop_lag", "tgi_connections_", "tgi_client_memory", "tgi_requests_refused")
-_SECONDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 
 class ModelMetrics:
@@ -21,37 +21,28 @@ class ModelMetrics:
         self.registry = CollectorRegistry()
         labels = (_LABEL,)
         self._awake = Gauge("tgi_model_awake", "1 if the model is awake, else 0.", labels, registry=self.registry)
-        self._slept = Counter(
-            "tgi_model_sleeps", "Number of times the model was put to sleep.", labels, registry=self.registry
-        )
         self._failed = Counter(
             "tgi_model_failures",
             "Number of times the model could not be loaded or woken, or lost its shards.",
             labels,
             registry=self.registry,
         )
-        self._woken, self._loaded = (
-            Histogram(name, meaning, labels, buckets=_SECONDS, registry=self.registry)
-            for name, meaning in (
-                ("tgi_model_wake_duration", "Time to wake the model; the count is the number of wakes."),
-                ("tgi_model_load_duration", "Time to load the model, from the start of its shards."),
-            )
+        self._loaded = Histogram(
+            "tgi_model_load_duration",
+            "Time to load the model, from the start of its shards.",
+            labels,
+            buckets=_SECONDS,
+            registry=self.registry,
         )
         for name in names:  # shown from the start
-            for metric in (self._awake, self._slept, self._failed, self._woken, self._loaded):
+            for metric in (self._awake, self._failed, self._loaded):
                 metric.labels(name)
 
     def awake(self, model: str, *, awake: bool) -> None:
         self._awake.labels(model).set(awake)
 
-    def slept(self, model: str) -> None:
-        self._slept.labels(model).inc()
-
     def failed(self, model: str) -> None:
         self._failed.labels(model).inc()
-
-    def woken(self, model: str, seconds: float) -> None:
-        self._woken.labels(model).observe(seconds)
 
     def loaded(self, model: str, seconds: float) -> None:
         self._loaded.labels(model).observe(seconds)

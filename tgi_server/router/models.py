@@ -124,7 +124,8 @@ class Models:
     def listed(self) -> list[ListedModel]:
         """Returns what lists of models say of each."""
         return [
-            ListedModel(model.names, model.service, model.state, model.resident.reason or None) for model in self.models
+            ListedModel(model.names, model.service, model.state, model.resident.reason or None, model.task is None)
+            for model in self.models
         ]
 
     def told(self, index: int, state: str, reason: str) -> None:
@@ -330,7 +331,6 @@ class Models:
         else:
             if not lost.is_set():
                 self._rules.woken(model.resident, perf_counter())
-                self.metrics.woken(model.name, model.resident.wake_seconds)
                 logger.info("%s is awake after %.2f s", model.name, model.resident.wake_seconds)
         self.decide_soon()
 
@@ -346,7 +346,6 @@ class Models:
         else:
             if not lost.is_set():
                 self._rules.slept(model.resident, perf_counter())
-                self.metrics.slept(model.name)
                 logger.info("%s sleeps: %s", model.name, reason)
         self.decide_soon()
 

@@ -159,12 +159,16 @@ ModelState = Literal["awake", "asleep", "loading", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model in the lists of a server. service: None while it is not loaded. reason: why it failed."""
+    """A model in the lists of a server.
+
+    service: None while it is not loaded. reason: why it failed. generates: it is not an embedding or rerank model.
+    """
 
     names: Sequence[str]
     service: "Service | None"
     state: ModelState = "awake"
     reason: str | None = None
+    generates: bool = True
 
 
 class Sleeping(Protocol):

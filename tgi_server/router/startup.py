@@ -211,7 +211,9 @@ async def assembled(
                 "/generate and /v1/completions need none"
             )
         images, no_images = _image_reader(settings, info, limits, threads, metrics.images)
-        form, thoughts = _answer_form(settings, template, threads.tokenizer, config.response_template)
+        form, thoughts = await asyncio.to_thread(
+            _answer_form, settings, template, threads.tokenizer, config.response_template
+        )
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         try:

@@ -214,6 +214,10 @@ async def test_a_request_is_answered_by_the_model_that_it_names(both: Server) ->
     assert await both.text(model="tgi") == "This is large."
     response = await both.http.post("/generate?model=small", json={"inputs": "How?"})
     assert response.json()["generated_text"].strip() == "This is small."
+    response = await both.http.post("/generate", json={"inputs": "How?", "parameters": {"adapter_id": "small"}})
+    assert response.json()["generated_text"].strip() == "This is small."
+    response = await both.http.post("/generate", json={"inputs": "How?", "parameters": {"adapter_id": "huge"}})
+    assert response.status_code == 422
 
 
 async def test_an_unknown_model_is_not_found(both: Server) -> None:
@@ -250,6 +254,7 @@ async def test_lists_have_all_models(both: Server) -> None:
     assert (await both.http.get("/v1/models/small")).json()["id"] == "small"
     assert (await both.http.get("/info")).json()["model_id"] == "large"
     assert (await both.http.get("/info?model=small")).json()["model_id"] == "small"
+    assert (await both.http.get("/info")).json()["models"] == ["large", "small"]
     tags = (await both.http.get("/api/tags")).json()["models"]
     assert [each["name"] for each in tags] == ["large", "small"]
     page = await both.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
@@ -314,7 +319,7 @@ async def test_models_take_turns_in_memory_for_one(servers: Make) -> None:
     (awake,) = (await server.http.get("/api/ps")).json()["models"]
     assert awake["name"] in [each["id"] for each in listed if each["state"] == "awake"]
     lines = (await server.http.get("/metrics")).text
-    assert 'tgi_model_wake_duration_count{model="large"} ' in lines
+    assert 'tgi_wake_duration_count{model="large"} ' in lines
 
 
 async def test_a_client_that_leaves_wakes_nothing_and_is_forgotten(servers: Make) -> None:

@@ -66,10 +66,7 @@ class _Dispatcher:
         """Returns the model that a request is for, once it is loaded. Reads the body. Raises RouterError."""
         path, named = request.scope["path"], _queried(request)
         if request.method == "POST":
-            content = await self._received(request)
-            given = content.get("model") if isinstance(content, dict) else None
-            if isinstance(given, str) and given:
-                named = given
+            named = self._named(await self._received(request)) or named
         elif named is None:
             return self._any(well=path in _HEALTH)
         model = self._model(path, named)
@@ -98,6 +95,23 @@ class _Dispatcher:
             content = error
         request.scope["state"][RECEIVED] = body, content
         return content
+
+    def _named(self, content: Any) -> str | None:
+        """Returns the name of a model in a body: `model`, or an `adapter_id` of TGI's that is the name of a model.
+
+        The latter is taken out: the model has no adapter of that name.
+        """
+        if not isinstance(content, dict):
+            return None
+        if isinstance(given := content.get("model"), str) and given:
+            return given
+        for place in (content, content.get("parameters")):
+            if isinstance(place, dict) and isinstance(name := place.get("adapter_id"), str):
+                if any(name in model.names for model in self._models.models):
+                    del place["adapter_id"]
+                    return name
+                return name if self._models.find(name) is not None else None
+        return None
 
     def _model(self, path: str, named: str | None) -> HostedModel:
         """Returns the model that a request names, or that its path is for. Raises NoSuchModel."""

@@ -62,6 +62,7 @@ class Info(ResponseModel, kw_only=True):
     ]
     encoders: Annotated[list[EncoderInfo], Meta(description="models that embed and rank")]
     adapters: Annotated[list[AdapterInfo], Meta(description="that requests may name")]
+    models: Annotated[list[str] | UnsetType, Meta(description="that generate, of several models")] = UNSET
 
 
 class SleepInfo(ResponseModel):

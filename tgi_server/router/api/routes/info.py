@@ -147,9 +147,12 @@ def _info(service: Service) -> Info:
                 columns=served.info.columns,
                 pooling=served.info.pooling or None,
             )
-            for served in service.encoders.by_task.values()
+            for listed in service.listed()
+            if listed.service is not None
+            for served in listed.service.encoders.by_task.values()
         ],
         adapters=[AdapterInfo(id=adapter.id, rank=adapter.rank, ready=adapter.ready) for adapter in service.adapters],
+        models=UNSET if service.models is None else [each.names[0] for each in service.models() if each.generates],
     )
 
 

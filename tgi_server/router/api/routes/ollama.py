@@ -66,7 +66,9 @@ async def _answer(admission: Admission, request: OllamaChatRequest | OllamaGener
     service = admission.service
     shape: _Shape = _chat_piece if isinstance(request, OllamaChatRequest) else _generate_piece
     if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
-        # How clients have a model loaded, which it is.
+        # How clients have a model loaded.
+        async with service.in_use():
+            pass
         model = named_adapter(service, without_tag(service, request.model)) or service.model.names[0]
         loaded = shape("", "", (), model=model, done=True, done_reason="load")
         return json_response(loaded, admission.record.headers)

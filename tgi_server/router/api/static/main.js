@@ -39,8 +39,9 @@ function connectTheme() {
 function showModels(info) {
   element("model").textContent = info.model_id;
   document.title = info.model_id;
-  element("adapter").append(new Option(info.model_id, ""), ...info.adapters.map(({ id }) => new Option(id)));
-  element("adapter").hidden = !info.adapters.length || !generates(info);
+  const others = [...(info.models ?? []).slice(1), ...info.adapters.map(({ id }) => id)];
+  element("adapter").append(new Option(info.models?.[0] ?? info.model_id, ""), ...others.map((id) => new Option(id)));
+  element("adapter").hidden = !others.length || !generates(info);
   element("model").hidden = !element("adapter").hidden;
 }
 
