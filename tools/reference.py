@@ -15,6 +15,7 @@ from shared.settings import ServiceSettings, help_groups
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.metrics import TGI_COUNTERS, Metrics
+from tgi_server.router.model_metrics import ModelMetrics
 from tgi_server.router.options import Dialect, OptionRow, rows
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.completions import CompletionRequest
@@ -292,6 +293,7 @@ def metrics_page() -> str:
     front = ServiceMetrics()
     sections = {
         "Router: `/metrics`, also on `--prometheus-port`": Metrics().described(),
+        "Router of [several models](several-models.md)": list(ModelMetrics([]).registry.collect()),
         "`llm-functionalities`: `--metrics-port`": list(front.registry.collect()),
     }
     parts = [_METRICS_HEAD]

@@ -338,14 +338,14 @@ class Models:
         mode, lost = model.sleep_mode, model.lost
         assert mode is not None
         try:
-            await mode.sleep()
+            released = await mode.sleep()
         except RouterError as error:
             if not lost.is_set():
                 logger.error("%s cannot be put to sleep, and stays awake: %s", model.name, error)
                 self._rules.stayed_awake(model.resident)
         else:
             if not lost.is_set():
-                self._rules.slept(model.resident, perf_counter())
+                self._rules.slept(model.resident, perf_counter(), released)
                 logger.info("%s sleeps: %s", model.name, reason)
         self.decide_soon()
 

@@ -172,8 +172,9 @@ class Residency:
         model.wake_seconds = now - model.began_at
         self._awake(model, now)
 
-    def slept(self, model: Resident, now: float) -> None:
-        """Reports that the model has given its memory back."""
+    def slept(self, model: Resident, now: float, released: int = 0) -> None:
+        """Reports that the model has given its memory back. released: bytes, which may be more than was estimated."""
+        model.bytes = int(min(max(model.bytes, released), self._most))
         model.sleep_seconds = now - model.began_at
         model.state, model.dismissed = State.ASLEEP, False
 

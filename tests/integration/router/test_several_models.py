@@ -100,8 +100,8 @@ class Server:
         assert model is not None
         return model
 
-    async def complete(self, **body: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"prompt": "How?", "max_tokens": 20, **body})
+    async def complete(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        return await self.http.post(path, json={"prompt": "How?", "max_tokens": 20, **body})
 
     async def text(self, **body: Any) -> str:
         response = await self.complete(**body)
@@ -214,6 +214,7 @@ async def test_a_request_is_answered_by_the_model_that_it_names(both: Server) ->
     assert await both.text(model="tgi") == "This is large."
     response = await both.http.post("/generate?model=small", json={"inputs": "How?"})
     assert response.json()["generated_text"].strip() == "This is small."
+    assert await both.text(path="/v1/completions?model=small", model="large") == "This is small."
     response = await both.http.post("/generate", json={"inputs": "How?", "parameters": {"adapter_id": "small"}})
     assert response.json()["generated_text"].strip() == "This is small."
     response = await both.http.post("/generate", json={"inputs": "How?", "parameters": {"adapter_id": "huge"}})

@@ -59,6 +59,18 @@ def test_the_longest_idle_model_of_the_largest_priority_number_sleeps_first():
     assert kinds(rules.decide(11)) == ["WakeModel b"]
 
 
+def test_what_a_model_released_counts_where_it_is_more_than_was_estimated():
+    models = [awake("a", 1), asleep("b", 1)]
+    rules = Residency(models, 25 * GB // 10)
+    models[0].state = State.FALLING_ASLEEP
+    rules.slept(models[0], 1, 2 * GB)
+    assert models[0].bytes == 2 * GB
+    rules.slept(models[0], 2, 3 * GB)  # or it could never wake
+    assert models[0].bytes == 25 * GB // 10
+    rules.slept(models[1], 1, GB // 2)
+    assert models[1].bytes == GB
+
+
 def test_no_more_models_sleep_than_needed():
     rules = Residency(
         [awake("small", 0.2, used_at=1), awake("large", 2, used_at=2), model := asleep("b")], 22 * GB // 10

@@ -39,7 +39,7 @@ def create_models_app(models: Models, rules: AccessRules, payload_limit: int) ->
 
 
 class _Dispatcher:
-    """Chooses a model by `model` in the body, else by `?model=`, else the first one that has the route."""
+    """Chooses a model by `?model=`, else by `model` in the body, else the first one that has the route."""
 
     def __init__(self, models: Models, payload_limit: int) -> None:
         self._models = models
@@ -66,7 +66,8 @@ class _Dispatcher:
         """Returns the model that a request is for, once it is loaded. Reads the body. Raises RouterError."""
         path, named = request.scope["path"], _queried(request)
         if request.method == "POST":
-            named = self._named(await self._received(request)) or named
+            content = await self._received(request)
+            named = named or self._named(content)
         elif named is None:
             return self._any(well=path in _HEALTH)
         model = self._model(path, named)
