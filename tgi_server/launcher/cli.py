@@ -191,6 +191,8 @@ async def _launch_several(
             if adapters is None:
                 return
             own = own.model_copy(update={"lora_adapters": adapters})
+            if not own.generates:  # the flag is for those that do
+                own = own.model_copy(update={"prefix_cache_disk": None})
             check_model(own, folder)
             found.append((replace(entry, settings=own, weight_bytes=weight_bytes(own, folder)), folder))
     entries, memory = within_memory([entry for entry, _ in found], settings.models_memory)

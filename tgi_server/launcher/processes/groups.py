@@ -69,7 +69,7 @@ class ModelShards:
             self.reason = "a shard ended" if dead is None else dead.exit_message()
             logger.error("%s: %s", self.label, self.reason)
         finally:
-            await self.stop(FAILURE_SECONDS)
+            await self.stop(SHARD_SECONDS)
         self._change("failed", changed)
 
     async def stop(self, grace: float) -> None:
