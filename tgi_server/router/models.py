@@ -52,7 +52,7 @@ class HostedModel:
     """One of the models.
 
     names: by which requests call it. task: embed or rank; None: it generates. service: None while it is not loaded.
-    metrics: outlive its shards. sleep_mode: of its shards. serving: serves it, until `lost` is set.
+    metrics: outlive its shards. sleep_mode: of its shards. gives_up_grammars: when it sleeps next. serving: serves it, until `lost` is set.
     """
 
     names: Sequence[str]
@@ -61,6 +61,7 @@ class HostedModel:
     metrics: Metrics = field(default_factory=Metrics)
     service: Service | None = None
     sleep_mode: Sleeping | None = None
+    gives_up_grammars: bool = False
     serving: asyncio.Task[None] | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -308,9 +309,12 @@ class Models:
         if not model.resident.waiting:
             self._start(wake())
 
-    async def dismiss(self, model: HostedModel) -> None:
-        """Has a model sleep, once the requests that run have ended; the next one wakes it. Raises CannotSleep."""
-        resident = model.resident
+    async def dismiss(self, model: HostedModel, *, grammars: bool) -> None:
+        """Has a model sleep, once the requests that run have ended; the next one wakes it. Raises CannotSleep.
+
+        grammars: it gives up the tables for grammars, too.
+        """
+        resident, model.gives_up_grammars = model.resident, grammars
         while resident.state is not State.ASLEEP:
             if not resident.can_sleep:
                 raise CannotSleep(f"{model.name} cannot sleep; the log has the reason")
@@ -338,7 +342,7 @@ class Models:
         mode, lost = model.sleep_mode, model.lost
         assert mode is not None
         try:
-            released = await mode.sleep()
+            released = await mode.sleep(grammars=model.gives_up_grammars)
         except RouterError as error:
             if not lost.is_set():
                 logger.error("%s cannot be put to sleep, and stays awake: %s", model.name, error)
@@ -347,6 +351,7 @@ class Models:
             if not lost.is_set():
                 self._rules.slept(model.resident, perf_counter(), released)
                 logger.info("%s sleeps: %s", model.name, reason)
+        model.gives_up_grammars = False
         self.decide_soon()
 
 
@@ -362,8 +367,8 @@ class _Managed:
     def awake(self) -> bool:
         return self._model.resident.state is State.AWAKE
 
-    async def sleep(self) -> int:
-        await self._models.dismiss(self._model)
+    async def sleep(self, *, grammars: bool = False) -> int:
+        await self._models.dismiss(self._model, grammars=grammars)
         return 0
 
     async def wake(self) -> None:

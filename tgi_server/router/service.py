@@ -180,8 +180,11 @@ class Sleeping(Protocol):
     def awake(self) -> bool:
         """True while waiting requests may be computed."""
 
-    async def sleep(self) -> int:
-        """Returns once the model sleeps. Raises CannotSleep and Unhealthy; it is awake then."""
+    async def sleep(self, *, grammars: bool = False) -> int:
+        """Returns once the model sleeps. Raises CannotSleep and Unhealthy; it is awake then.
+
+        grammars: the tables for grammars are given up, too.
+        """
 
     async def wake(self) -> None:
         """Returns once the model is awake. Raises Unhealthy."""

@@ -399,7 +399,7 @@ async def test_callers_put_models_to_sleep_and_wake_them(servers: Make) -> None:
     assert (await server.http.get("/is_sleeping?model=small")).json() == {"is_sleeping": True}
     assert (await server.http.get("/is_sleeping")).json() == {"is_sleeping": False}
     assert await server.text(model="small") == "This is small."
-    (await server.http.post("/sleep?model=small")).raise_for_status()
+    (await server.http.post("/sleep?model=small&level=2")).raise_for_status()
     (await server.http.post("/wake_up?model=small")).raise_for_status()
     assert server.moves("small") == ["sleeps", "wakes"] * 2
     assert server.moves("large") == []
