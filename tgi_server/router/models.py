@@ -52,7 +52,8 @@ class HostedModel:
     """One of the models.
 
     names: by which requests call it. task: embed or rank; None: it generates. service: None while it is not loaded.
-    metrics: outlive its shards. sleep_mode: of its shards. gives_up_grammars: when it sleeps next. serving: serves it, until `lost` is set.
+    metrics: outlive its shards. sleep_mode: of its shards. gives_up_grammars: when it sleeps next. serving: serves it,
+    until `lost` is set.
     """
 
     names: Sequence[str]

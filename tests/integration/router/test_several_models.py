@@ -308,7 +308,7 @@ async def test_keys_are_needed_for_all_models(servers: Make) -> None:
 async def test_models_take_turns_in_memory_for_one(servers: Make) -> None:
     residents = {name: Resident(name, MB, preload=True) for name in ("large", "small")}
     server = await servers(residents, MB)
-    assert [each.state for each in server.models.models] == ["awake", "asleep"]
+    await server.until(lambda: [each.state for each in server.models.models] == ["awake", "asleep"])
     assert await server.text(model="small") == "This is small."  # is loaded for it
     assert server.moves("large") == ["sleeps"]
     texts = await asyncio.gather(*(server.text(model=name) for name in ("large", "small") * 10))
