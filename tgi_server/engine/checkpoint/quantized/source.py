@@ -62,7 +62,7 @@ class QuantizedTensor:
     def weights(self) -> Iterator[QuantizedWeight]:
         """Yields this shard's part of the weight, [outputs, inputs], or of each expert's. Raises InvalidWeights."""
         for weight in self.read():
-            if not bool(weight.scales.isfinite().all()):
+            if not weight.is_finite:
                 raise InvalidWeights(
                     f"the scales of tensor {self.name} are not all finite numbers; download the folder again"
                 )

@@ -29,6 +29,11 @@ class BlockScales:
         """Returns the scales in float32."""
         return self.blocks.repeat_interleave(self.factors.shape[1] // self.blocks.shape[1], 1) * self.factors.float()
 
+    @property
+    def has_zeros(self) -> bool:
+        """True if a scale is 0."""
+        return not (bool(self.factors.all()) and bool(self.blocks.all()))
+
 
 Scales = Tensor | BlockScales
 # Changes a tensor: takes rows of it, or moves it to a device.
@@ -85,6 +90,12 @@ class QuantizedWeight:
     def scales(self) -> Tensor:
         """The scales, [outputs, groups] float32."""
         return _expanded(self.stored_scales)
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all scales are finite numbers."""
+        stored = self.stored_scales
+        return bool((stored.blocks if isinstance(stored, BlockScales) else stored).isfinite().all())
 
     @property
     def offsets(self) -> Tensor | None:

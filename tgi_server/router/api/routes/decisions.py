@@ -1,7 +1,11 @@
 """/v1/decisions: questions about an input, answered by probabilities."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.routing import Route
@@ -53,6 +57,8 @@ from tgi_server.router.text.decisions import (
 )
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream
+
+T = TypeVar("T")
 
 # Sequences of one request that are computed at once, so that other requests' come in between.
 _AT_ONCE = 32
@@ -134,14 +140,22 @@ async def _results(
         prompts += [(index, neutral, listed[0]) for index, listed in enumerate(orders)]
     asks: list[list[_Ask]] = [[] for _ in questions]
     streams: list[AnyStream] = []
-    done = 0
-    while done < len(prompts):  # the first alone: it computes what the others find in the cache
-        now = prompts[done : done + _AT_ONCE] if done else prompts[:1]
-        made = [await _ask(generation.admission, said, questions[index], order, settings) for index, said, order in now]
-        streams += await _score(generation, made)
-        for (index, _, _), ask in zip(now, made, strict=True):
-            asks[index].append(ask)
-        done += len(now)
+
+    async def make(first: int, last: int) -> list[tuple[int, _Ask]]:
+        return [
+            (index, await _ask(generation.admission, said, questions[index], order, settings))
+            for index, said, order in prompts[first:last]
+        ]
+
+    # The first alone: it computes what the others find in the cache. They are prepared meanwhile.
+    starts = [0, *range(1, len(prompts), _AT_ONCE), len(prompts)]
+    made = await make(*starts[:2])
+    for step in pairwise([*starts[1:], len(prompts)]):
+        async with _beside(make(*step)) as following:
+            streams += await _score(generation, [ask for _, ask in made])
+            for index, ask in made:
+                asks[index].append(ask)
+            made = await following
     temperatures = generation.service.decisions.temperature
     results = []
     for question, listed, scored in zip(questions, orders, asks, strict=True):
@@ -157,6 +171,16 @@ async def _results(
             )
         )
     return results, streams
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Runs `work` as a task beside the block, and cancels it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 async def _ask(

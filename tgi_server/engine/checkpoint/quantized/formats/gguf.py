@@ -73,6 +73,8 @@ def _with_offsets(weight: QuantizedWeight, offsets: Scales | None) -> QuantizedW
     if offsets is None:
         return weight
     weight = replace(weight, stored_offsets=_by_output(offsets))
+    if isinstance(weight.stored_scales, BlockScales) and not weight.stored_scales.has_zeros:
+        return weight
     assert weight.offsets is not None
     alone = (weight.scales == 0) & (weight.offsets != 0)
     if bool(alone.any()):
