@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -27,6 +28,8 @@ _LONGEST_TRACEBACK = 32_000
 _MAX_WAITING = 4 * 2**20
 # Seconds for which the end of a process waits for its last lines to be read.
 _FLUSH_SECONDS = 1.0
+# Seconds between two writes: waking the thread for each line of a busy process takes as long as making the line.
+_PAUSE_SECONDS = 0.02
 
 # Names of log levels, including those of TGI and of other services. TRACE logs everything, OFF nothing.
 _LEVELS = {
@@ -85,6 +88,9 @@ def configure_logging(
     Whatever is passed as `extra` to a log call follows the message as `name=value`, or becomes a field in JSON.
     No thread waits for the reader of standard error, tracebacks and `print` included: see _BackgroundWriter.
     """
+    # No line shows these, and each takes time ("Optimization" in Python's documentation of `logging`).
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # type: ignore[attr-defined]
     formatter = _JsonFormatter(service) if json_output else _LineFormatter(service)
     _write_in_background(formatter, order_seconds)
     handler = logging.StreamHandler(sys.stderr)
@@ -143,7 +149,12 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 def _iso(seconds: float) -> str:
     """Returns a time in ISO 8601 with milliseconds; such times sort as texts."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}Z"
+    return f"{_second(int(seconds))}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+@lru_cache(maxsize=4)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def _write_in_background(formatter: logging.Formatter, order_seconds: float) -> None:
@@ -210,9 +221,10 @@ class _BackgroundWriter(io.RawIOBase):
             if self._waiting and self._size + len(lines) > _MAX_WAITING:
                 self._dropped += lines.count(b"\n")
             else:
+                if not self._waiting:  # with others, the thread knows already
+                    self._changed.notify_all()
                 heapq.heappush(self._waiting, (self._time_of(lines), next(self._numbers), lines))
                 self._size += len(lines)
-                self._changed.notify_all()
         return len(lines)
 
     def _time_of(self, lines: bytes) -> str:
@@ -241,15 +253,18 @@ class _BackgroundWriter(io.RawIOBase):
                 self._draining = False
 
     def _run(self) -> None:
+        written = 0.0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                if self._order_seconds and not self._draining:
-                    self._changed.wait_for(lambda: self._draining, self._order_seconds)
+                pause = self._order_seconds or written + _PAUSE_SECONDS - time.monotonic()
+                if pause > 0 and not self._draining:
+                    self._changed.wait_for(lambda: self._draining, pause)
                 lines = self._take()
                 dropped = self._dropped
                 self._writing = True
             failed = self._write(lines).count(b"\n")
+            written = time.monotonic()
             told = dropped and not failed and not self._write(f"{self._notice(dropped)}\n".encode())
             with self._changed:
                 self._dropped += failed - (dropped if told else 0)

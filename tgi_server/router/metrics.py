@@ -11,12 +11,13 @@ from enum import Enum
 from itertools import accumulate, repeat
 from time import perf_counter, time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tgi_server.router.adapter_source import OTHER_ADAPTERS
+from tgi_server.router.histogram import Histogram
 from tgi_server.router.process_metrics import ProcessMetrics
 from tgi_server.router.prompt_source import MissCause
 
@@ -91,14 +92,14 @@ class _Registry:
     def gauge(self, name: str, meaning: str) -> Gauge:
         return Gauge(name, meaning, registry=self._registry)
 
-    def seconds(self, name: str, meaning: str, *labels: str) -> Histogram:
-        return Histogram(name, meaning, labels, buckets=_SECONDS, registry=self._registry)
+    def seconds(self, name: str, meaning: str, label: str | None = None) -> Histogram:
+        return Histogram(name, meaning, _SECONDS, label, self._registry)
 
     def tokens(self, name: str, meaning: str) -> Histogram:
-        return Histogram(name, meaning, buckets=_TOKENS, registry=self._registry)
+        return Histogram(name, meaning, _TOKENS, None, self._registry)
 
     def requests(self, name: str, meaning: str) -> Histogram:
-        return Histogram(name, meaning, buckets=_SIZES, registry=self._registry)
+        return Histogram(name, meaning, _SIZES, None, self._registry)
 
 
 class RequestMetrics:
@@ -127,7 +128,7 @@ class RequestMetrics:
         for cause in MissCause:  # shown from the start
             self._missed.labels(cause.value)
         self._total = made.seconds("tgi_request_duration", "Time from a request's arrival to its last token.")
-        self._phases = {
+        self._phases: dict[str, Histogram] = {
             "validation": made.seconds(duration("validation"), "Time to validate and tokenize a request."),
             "queue": made.seconds(duration("queue"), "Time a request waits in the queue."),
             "inference": made.seconds(duration("inference"), "Time from leaving the queue to the last token."),

@@ -112,6 +112,7 @@ class ForeignPageMiddleware:
         self._app = app
         self._refused = refused
         self._rules = rules
+        self._last_own = ""  # the name that was found to be the server's last: most requests have the same
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -138,12 +139,17 @@ class ForeignPageMiddleware:
 
     def _is_own(self, name: str) -> bool:
         """Returns True for IP addresses, localhost, and names of the server."""
-        return (
+        if name == self._last_own:
+            return True
+        own = (
             name == "localhost"
             or name.endswith(".localhost")
             or is_ip_address(name)
             or any(host in (_ANY, name) or _covers(host, name) for host in self._rules.hosts)
         )
+        if own:
+            self._last_own = name
+        return own
 
     def _allows(self, origin: str | None) -> bool:
         """Returns True for an origin whose pages may call."""

@@ -1,7 +1,7 @@
 """The ASGI application: all routes, errors, and who may call."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.loading import read_progress
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
-from tgi_server.router.api.documentation import document_routes
+from tgi_server.router.api.documentation import DescribedRoute, document_routes
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.api.request_record import request_id
 from tgi_server.router.api.routes.adapters import adapter_routes
@@ -72,11 +72,34 @@ def service_app(service: Service, before: Sequence[Middleware] = ()) -> Starlett
     routes = [route for group in groups for route in group(service)]
     app = Starlette(
         routes=[*routes, *document_routes(routes, service.model.version), *page_routes()],
-        middleware=before,
+        middleware=[*before, Middleware(_PostRoutes, routes=routes)],
         exception_handlers={RouterError: _respond_with_error, HTTPException: _respond_with_http_error},
     )
     app.state.generates = service.generates
     return app
+
+
+class _PostRoutes:
+    """Responds to the POST requests of routes without parameters, found by their paths. The router, which tries one
+    route after the other within two layers of exception handlers, gets the other requests.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        posts = [each for each in routes if isinstance(each, DescribedRoute) and each.methods == {"POST"}]
+        self._endpoints = {each.path: each.respond for each in reversed(posts) if not each.param_convertors}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self._endpoints.get(scope["path"]) if scope.get("method") == "POST" else None
+        if respond is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await respond(request)
+        except RouterError as error:
+            response = await _respond_with_error(request, error)
+        await response(scope, receive, send)
 
 
 class ReplaceableApp:

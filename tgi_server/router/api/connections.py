@@ -6,6 +6,7 @@ import logging
 import resource
 import select
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from time import monotonic
 from typing import Any
 
@@ -417,6 +418,7 @@ def refusal(error: Overloaded) -> bytes:
     return head.encode() + body
 
 
+@lru_cache(maxsize=4096)
 def network_of(host: str) -> str:
     """Returns what counts as one address: of IPv6, the part that a network has to itself."""
     address = ipaddress.ip_address(host.partition("%")[0])

@@ -71,7 +71,10 @@ def answered_by(
 
 
 class DescribedRoute(Route):
-    """A route that the OpenAPI document describes. body: of requests, which the endpoint reads itself."""
+    """A route that the OpenAPI document describes. body: of requests, which the endpoint reads itself.
+
+    respond: the endpoint as it was given.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class DescribedRoute(Route):
         body: type[BaseModel] | None = None,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
+        self.respond = endpoint
         self.method = method.lower()
         self.operation: dict[str, Any] = {
             "tags": ["Text generation"],

@@ -5,8 +5,8 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from secrets import token_hex
 from time import perf_counter, perf_counter_ns, time_ns
-from uuid import uuid4
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -36,6 +36,7 @@ from tgi_server.router.text.token_stream import AnyStream
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_REQUEST_ID_KEY = "request_id"  # in the state of a request's scope
 _INDEX = re.compile(r"\[\d+\]")
 _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"})
 # Ignored members that are reported for one request, and names of ignored members that are logged.
@@ -54,6 +55,7 @@ class RequestRecord:
     def __init__(self, service: Service, request: Request) -> None:
         self._service = service
         self._metrics = service.metrics.requests
+        self._times: RequestTimes | None = None
         self.path: str = request.scope["path"]
         self.request_id = request_id(request)
         self.arrived = perf_counter()
@@ -118,12 +120,12 @@ class RequestRecord:
     @property
     def headers(self) -> dict[str, str]:
         """The request's id, and how the request was read, for the response."""
-        notes = {
-            "x-unenforced-constraints": self._unenforced,
-            "x-ignored-fields": self._ignored,
-            "x-schema-reading": self._schema_reading,
-        }
-        return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes.items() if lines}
+        notes = (
+            ("x-unenforced-constraints", self._unenforced),
+            ("x-ignored-fields", self._ignored),
+            ("x-schema-reading", self._schema_reading),
+        )
+        return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes if lines}
 
     @property
     def trace_context(self) -> dict[str, str]:
@@ -141,14 +143,19 @@ class RequestRecord:
         for source, miss in self._sources.items():
             if miss is None:
                 self._sources[source] = explain(source, self._service.text.tokenizer)
-        return sorted(filter(None, self._sources.values()), key=lambda miss: -miss.missing_tokens)
+        found = [miss for miss in self._sources.values() if miss is not None]
+        return sorted(found, key=lambda miss: -miss.missing_tokens) if len(found) > 1 else found
 
     @property
     def shown_miss(self) -> PrefixMiss | None:
         """The part of the first explanation that the client may see; None if no prompt was looked up."""
-        first = next(iter(self.misses), None)
+        return self._shown(self.misses)
+
+    def _shown(self, misses: Sequence[PrefixMiss]) -> PrefixMiss | None:
+        if not misses:
+            return None
         shared = any(source.shared for source in self._sources)
-        return first.as_shared() if first is not None and shared else first
+        return misses[0].as_shared() if shared else misses[0]
 
     @property
     def total_time(self) -> float:
@@ -157,7 +164,12 @@ class RequestRecord:
 
     @property
     def times(self) -> RequestTimes:
-        """Returns where the time went that the client waited for the slowest sequence."""
+        """Returns where the time went that the client waited for the slowest sequence, once all have ended."""
+        if self._times is None:
+            self._times = self._measured()
+        return self._times
+
+    def _measured(self) -> RequestTimes:
         slowest = self._slowest
         inference = slowest.ended_at - slowest.started_at
         return RequestTimes(
@@ -175,9 +187,10 @@ class RequestRecord:
 
     def end(self, error: BaseException | None) -> None:
         """Writes the record. error: why the request was not answered as it should be."""
-        if (shown := self.shown_miss) is not None:
+        misses = self.misses
+        if (shown := self._shown(misses)) is not None:
             self._service.explained.add(self._namespace, self.request_id, shown)
-        for miss in self.misses:
+        for miss in misses:
             if miss.cause is not None:
                 self._metrics.missed(miss.cause, miss.missing_tokens)
         for source in self._sources:  # remembered, and must not hold the prompts before it
@@ -185,11 +198,11 @@ class RequestRecord:
         if error is not None:
             self._failed(error)
         elif self._streams:
-            self._generated()
+            self._generated(misses)
         else:
             self._computed()
 
-    def _generated(self) -> None:
+    def _generated(self, misses: Sequence[PrefixMiss]) -> None:
         times, slowest = self.times, self._slowest
         generated = sum(stream.generated_tokens for stream in self._streams)
         prompt_tokens = sum(stream.input_length for stream in self._streams)
@@ -204,11 +217,13 @@ class RequestRecord:
             "prompt_tokens": prompt_tokens,
             "generated_tokens": generated,
         }
-        if misses := self.misses:
+        if misses:
             fields["cached_tokens"] = sum(miss.found_tokens for miss in misses)
             if (cause := misses[0].cause) is not None:
                 fields["prefix_miss"] = cause.value
         logger.info("%s answered", self.path, extra=fields | self._identity(200))
+        if self._span is None:
+            return
         self._add_span("validation", self.arrived, slowest.queued_at)
         self._add_span("queue", slowest.queued_at, slowest.started_at)
         self._add_span("inference", slowest.started_at, slowest.ended_at)
@@ -301,8 +316,9 @@ class Milliseconds(float):
 
 def request_id(request: Request) -> str:
     """Returns the caller's `x-request-id`, or a new one; the response and the log have it."""
-    if not hasattr(request.state, "request_id"):
+    state = request.scope["state"]
+    found: str | None = state.get(_REQUEST_ID_KEY)
+    if found is None:
         given = request.headers.get("x-request-id", "")
-        request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-    found: str = request.state.request_id
+        found = state[_REQUEST_ID_KEY] = given if given and _REQUEST_ID.fullmatch(given) else token_hex(16)
     return found

@@ -112,8 +112,10 @@ class Preparer:
                 most, self._thoughts, self._threads.tokenizer, input_ids, grammar, thinking=thinking
             )
         unenforced = await self._compile(grammar, client)
-        stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
-        prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
+        prepared = options
+        if max_new_tokens != options.stopping.max_new_tokens or grammar is not options.grammar or budget is not None:
+            stopping = replace(options.stopping, max_new_tokens=max_new_tokens)
+            prepared = replace(options, stopping=stopping, grammar=grammar, thought_budget=budget)
         images = self._images.placed(input_ids, prompt.images) if self._images is not None else ()
         return PreparedRequest(input_ids, prepared, len(prompt.text), unenforced, images, source=made_of)
 

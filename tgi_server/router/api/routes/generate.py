@@ -60,7 +60,10 @@ async def prepare_tgi(
     def read() -> GenerationOptions:
         options = admission.options(parameters, Dialect.TGI, streams=streams)
         grammar = requested_grammar(parameters.grammar, "parameters.grammar")
-        return replace(options, grammar=grammar, cache_salt=cache_salt or options.cache_salt)
+        salt = cache_salt or options.cache_salt
+        if grammar is None and salt == options.cache_salt:
+            return options
+        return replace(options, grammar=grammar, cache_salt=salt)
 
     options = await service.text.threads.handle_text(size, read)
     prompt = await markdown_prompt(admission, inputs, "inputs", options.cache_salt)
@@ -69,6 +72,8 @@ async def prepare_tgi(
 
 def with_logprobs(prepared: PreparedRequest, *, logprobs: bool) -> PreparedRequest:
     """Returns a request that reports log-probabilities, or none."""
+    if prepared.options.report.logprobs == logprobs:
+        return prepared
     report = replace(prepared.options.report, logprobs=logprobs)
     return replace(prepared, options=replace(prepared.options, report=report))
 
