@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tgi_server.router.api.admission import Admission, respond_to
-from tgi_server.router.api.connections import REFUSE
+from tgi_server.router.api.connections import REFUSE, WATCH
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.completions import complete
@@ -63,9 +63,9 @@ def _request(path: str, body: bytes) -> Request:
         return messages.pop()
 
     lease = Lease(Account(UNLIMITED, 1.0), "", _never)
-    state = {LEASE: lease, REFUSE: _never}
+    state = {LEASE: lease, REFUSE: _never, WATCH: _never}
     return Request({"type": "http", "method": "POST", "path": path, "headers": [], "state": state}, receive)
 
 
-def _never() -> None:
+def _never(*_: object) -> None:
     """Stands for the end of a connection, which there is none of."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 # Characters. What is longer is cut.
@@ -55,6 +55,8 @@ _OFF = logging.CRITICAL + 1
 # The time in a log line, as text or as JSON.
 _TIME = re.compile(rb'(?:\{"timestamp": ")?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z)')
 
+# What a record has before the fields of `extra`, and what other handlers may add.
+_FIRST_FIELDS = len(vars(logging.makeLogRecord({})))
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -90,7 +92,7 @@ def configure_logging(
     """
     # No line shows these, and each takes time ("Optimization" in Python's documentation of `logging`).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     formatter = _JsonFormatter(service) if json_output else _LineFormatter(service)
     _write_in_background(formatter, order_seconds)
     handler = logging.StreamHandler(sys.stderr)
@@ -132,7 +134,7 @@ def _message(record: logging.LogRecord) -> str:
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
     return {
         name: one_line(value, _LONGEST_FIELD) if isinstance(value, str) else value
-        for name, value in vars(record).items()
+        for name, value in islice(vars(record).items(), _FIRST_FIELDS, None)
         if name not in _STANDARD
     }
 

@@ -12,9 +12,9 @@ from starlette.routing import Route
 
 from tgi_server.contract import GenerationOptions
 from tgi_server.router.api.access import key_of, tenant_of
-from tgi_server.router.api.connections import network_of
+from tgi_server.router.api.connections import WATCH, network_of
 from tgi_server.router.api.documentation import DescribedRoute, Responses, answered_by
-from tgi_server.router.api.event_stream import EventStream, until_disconnected
+from tgi_server.router.api.event_stream import EventStream
 from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.request_record import RequestRecord
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, RouterError, UnsupportedMediaType
@@ -112,16 +112,22 @@ class Admission:
         """Returns what `work` returns. Cancels it as soon as the client closes its connection, and waits for its end,
         so that the request keeps its places until then. Raises ClientGone.
         """
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnected(self.request.receive))
+        task, left = asyncio.ensure_future(work), False
+
+        def leave() -> None:
+            nonlocal left
+            left = task.cancel()
+
+        watch = self.request.scope["state"][WATCH]
+        watch(leave)
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientGone("the client disconnected")
-            return task.result()
+            return await task
+        except asyncio.CancelledError:
+            if left:
+                raise ClientGone("the client disconnected") from None
+            raise
         finally:
-            gone.cancel()
-            if task.cancel():
-                await asyncio.wait((task,))
+            watch(None)
 
     def release(self) -> None:
         """Ends what is still generated and gives the places back, though the answer may not have been read."""

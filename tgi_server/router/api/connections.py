@@ -40,6 +40,8 @@ _LAST_SECONDS = 0.3
 
 # In the state of a request's scope: ends the connection at once, with a refusal where no response has begun.
 REFUSE = "refuse"
+# In the same place: takes a function that is called if the connection is lost, in place of the last one; None: none is.
+WATCH = "watch"
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -68,6 +70,7 @@ class ClientConnection(HttpToolsProtocol):
     # Of the head of the request that is received or answered.
     _head_size = 0
     _broken_off = _malformed = _stopping = False
+    _left: Callable[[], object] | None = None
     _deadline: asyncio.TimerHandle | None = None
     _reading_deadline: asyncio.TimerHandle | None = None
 
@@ -125,8 +128,16 @@ class ClientConnection(HttpToolsProtocol):
         self._is_read()
         self._unparsed = b""
         super().connection_lost(exc)
+        if self._left is not None:
+            self._left()
         if self.on_lost is not None:
             self.on_lost()
+
+    def watch(self, left: Callable[[], object] | None) -> None:
+        """Has `left` called when the connection is lost, at once if it is lost already."""
+        self._left = left
+        if left is not None and self.cycle.disconnected:
+            left()
 
     def shutdown(self) -> None:
         """Ends the connection after the current request, or after its first one, which may be on its way."""
@@ -148,7 +159,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][REFUSE] = self.refuse
+        self.scope["state"][REFUSE], self.scope["state"][WATCH] = self.refuse, self.watch
         self.receiving = self._in_head = True
         self._wait()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgi_server.router.api.connections import REFUSE
+from tgi_server.router.api.connections import REFUSE, WATCH
 from tgi_server.router.api.encoding import EVENTS, error_event
 from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
@@ -16,12 +16,6 @@ _KEEP_ALIVE_SECONDS = 15.0
 # Bytes that may wait for a client: some thousand tokens, or a few of the largest events so far.
 _LARGEST_BACKLOG = 2**20
 _LARGEST_EVENTS = 4
-
-
-async def until_disconnected(receive: Receive) -> None:
-    """Waits until the client has closed its connection. receive: of a request whose body has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Outbox:
@@ -152,7 +146,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._outbox.on_overrun = scope["state"][REFUSE]
-        watcher = asyncio.ensure_future(self._watch(receive))
+        watch = scope["state"][WATCH]
+        watch(lambda: self._outbox.abandon(ClientGone("the client disconnected")))
         timer = asyncio.ensure_future(self._keep_alive())
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -165,13 +160,9 @@ class EventStream(Response):
             self._on_close(error)
             raise
         finally:
-            watcher.cancel()
+            watch(None)
             timer.cancel()
         self._on_close(self._outbox.error)
-
-    async def _watch(self, receive: Receive) -> None:
-        await until_disconnected(receive)
-        self._outbox.abandon(ClientGone("the client disconnected"))
 
     async def _keep_alive(self) -> None:
         """Writes a sign of life whenever nothing has been sent for `_KEEP_ALIVE_SECONDS`."""

@@ -30,6 +30,7 @@ _TOKEN_BYTES, _ALTERNATIVE_BYTES = 320, 200
 _SEQUENCE_BYTES, _PROMPT_BYTES, _NUMBER_BYTES = 3_000, 12, 32
 # Sent by the clients of OpenAI and Anthropic, in seconds, and by Envoy, in milliseconds.
 _READ_TIMEOUT, _ENVOY_TIMEOUT = "x-stainless-read-timeout", "x-envoy-expected-rq-timeout-ms"
+_TIME_LIMITS = frozenset({_READ_TIMEOUT.encode(), _ENVOY_TIMEOUT.encode()})
 
 F = TypeVar("F", bound=Formatter)
 
@@ -247,6 +248,8 @@ class TimeLimits:
     @classmethod
     def of(cls, headers: Headers) -> "TimeLimits":
         """Returns the limits in the headers of a request. A value that is not a positive number sets no limit."""
+        if not any(name in _TIME_LIMITS for name, _ in headers.raw):
+            return _NO_LIMITS
         return cls(_positive(headers.get(_ENVOY_TIMEOUT)) / 1000, _positive(headers.get(_READ_TIMEOUT)))
 
     def deadlines(self, arrived: float, timeout_ms: int, *, streams: bool) -> tuple[float, float]:
@@ -256,6 +259,9 @@ class TimeLimits:
         """
         whole = min(self.whole, timeout_ms / 1000 if timeout_ms else inf)
         return arrived + (whole if streams else min(whole, self.silence)), arrived + self.silence
+
+
+_NO_LIMITS = TimeLimits()
 
 
 def _positive(value: str | None) -> float:

@@ -1,7 +1,6 @@
 """Serving HTTP, and a graceful end."""
 
 import asyncio
-import contextlib
 import errno
 import logging
 import math
@@ -44,7 +43,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, grace: float, patience: int, connections: Connections) -> None:
         self.open_connections = connections
         config = uvicorn.Config(
-            _with_lease(_cut_quietly(app), connections.account),
+            _with_lease(app, connections.account),
             loop="none",
             http=ClientConnection,
             ws="none",
@@ -91,18 +90,11 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _cut_quietly(app: ASGIApp) -> ASGIApp:
-    """Returns `app`, which logs no traceback of a request that is cancelled after the drain."""
-
-    async def cut(scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await app(scope, receive, send)
-
-    return cut
-
-
 def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
-    """Returns `app`, with a lease of the account for each request until nothing runs for it any more."""
+    """Returns `app`, with a lease of the account for each request until nothing runs for it any more.
+
+    No traceback of a request is logged that is cancelled after the drain.
+    """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         lease = Lease(account, network_of(scope["client"][0]), scope["state"][REFUSE])
@@ -124,6 +116,8 @@ def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
 
         try:
             await app(scope, receive, send_in_pieces)
+        except asyncio.CancelledError:
+            pass
         finally:
             account.remove(lease)
 

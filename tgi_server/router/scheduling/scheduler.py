@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil
+from itertools import chain
+from math import ceil, isfinite
 from time import perf_counter
 
 from shared.stubs import generate_pb2 as pb
@@ -192,7 +193,7 @@ class Scheduler:
         if self._unhealthy is not None:
             sequence.finish(self._unhealthy)
             return
-        self._order.enter(sequence, (*self.waiting, *self.batch))
+        self._order.enter(sequence, chain(self.waiting, self.batch))
         sequence.likely_cached = self.batch.memory.cached(sequence)
         if self.disk is not None:
             self.disk.look_up(sequence)
@@ -213,9 +214,10 @@ class Scheduler:
 
     def _check_time(self, sequence: Sequence) -> None:
         """Raises RequestTimedOut if its deadline has passed, CannotBeInTime if it would surely miss it."""
+        request = sequence.request
         if sequence.deadline <= self._clock():
             raise RequestTimedOut("the deadline of the request passed before it could be queued")
-        if not self._admission:
+        if not (self._admission and isfinite(min(request.deadline, request.first_token_by))):
             return
         self.sleep_mode.check_time(sequence)
         running = list(self.batch)

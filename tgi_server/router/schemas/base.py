@@ -153,7 +153,7 @@ class RefusingModel(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: Any) -> Any:
-        if isinstance(body, dict):
+        if isinstance(body, dict) and not cls.refused.keys().isdisjoint(body):
             found = [name for name in cls.refused if body.get(name) not in (None, *cls.refused[name])]
             if len(found) == 1:
                 raise fault("is not supported here; leave it out", found[0])

@@ -54,7 +54,8 @@ class Detokenizer:
             text = self._tokenizer.decode(self._known + self._pending)
         new = self._new(text)
         self._known, self._pending = self._pending, begun
-        self._known_text = self._tokenizer.decode(self._known)
+        known = self._known
+        self._known_text = self._tokenizer.decode_one(known[0]) if len(known) == 1 else self._tokenizer.decode(known)
         return new
 
     def flush(self) -> str:

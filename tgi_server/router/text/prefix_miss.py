@@ -45,13 +45,12 @@ class PrefixMiss:
     def as_shared(self) -> "PrefixMiss":
         """Returns the part of the explanation for requests that share the cache with other users."""
         hidden = self.cause in (MissCause.OTHER_SALT, MissCause.OTHER_ADAPTER)
-        return replace(
-            self,
-            cause=MissCause.NEVER_SEEN if hidden else self.cause,
-            found_tokens=_in_steps(self.found_tokens),
-            known_tokens=_in_steps(self.known_tokens),
-            movable_tokens=_in_steps(self.movable_tokens),
-            difference=None,
+        return PrefixMiss(
+            MissCause.NEVER_SEEN if hidden else self.cause,
+            self.prompt_tokens,
+            _in_steps(self.found_tokens),
+            _in_steps(self.known_tokens),
+            _in_steps(self.movable_tokens),
         )
 
 

@@ -79,6 +79,7 @@ class TextTokenizer:
         self.special_tokens = {token_id: token.content for token_id, token in added.items() if token.special}
         self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[:1]
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
 
     def special_token_guard(self) -> SpecialTokens:
         """Returns what distinguishes special tokens of the chat template from special tokens that clients spell."""
@@ -118,6 +119,13 @@ class TextTokenizer:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
         return text
+
+    def decode_one(self, token_id: int) -> str:
+        """Returns the text of one token without others before it, special tokens included."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self.decode([token_id])
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token has in the middle of a text; of a special token, its name."""
