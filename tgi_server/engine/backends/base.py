@@ -15,6 +15,7 @@ from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.backends.states import SequenceStates
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.models.spec import DecoderSpec, Family
+from tgi_server.engine.parallel.layers import VocabParallelHead
 from tgi_server.engine.sampling.masks import PendingMask
 
 # Takes the head's input, [rows, hidden_size], and the inputs of some layers, [tokens, hidden_size] each.
@@ -126,6 +127,11 @@ class PagedModel(ABC):
     @abstractmethod
     def forward(self, inputs: PassInput) -> Tensor:
         """Returns the logits of the wanted tokens, [rows, vocab_size]."""
+
+    @property
+    def split_head(self) -> VocabParallelHead | None:
+        """The head, if its logits may stay apart by shards; None: they are brought together, or there is one shard."""
+        return None
 
     def tap(self, layers: Sequence[int], keep: Keep) -> None:
         """Makes every pass call `keep` with the inputs of some layers. layers: their indices, in ascending order."""

@@ -23,6 +23,7 @@ from tgi_server.engine.backends.decoder import AltUpLayer, Decoder, DecoderLayer
 from tgi_server.engine.backends.lora import AdapterRows
 from tgi_server.engine.checkpoint.quantized.experts import ACTIVATIONS
 from tgi_server.engine.linear import PackedLinear
+from tgi_server.engine.parallel.layers import RowParallel, VocabParallelHead
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -52,6 +53,11 @@ class LayerParts(PagedModel):
         self._spec = decoder.spec
         self.variants = {layer.index: found for layer in decoder.layers if (found := _variant(layer)) is not None}
 
+    @property
+    def split_head(self) -> VocabParallelHead | None:
+        head = self.decoder.head
+        return head if isinstance(head, VocabParallelHead) else None
+
     @abstractmethod
     def _layer(self, layer: DecoderLayer, residual: Tensor, step: LayerPass) -> Tensor:
         """Returns the layer's output; it and residual are [tokens, hidden_size]."""
@@ -78,20 +84,26 @@ class LayerParts(PagedModel):
         of_experts = self._normed(norms["mixture_norm"], residual) if "mixture_norm" in norms else x
         chosen, shares = _choose(layer, of_router, rows)
         shares = shares.to(x.dtype)
+        experts, down, group = layer.mixture.experts, layer.linears.get("down"), None
+        apart = isinstance(down, RowParallel) and isinstance(experts, RowParallel)
+        if apart and norms.keys().isdisjoint(("mixed_norm", "shared_norm")):
+            experts, down, group = experts.inner, down.inner, down.group  # one sum over the shards, of both
         if spec.share_inputs:
             count = chosen.shape[1]
             of_experts = of_experts.repeat_interleave(count, 0) * shares.view(-1, 1)
-            made = layer.mixture.experts(of_experts, chosen.view(-1, 1), torch.ones_like(shares).view(-1, 1))
+            made = experts(of_experts, chosen.view(-1, 1), torch.ones_like(shares).view(-1, 1))
             output = made.unflatten(0, (-1, count)).sum(1)
         else:
-            output = layer.mixture.experts(of_experts, chosen, shares)
+            output = experts(of_experts, chosen, shares)
         output = self._normed(norms.get("mixed_norm"), output)
         if "up" not in layer.linears:
             return output
-        shared = self._projected(layer, "down", self._widened(layer, x, rows), rows)
+        assert down is not None
+        shared = self._scaled(layer, "down", down.adapted(self._widened(layer, x, rows), rows))
         shared = self._normed(norms.get("shared_norm"), shared)
         gate = layer.linears.get("shared_gate")
-        return output + (shared if gate is None else gate.adapted(x, rows).sigmoid() * shared)
+        output = output + (shared if gate is None else gate.adapted(x, rows).sigmoid() * shared)
+        return output if group is None else group.all_reduce(output.contiguous())
 
     def _attend_to_latents(self, layer: DecoderLayer, x: Tensor, variant: AttentionVariant, step: LayerPass) -> Tensor:
         """Returns the input of the output projection, [tokens, heads * value_size].
@@ -151,7 +163,10 @@ class LayerParts(PagedModel):
 
     def _projected(self, layer: DecoderLayer, name: str, x: Tensor, rows: AdapterRows | None) -> Tensor:
         """Returns the output of a linear layer, scaled where the spec says so."""
-        y: Tensor = layer.linears[name].adapted(x, rows)
+        return self._scaled(layer, name, layer.linears[name].adapted(x, rows))
+
+    def _scaled(self, layer: DecoderLayer, name: str, y: Tensor) -> Tensor:
+        """Returns the output of a linear layer scaled where the spec says so."""
         scale = layer.scales.get(name)
         return y if scale is None else (y.float() * scale).to(y.dtype)
 

@@ -1,5 +1,7 @@
 """Layers around a slice of a layer, which bring together what the shards computed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,19 +55,52 @@ class VocabParallelEmbedding(ShardedLayer):
 
 
 class VocabParallelHead(ShardedLayer):
-    """A head: each shard computes the logits of its part of the vocabulary, and gets all of them."""
+    """A head: each shard computes the logits of its part of the vocabulary, and gets all of them.
+
+    Greedy rows need less: a captured step keeps the parts apart, and the shards exchange the best token of each.
+    """
 
     vocab_size: int
+    _apart = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Has the head return the logits of this shard's part of the vocabulary, [..., part]."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size]. Returns [..., vocab_size], the same bits in every shard."""
-        return self._gathered(self.inner(hidden))
+        return self._joined(self.inner(hidden))
 
     def adapted(self, hidden: Tensor, rows: Any) -> Tensor:
         """Returns the logits with LoRA deltas, where `inner` is a packed linear layer."""
-        return self._gathered(self.inner.adapted(hidden, rows))
+        return self._joined(self.inner.adapted(hidden, rows))
 
-    def _gathered(self, logits: Tensor) -> Tensor:
+    def argmax(self, part: Tensor) -> Tensor:
+        """Returns the argmax of all shards' logits, int64 [rows], the first of equals. part: of this one, [rows, part].
+
+        Each shard sends its best logit and the token, both as float32, which has all ids below 2^24.
+        """
+        width = part.shape[-1]
+        first = self.share.rank * width
+        own = part[:, : max(self.vocab_size - first, 0)]  # the rest is padding
+        if own.shape[1]:
+            values, places = own.max(-1)
+        else:
+            values, places = part.new_full((len(part),), -torch.inf), torch.zeros_like(part[:, 0], dtype=torch.int64)
+        pairs = torch.stack((values.float(), (places + first).float()), -1)
+        logits, tokens = self.group.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
+        return tokens.gather(-1, logits.max(-1, keepdim=True).indices).squeeze(-1).long()
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        return logits if self._apart else self.gathered(logits)
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Returns all shards' logits, [..., vocab_size]. logits: of this shard, [..., part]."""
         logits = self.group.all_gather(logits)
         if logits.shape[-1] == self.vocab_size:
             return logits

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tgi_server.engine.backends.base import PassInput
+from tgi_server.engine.backends.base import PassInput, TopOnly
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
+from tgi_server.engine.parallel.layers import VocabParallelHead
 from tgi_server.engine.runners.graphs import Capture, DecodeGraphs, try_capture
 from tgi_server.engine.runners.paged_batch import PagedBatch
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
@@ -26,13 +27,28 @@ class CapturedSteps:
 
     decoding: steps in which rows without adapters decode; they return logits and the argmax of each row, and have made
     those the rows' next inputs. adapted: the same with adapters. drafting: with drafted tokens; they return logits.
-    prompts: with prompts.
+    prompts: with prompts. head: where the logits of `decoding` and `adapted` are those of this shard's part of the
+    vocabulary, the head that they come from; None: they are all.
     """
 
     decoding: DecodeGraphs | None = None
     adapted: DecodeGraphs | None = None
     drafting: DecodeGraphs | None = None
     prompts: PromptGraphs | None = None
+    head: VocabParallelHead | None = None
+
+    def decode(self, rows: int, top: TopOnly | None, *, adapted: bool) -> tuple[Tensor, Tensor] | None:
+        """Decodes rows. Returns their logits and the argmax of each row; None if no captured step is large enough.
+
+        Where `top` says that the argmax is all that is needed, the logits may be those of a part of the vocabulary.
+        """
+        graphs = self.adapted if adapted else self.decoding
+        outputs = graphs.run(rows) if graphs else None
+        if outputs is None:
+            return None
+        logits, argmax_ids = outputs
+        greedy = top is not None and top.count == 1 and top.mask is None
+        return logits if greedy or self.head is None else self.head.gathered(logits), argmax_ids
 
 
 class StepCapture:
@@ -45,8 +61,13 @@ class StepCapture:
         capture: Capture,
         group: ShardGroup | None,
         faults: dict[str, str],
+        head: VocabParallelHead | None = None,
     ) -> None:
-        """run: computes the logits of a pass. faults: why steps cannot be captured, by what they are; it grows."""
+        """run: computes the logits of a pass. faults: why steps cannot be captured, by what they are; it grows.
+
+        head: of a split vocabulary, whose parts stay apart in steps that decode; None: `run` returns all logits.
+        """
+        self._head = head
         self._batch = batch
         self._run = run
         self._capture = capture
@@ -84,9 +105,14 @@ class StepCapture:
 
     def _decode(self, rows: int, *, any_adapters: bool) -> tuple[Tensor, Tensor]:
         """Decodes, however long the sequences are. Returns logits, [rows, vocab_size], and the argmax of each row."""
-        longest = self._batch.max_total_tokens
-        logits = self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
-        argmax_ids = argmax(logits)
+        inputs = self._batch.decode_input(rows, longest=self._batch.max_total_tokens, any_adapters=any_adapters)
+        if self._head is None:
+            logits = self._run(inputs)
+            argmax_ids = argmax(logits)
+        else:
+            with self._head.apart():
+                logits = self._run(inputs)
+            argmax_ids = self._head.argmax(logits)
         self._batch.follow(argmax_ids)
         return logits, argmax_ids
 

@@ -144,7 +144,7 @@ class PagedRunner(PagedSteps):
         self._capture()
 
     def _capture(self, most: int = 0) -> None:
-        """Captures steps as CUDA graphs. most: tokens of a step with prompts; 0: none are captured."""
+        """Captures steps as CUDA graphs. most: tokens of a step with prompts; 0: none are captured, as it drafts."""
         capture = capture_for(self.model.attention)
         sizes = graph_batch_sizes(self.backend.config.cuda_graphs, len(self._batch))
         if not sizes:
@@ -155,8 +155,9 @@ class PagedRunner(PagedSteps):
             return
         if self.hidden_states is not None:
             capture = self.hidden_states.capturing(capture)
-        steps = StepCapture(self._batch, self.model.forward, capture, self._group, self._uncapturable)
-        captured = self._captured = CapturedSteps(steps.decoding(sizes))
+        head = self.model.split_head if most else None  # drafters read logits
+        steps = StepCapture(self._batch, self.model.forward, capture, self._group, self._uncapturable, head)
+        captured = self._captured = CapturedSteps(steps.decoding(sizes), head=head)
         if captured.decoding and self.model.adapted:
             captured.adapted = steps.decoding(sizes, any_adapters=True)
         # The block table of the longest sequence has room for as many drafted tokens as a block has.

@@ -97,9 +97,8 @@ class PagedSteps(Runner):
         or one has a mask.
         """
         adapted = bool(self._batch.adapted(rows))
-        graphs = self._captured.adapted if adapted else self._captured.decoding
-        if graphs and (outputs := graphs.run(rows)) is not None:
-            return outputs[0], outputs[1]
+        if (decoded := self._captured.decode(rows, top, adapted=adapted)) is not None:
+            return decoded
         return self.model.decode(rows, self._batch.longest(rows), top, adapted=adapted)
 
     def join(self, sequence: RunningSequence) -> None:

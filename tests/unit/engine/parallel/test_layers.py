@@ -46,3 +46,36 @@ def add_up(group: ShardGroup) -> Tensor:
 def test_every_shard_gets_what_the_whole_layer_computes(layer, expected: Tensor, ranks_of: RanksOf) -> None:
     for result in ranks_of(2).run(layer):
         torch.testing.assert_close(result, expected)
+
+
+NAN, LOW = float("nan"), -torch.inf
+LOGITS = torch.tensor(
+    [
+        [1, 5, 2, 0, 3, 4, 5],  # equals in two shards: the first
+        [0, 1, 2, 3, 9, 4, 9],
+        [-3, -2, -4, -5, -6, -7, -8],  # all below the zeros that fill up the last shard
+        [LOW] * 7,
+        [0, NAN, 2, 0, 3, NAN, 5],
+        [1, 2, 3, 4, 5, 6, NAN],
+    ]
+)
+
+
+def best_tokens(group: ShardGroup, dtype: torch.dtype, shards: int) -> tuple[Tensor, Tensor]:
+    """Returns the argmax of a split vocabulary by two numbers of each shard, and that of all logits."""
+    width = -(-VOCABULARY // shards)
+    part = torch.cat([LOGITS, torch.zeros(len(LOGITS), width * shards - VOCABULARY)], 1)
+    part = part[:, width * group.rank :][:, :width].to(dtype)
+    head = VocabParallelHead(nn.Identity(), group, share_of(group.rank, shards, HEADS))
+    head.vocab_size = VOCABULARY
+    with head.apart():
+        assert head(part) is part
+    return head.argmax(part), head(part).max(-1).indices
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_best_token_is_found_without_all_logits(dtype: torch.dtype, shards: int, ranks_of: RanksOf) -> None:
+    for found, wanted in ranks_of(shards).run(best_tokens, dtype, shards):
+        assert found.tolist() == wanted.tolist()
+        assert found.tolist()[:4] == [1, 4, 1, 0]
