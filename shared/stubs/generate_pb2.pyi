@@ -317,18 +317,22 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks", "num_snapshots")
+    __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks", "num_snapshots", "max_batch_size", "max_prefill_tokens")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     max_total_tokens: int
     max_batch_total_tokens: int
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
     num_snapshots: int
-    def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., num_snapshots: _Optional[int] = ...) -> None: ...
+    max_batch_size: int
+    max_prefill_tokens: int
+    def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., num_snapshots: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("adapter_id", "folder", "check_only")

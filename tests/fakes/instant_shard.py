@@ -72,6 +72,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     health: health checks get no answer while it is cleared.
     grammar_error: why no grammar can be used, when it is not empty.
     num_snapshots: of states; 0: the model has none.
+    chosen: sequences of a batch and prompt tokens of a step, where the router leaves them to the shards.
     encoders: a folder with a tokenizer; it embeds with 1,024 columns, and classifies with 1,000 labels.
     encoded: the images that were computed. image_error: why none can be, when it is not empty.
     moves: how often it fell asleep and woke, as words. sleep_error: why it cannot sleep, when it is not empty.
@@ -94,6 +95,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         whole_images: bool = False,
         encoders: Path | None = None,
         num_snapshots: int = 0,
+        chosen: tuple[int, int] = (0, 0),
     ) -> None:
         self.tokens = tokens
         self.script: Callable[[pb.Request], Sequence[int]] | None = None
@@ -112,6 +114,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self._whole_images = whole_images
         self._encoders = [] if encoders is None else [_encoder(task, encoders) for task in _COLUMNS]
         self._num_snapshots = num_snapshots
+        self._chosen = chosen
         self._url = url
         self._end = end
         self._max_total_tokens = max_total_tokens
@@ -166,6 +169,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             max_batch_total_tokens=self._num_blocks * _BLOCK_SIZE,
             fallbacks=self._fallbacks,
             num_snapshots=self._num_snapshots,
+            max_batch_size=request.max_batch_size or self._chosen[0],
+            max_prefill_tokens=request.max_prefill_tokens or self._chosen[1],
         )
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:

@@ -1,6 +1,7 @@
 """Measures the kernels on a GPU at the sizes of real models: are they right, and how far from the card's limits?
 
-    python -m tests.gpu.facts          prints a JSON line for each fact as it comes, and appends it to $OUT/facts.jsonl
+    python -m tests.gpu.facts          prints a JSON line for each fact as it comes, and appends it to facts.jsonl in
+                                       the folder $OUT, or else in runs/gpu
     python -m tests.gpu.facts flash    only the parts with this in their names
     python -m tests.gpu.facts --dry    tiny sizes in Triton's interpreter, without times: does this program itself run?
 
@@ -58,7 +59,9 @@ STARTED = time.monotonic()
 def tell(what: str, **facts: Any) -> None:
     line = json.dumps({"what": what, "at_s": round(time.monotonic() - STARTED, 1), **facts})
     print(line, flush=True)
-    with (Path(os.environ.get("OUT", ".")) / "facts.jsonl").open("a") as file:
+    folder = Path(os.environ.get("OUT", "runs/gpu"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "facts.jsonl").open("a") as file:
         print(line, file=file)
 
 

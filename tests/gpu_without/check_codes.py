@@ -26,7 +26,7 @@ from tgi_server.engine.checkpoint.quantized.weight import paired
 from tgi_server.engine.kernels.triton import fp8
 from tgi_server.engine.kernels.triton.fp8 import rounded
 from tgi_server.engine.linear import gpu
-from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
+from tgi_server.engine.linear.gpu import Findings, fault_of, gpu_linear_factory
 from tgi_server.engine.linear.scaled import ScaledLinear
 from tgi_server.engine.linear.triton_quantized import TritonLinear
 from tgi_server.engine.models.families import family_of, spec_of
@@ -246,6 +246,31 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(tmp_path: Path, monkeypatch
     backend.create_model(family_of(model.config), spec_of(model.config))
     assert backend.fallbacks[: len(reasons)] == reasons
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
+
+
+def test_what_drafts_for_a_model_tries_no_kernel_again_and_reports_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    tried: list[tuple[str, int]] = []
+
+    def fault_of(weights: Any, name: str, *_: Any) -> str | None:
+        tried.extend((name, weight.shape[1]) for weight in weights)
+        return next((f"{name} is wrong" for weight in weights if weight.shape[1] == 112), None)
+
+    monkeypatch.setattr(gpu, "fault_of", fault_of)
+    model, found = quantized("fp8_rows", tmp_path, "llama", torch.bfloat16), Findings()
+    linears, fallbacks = gpu_linear_factory(model, model.dtype, None, found)
+    assert str(linears) == "triton (fp8), torch"
+    first = list(tried)
+    assert first
+    gpu_linear_factory(model, model.dtype, None, found)
+    assert tried == first
+    drafter = nn.Sequential(layer_of(random_weight("fp8", 32, 112, torch.zeros(112, dtype=torch.int64))))
+    linears, fallbacks = gpu_linear_factory(drafter, model.dtype, None, found)
+    assert tried[len(first) :] == [("triton", 112)]
+    assert (str(linears), found.fallbacks) == ("torch", fallbacks)
+    assert ["triton is wrong" in fallback for fallback in fallbacks] == [True]
 
 
 def test_scaled_mm_is_for_chips_that_have_it_and_a_scale_for_each_output(

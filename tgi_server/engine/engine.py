@@ -109,8 +109,8 @@ class Engine:
     @torch.inference_mode()
     def warm_up(
         self,
-        max_batch_size: int,
-        max_prefill_tokens: int,
+        max_batch_size: int | None,
+        max_prefill_tokens: int | None,
         max_total_tokens: int | None = None,
         max_batch_total_tokens: int | None = None,
         adapter_bytes: int = 0,
@@ -118,7 +118,7 @@ class Engine:
         """Sizes the cache for at most `max_batch_size` sequences and runs the largest step once.
 
         max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; max_batch_total_tokens: of all
-        sequences together; None: as many as the model and the memory allow. adapter_bytes: memory that is left to
+        sequences together. None: as many as device, model and memory allow. adapter_bytes: memory that is left to
         adapters which are not there yet. Raises NotEnoughMemory.
         """
         self.clear()
@@ -142,7 +142,7 @@ class Engine:
         logger.info(
             "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
         )
-        self._sampler = self._samplers.create(max_batch_size)
+        self._sampler = self._samplers.create(self._capacity.max_batch_size)
         if self.speculation is not None:
             self.speculation.warm_up(self._runner, self._capacity)
         return self._capacity

@@ -106,8 +106,9 @@ class RequestSettings(ServiceSettings):
         description="Do not parse an answer that consists only of the JSON of a tool call, bare or in a code fence, "
         "as that call, if the model calls tools in another format.",
     )
-    max_concurrent_requests: Count = Field(
-        default=128, description="Maximum number of requests in flight; others get 429."
+    max_concurrent_requests: Count | None = Field(
+        default=None,
+        description="Maximum number of requests in flight; others get 429. Default: 128, or as many as a batch has.",
     )
     max_best_of: PositiveInt | None = Field(
         default=None, description="Largest value of best_of. Default: 2; in other APIs than TGI's 128."
@@ -133,7 +134,11 @@ class RequestSettings(ServiceSettings):
         default=False,
         description="Allow max-total-tokens beyond the context length of the model, where its output degrades.",
     )
-    max_batch_prefill_tokens: Count = Field(default=4096, description="Maximum number of prompt tokens in one step.")
+    max_batch_prefill_tokens: Count | None = Field(
+        default=None,
+        description="Maximum number of prompt tokens in one step. Default: 4096; on GPUs 2048 to 16384, as the GPU is "
+        "found to compute in 0.25 s.",
+    )
     max_batch_total_tokens: Count | None = Field(
         default=None,
         description="Maximum size of the KV cache in tokens, for all requests. Default: what the memory allows.",
@@ -157,7 +162,9 @@ class RequestSettings(ServiceSettings):
         "each other's prompts; off: none.",
     )
     max_batch_size: Count | None = Field(
-        default=None, description="Maximum number of requests in a batch. Default: max-concurrent-requests."
+        default=None,
+        description="Maximum number of requests in a batch. Default: max-concurrent-requests, if given; otherwise 128, "
+        "on GPUs up to 512, by memory and speed.",
     )
     lora_adapters: AdapterSources = Field(
         default=[],

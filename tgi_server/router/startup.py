@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 _REPORT_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
+# Requests in flight and in a batch, and prompt tokens of a step, if neither the operator nor the shards choose.
+_REQUESTS, _PREFILL_TOKENS = 128, 4096
 # Bytes of a body, for models that read text only, and for models that read images.
 _PAYLOAD_LIMIT, IMAGES_PAYLOAD_LIMIT = 2_000_000, 32_000_000
 _METRICS_GRACE_SECONDS = 1
@@ -351,7 +353,9 @@ async def _warm_up(
         await shards.send(calls.clear_call(), _CLEAR_SECONDS).response()
         capacity = await shards.warmup(
             pb.WarmupRequest(
-                max_prefill_tokens=settings.max_batch_prefill_tokens + (MOST_WHOLE if info.whole_images else 0),
+                max_prefill_tokens=(_prefill_tokens(settings) + MOST_WHOLE)
+                if info.whole_images
+                else settings.max_batch_prefill_tokens,
                 max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
                 max_total_tokens=settings.max_total_tokens,
                 max_batch_total_tokens=settings.max_batch_total_tokens,
@@ -424,6 +428,7 @@ def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Warm
             f"--max-input-tokens is {max_input_tokens}; it must be less than the {max_total_tokens} tokens "
             "that a prompt and its answer may have together (--max-total-tokens)"
         )
+    max_batch_size = settings.max_batch_size or settings.max_concurrent_requests or capacity.max_batch_size or _REQUESTS
     return Limits.chosen(
         {
             "max_best_of": settings.max_best_of,
@@ -431,15 +436,20 @@ def _limits(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Warm
             "max_stop_sequences": settings.max_stop_sequences,
             "max_top_n_tokens": settings.max_top_n_tokens,
         },
-        max_concurrent_requests=settings.max_concurrent_requests,
+        max_concurrent_requests=settings.max_concurrent_requests or max(_REQUESTS, max_batch_size),
         max_input_tokens=max_input_tokens,
         max_total_tokens=max_total_tokens,
-        max_batch_prefill_tokens=settings.max_batch_prefill_tokens,
+        max_batch_prefill_tokens=_prefill_tokens(settings, 0 if info.whole_images else capacity.max_prefill_tokens),
         max_batch_total_tokens=capacity.max_batch_total_tokens,
         max_waiting_tokens=settings.max_waiting_tokens,
         waiting_served_ratio=settings.waiting_served_ratio,
-        max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
+        max_batch_size=max_batch_size,
     )
+
+
+def _prefill_tokens(settings: PipelineSettings, chosen: int = 0) -> int:
+    """Returns the prompt tokens of a step. chosen: by the shards; 0: they have not."""
+    return settings.max_batch_prefill_tokens or chosen or _PREFILL_TOKENS
 
 
 def _pace(settings: PipelineSettings, limits: Limits, info: pb.InfoResponse) -> PromptPace:

@@ -57,6 +57,8 @@ def capacity(capacity: CacheCapacity, fallbacks: Iterable[str]) -> pb.WarmupResp
         max_batch_total_tokens=capacity.max_batch_total_tokens,
         fallbacks=fallbacks,
         num_snapshots=capacity.num_snapshots,
+        max_batch_size=capacity.max_batch_size,
+        max_prefill_tokens=capacity.max_prefill_tokens,
     )
 
 

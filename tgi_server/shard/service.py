@@ -108,8 +108,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         async with self._errors(context):
             await self._sleep.wake()  # another router may have put it to sleep
             capacity = self._engine.warm_up(
-                max_batch_size=request.max_batch_size,
-                max_prefill_tokens=request.max_prefill_tokens,
+                max_batch_size=request.max_batch_size or None,
+                max_prefill_tokens=request.max_prefill_tokens or None,
                 max_total_tokens=request.max_total_tokens or None,
                 max_batch_total_tokens=request.max_batch_total_tokens or None,
                 adapter_bytes=request.adapter_bytes,

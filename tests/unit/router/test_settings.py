@@ -5,9 +5,10 @@ import pytest
 from shared.settings import read_settings
 from tgi_server.router.settings import ApiKey, RouterSettings
 
-# Of the launcher's flags, those that concern the router, with TGI's defaults; None: each interface has its own.
+# Of the launcher's flags, those that concern the router, with TGI's defaults; None: each interface has its own, or the
+# device decides.
 DEFAULTS = {
-    "max_concurrent_requests": 128,
+    "max_concurrent_requests": None,
     "max_best_of": None,
     "max_stop_sequences": None,
     "max_top_n_tokens": None,

@@ -50,12 +50,43 @@ async def test_the_folder_of_a_model_names_it_and_its_path_is_understood(path: P
         assert service.model.is_named("my-llama")
 
 
+async def test_shards_that_choose_nothing_get_what_tgi_has(path: Path):
+    async with assembled(settings(path)) as service:
+        limits = service.limits
+        assert (limits.max_batch_size, limits.max_batch_prefill_tokens, limits.max_concurrent_requests) == (
+            128,
+            4096,
+            128,
+        )
+
+
 async def test_limits_that_are_not_set_follow_the_shards(path: Path):
     async with assembled(settings(path, max_concurrent_requests=7)) as service:
         limits = service.limits
         assert (limits.max_total_tokens, limits.max_input_tokens, limits.max_batch_size) == (256, 255, 7)
         assert (service.model.model_id, service.model.compute_type) == ("instant", "cpu")
         await service.check_health()
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ({}, (416, 8192, 416)),
+        ({"max_batch_prefill_tokens": 1000}, (416, 1000, 416)),
+        ({"max_concurrent_requests": 50}, (50, 8192, 50)),
+        ({"max_batch_size": 20}, (20, 8192, 128)),
+        ({"max_batch_size": 200, "max_concurrent_requests": 50}, (200, 8192, 50)),
+    ],
+)
+async def test_a_batch_and_a_step_are_as_large_as_the_shards_choose(
+    tmp_path: Path, values: dict[str, int], limits: tuple[int, int, int]
+):
+    path = tmp_path / "gpu"
+    shards = await start(InstantShard(f"unix://{path}", None, grammars=False, chosen=(416, 8192)), path)
+    async with assembled(settings(path, **values)) as service:
+        chosen = service.limits
+        assert (chosen.max_batch_size, chosen.max_batch_prefill_tokens, chosen.max_concurrent_requests) == limits
+    await shards.stop(None)
 
 
 async def test_limits_that_are_set_are_kept(path: Path):

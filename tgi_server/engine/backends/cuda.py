@@ -21,7 +21,7 @@ from tgi_server.engine.backends.plain import PlainBackend
 from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.linear.gpu import gpu_linear_factory
+from tgi_server.engine.linear.gpu import Findings, gpu_linear_factory
 from tgi_server.engine.linear.grouped_experts import group_experts
 from tgi_server.engine.models.spec import DecoderSpec
 from tgi_server.engine.parallel import fault_of_any
@@ -37,7 +37,8 @@ class CudaBackend(PlainBackend):
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
         super().__init__(source, config)
-        self._linear, self.fallbacks = gpu_linear_factory(source, source.dtype, config.group)
+        self._found = Findings()
+        self._linear, self.fallbacks = gpu_linear_factory(source, source.dtype, config.group, self._found)
         self.fallbacks += group_experts(source, source.dtype, config.group)
         if config.group is not None and config.group.fallback is not None:
             self.fallbacks.append(config.group.fallback)
@@ -72,8 +73,9 @@ class CudaBackend(PlainBackend):
         embedding: nn.Module | None,
         head: nn.Module | None,
     ) -> PagedModel:
-        linear, _ = gpu_linear_factory(source, source.dtype, self.group)
-        group_experts(source, source.dtype, self.group)
+        linear, _ = gpu_linear_factory(source, source.dtype, self.group, self._found)
+        for fallback in group_experts(source, source.dtype, self.group):
+            self._found.fall_back(fallback)
         decoder = build_decoder(source, spec, variants, linear, pack_quantized, embedding, head)
         return self._kind(source, decoder, self.attention(decoder.kv_shape))
 

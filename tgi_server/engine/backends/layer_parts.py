@@ -85,8 +85,8 @@ class LayerParts(PagedModel):
         chosen, shares = _choose(layer, of_router, rows)
         shares = shares.to(x.dtype)
         experts, down, group = layer.mixture.experts, layer.linears.get("down"), None
-        apart = isinstance(down, RowParallel) and isinstance(experts, RowParallel)
-        if apart and norms.keys().isdisjoint(("mixed_norm", "shared_norm")):
+        normed_apart = "mixed_norm" in norms or "shared_norm" in norms
+        if isinstance(down, RowParallel) and isinstance(experts, RowParallel) and not normed_apart:
             experts, down, group = experts.inner, down.inner, down.group  # one sum over the shards, of both
         if spec.share_inputs:
             count = chosen.shape[1]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -32,42 +33,61 @@ _UNIT, _BLOCK = 16, 128
 _OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 
 
+@dataclass(slots=True)
+class Findings:
+    """What was found of kernels, of a model and of what drafts for it: each is tried once.
+
+    faults: by kernel and sizes; None: it is right. fallbacks: why slower kernels are used.
+    """
+
+    faults: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+    fallbacks: list[str] = field(default_factory=list)
+
+    def fall_back(self, fallback: str) -> None:
+        """Reports the reason for a slower kernel, once."""
+        if fallback not in self.fallbacks:
+            self.fallbacks.append(fallback)
+            logger.warning(fallback)
+
+
 def gpu_linear_factory(
-    model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None
+    model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None, found: Findings | None = None
 ) -> tuple[LinearFactory, list[str]]:
     """Returns the factory of a model's linear layers on a GPU, and the reasons for slower kernels.
 
     Plain torch multiplies quantized weights of a kind for which no kernel is right. All shards choose the same kernels.
+    found: of another model with the same kernels; it grows.
     """
+    found = found or Findings()
     by_kind: dict[str, list[QuantizedLinear]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             by_kind.setdefault(kind_of(module.quantized), []).append(module)
     quantized: dict[str, KernelTable] = {}
-    fallbacks = []
     for kind, modules in sorted(by_kind.items()):
         if fault := device_fault(modules[0].quantized.codes.device):
-            fallbacks.append(f"{kind} weights are multiplied in plain torch, which is slow: {fault}")
-            logger.warning(fallbacks[-1])
+            found.fall_back(f"{kind} weights are multiplied in plain torch, which is slow: {fault}")
             continue
         for name in _candidates(kind, modules, dtype, group):
-            distinct = {module.in_features: module for module in modules}.values() if name != HUMMING else ()
-            weights = [module.quantized.rows(slice(_OUTPUTS)) for module in distinct]
-            fault = fault_of_any(fault_of(weights, name, dtype), group)
+            distinct = {module.in_features: module for module in modules} if name != HUMMING else {}
+            tried = {(kind, name, size): module for size, module in distinct.items()}
+            fault = next(filter(None, map(found.faults.get, tried)), None)
+            if fault is None:
+                new = [module for key, module in tried.items() if key not in found.faults]
+                weights = [module.quantized.rows(slice(_OUTPUTS)) for module in new]
+                fault = fault_of_any(fault_of(weights, name, dtype), group)
+                found.faults |= dict.fromkeys(tried, fault)
             if fault is None:
                 quantized[kind] = KernelTable.of(name)
                 break
-            fallbacks.append(f"{kind} weights are multiplied in a slower way: {fault}")
-            logger.warning(fallbacks[-1])
-    layer = _dense_layer(model, dtype, group, fallbacks)
-    layers = LinearFactory(layer, None, quantized, dtype, ProvedLayers(fallbacks), kind_of=kind_of)
-    return layers, fallbacks
+            found.fall_back(f"{kind} weights are multiplied in a slower way: {fault}")
+    layer = _dense_layer(model, dtype, group, found)
+    layers = LinearFactory(layer, None, quantized, dtype, ProvedLayers(found), kind_of=kind_of)
+    return layers, found.fallbacks
 
 
-def _dense_layer(
-    model: nn.Module, dtype: torch.dtype, group: ShardGroup | None, fallbacks: list[str]
-) -> type[PackedLinear]:
-    """Returns what computes dense weights. fallbacks: gets the reason for a slower kernel."""
+def _dense_layer(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None, found: Findings) -> type[PackedLinear]:
+    """Returns what computes dense weights. found: gets the reason for a slower kernel."""
     plain = next((module for module in model.modules() if type(module) is nn.Linear), None)
     if "few_rows" not in variants() or dtype is not torch.bfloat16 or plain is None:
         return BlasLinear
@@ -83,20 +103,15 @@ def _dense_layer(
     fault = device_fault(plain.weight.device) or proofs.fault_of("the kernel for few rows", cases)
     if (fault := fault_of_any(fault, group)) is None:
         return FewRowsLinear
-    fallbacks.append(f"few rows are multiplied by cuBLAS: {fault}")
-    logger.warning(fallbacks[-1])
+    found.fall_back(f"few rows are multiplied by cuBLAS: {fault}")
     return BlasLinear
 
 
 class ProvedLayers:
-    """Makes the quantized layers of one model, by humming-kernels only for the shapes for which its results are right.
+    """Makes quantized layers, by humming-kernels only for the shapes for which its results are right."""
 
-    fallbacks: the list to which reasons for slower kernels are added.
-    """
-
-    def __init__(self, fallbacks: list[str]) -> None:
-        self._fallbacks = fallbacks
-        self._faults: dict[tuple[object, ...], str | None] = {}
+    def __init__(self, found: Findings) -> None:
+        self._found = found
 
     def __call__(
         self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable, dtype: torch.dtype
@@ -105,12 +120,12 @@ class ProvedLayers:
         if kernels.kernels != (HUMMING,):
             return quantized_layer(weight, bias, kernels, dtype)
         shape = weight.shape, weight.group_size, bias is None
-        if shape not in self._faults:
-            fault = self._faults[shape] = fault_of([weight], HUMMING, dtype, bias, _ROWS_OF_HUMMING)
+        faults = self._found.faults
+        if shape not in faults:
+            fault = faults[shape] = fault_of([weight], HUMMING, dtype, bias, _ROWS_OF_HUMMING)
             if fault is not None:
-                self._fallbacks.append(f"int4 weights of shape {shape[0]} are multiplied in a slower way: {fault}")
-                logger.warning(self._fallbacks[-1])
-        if self._faults[shape] is None:
+                self._found.fall_back(f"int4 weights of shape {shape[0]} are multiplied in a slower way: {fault}")
+        if faults[shape] is None:
             return HummingLinear(weight, bias, kernels, dtype)
         return quantized_layer(weight, bias, KernelTable.of(TRITON), dtype)
 

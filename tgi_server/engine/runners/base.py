@@ -30,6 +30,7 @@ class CacheCapacity:
     max_batch_size: sequences of one batch. num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks.
     max_total_tokens: of one sequence. max_batch_total_tokens: of all sequences together.
     num_snapshots: of states, with numbers 1 .. num_snapshots; 0 where sequences have no states.
+    max_prefill_tokens: prompt tokens of one step.
     """
 
     max_batch_size: int
@@ -38,6 +39,7 @@ class CacheCapacity:
     max_total_tokens: int
     max_batch_total_tokens: int
     num_snapshots: int = 0
+    max_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,13 @@ class Runner(ABC):
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.fallbacks = list(backend.fallbacks)
+        self.fallbacks = backend.fallbacks  # one list for the model and for layers that draft for it
 
     @abstractmethod
     def warm_up(
         self,
-        max_batch_size: int,
-        max_prefill_tokens: int,
+        max_batch_size: int | None,
+        max_prefill_tokens: int | None,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
         adapter_bytes: int = 0,

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.errors import PeerLost
+from tgi_server.engine.runners.caps import MOST_SEQUENCES
 
 logger = logging.getLogger(__name__)
 
 # The batch sizes of TGI and some more: the host saves as much with a large batch as with a small one.
-DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, *range(64, MOST_SEQUENCES + 1, 32))
 
 T = TypeVar("T")
 

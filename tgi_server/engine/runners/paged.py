@@ -1,6 +1,7 @@
 """The warm-up of a paged model: the largest step, the size of the KV cache, and CUDA graphs."""
 
 import logging
+import time
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tgi_server.engine.runners.base import (
     warm_up_tokens,
     within_positions,
 )
+from tgi_server.engine.runners.caps import DEFAULT_SEQUENCES, MEASURED_TOKENS, Caps, caps_of_gpu
 from tgi_server.engine.runners.captured_steps import CapturedSteps, StepCapture
 from tgi_server.engine.runners.graphs import capture_for, graph_batch_sizes
 from tgi_server.engine.runners.paged_steps import PagedSteps
@@ -58,8 +60,8 @@ class PagedRunner(PagedSteps):
 
     def warm_up(
         self,
-        max_batch_size: int,
-        max_prefill_tokens: int,
+        max_batch_size: int | None,
+        max_prefill_tokens: int | None,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
         adapter_bytes: int = 0,
@@ -69,6 +71,10 @@ class PagedRunner(PagedSteps):
         max_total_tokens = within_positions(self.model.source, self._config, max_total_tokens)
         limit = max_total_tokens or position_limit(self._config) or UNBOUNDED_POSITIONS
         self._captured = CapturedSteps()
+        if not (max_batch_size and max_prefill_tokens):
+            caps = self._caps(limit, adapter_bytes) if self.backend.fixed_memory else Caps()
+            max_batch_size = max_batch_size or caps.sequences
+            max_prefill_tokens = max_prefill_tokens or caps.prefill_tokens
         self._run_largest(max_batch_size, max_prefill_tokens, limit, sample)
         most = max_prefill_tokens + max_batch_size - 1
         with taken_by(self._device) as graphs:
@@ -103,7 +109,37 @@ class PagedRunner(PagedSteps):
             max_total_tokens=total,
             max_batch_total_tokens=num_blocks * size,
             num_snapshots=snapshots,
+            max_prefill_tokens=max_prefill_tokens,
         )
+
+    def _caps(self, limit: int, adapter_bytes: int) -> Caps:
+        """Returns what fills this GPU, the same for all shards: by the time of a prompt, and the memory that is left.
+
+        limit: most tokens of one sequence.
+        """
+        seconds = []
+        for _ in range(2):  # the first compiles kernels
+            started = time.perf_counter()
+            self._run_largest(DEFAULT_SEQUENCES, min(MEASURED_TOKENS, limit), limit, None)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - started)
+        token_seconds = seconds[-1] / min(MEASURED_TOKENS, limit)
+        token_bytes = self.bytes_per_token + self.companion_bytes
+        free = self._affordable(DEFAULT_SEQUENCES, adapter_bytes=adapter_bytes)[0] * self.block_size * token_bytes
+        caps = caps_of_gpu(free, token_bytes, token_seconds)
+        if self._group is not None:
+            caps = Caps(self._group.minimum(caps.sequences), self._group.minimum(caps.prefill_tokens))
+        logger.info(
+            "chosen: at most %d sequences in a batch, and %d prompt tokens in a step (a prompt token takes %.1f us; "
+            "%d bytes for keys and values, %d for each token)",
+            caps.sequences,
+            caps.prefill_tokens,
+            token_seconds * 1e6,
+            free,
+            token_bytes,
+        )
+        return caps
 
     def _affordable(self, max_batch_size: int, taken: int = 0, adapter_bytes: int = 0) -> tuple[int, int]:
         """Returns how many blocks and snapshots of states there is memory for, the same for all shards.

@@ -20,6 +20,7 @@ from tgi_server.engine.runners.base import (
     warm_up_tokens,
     within_positions,
 )
+from tgi_server.engine.runners.caps import DEFAULT_PREFILL_TOKENS, DEFAULT_SEQUENCES
 from tgi_server.engine.runners.padded.passes import CausalPasses, Seq2SeqPasses
 from tgi_server.engine.runners.padded.probe import choose_rows
 from tgi_server.engine.sequence import RunningSequence
@@ -54,13 +55,15 @@ class PaddedRunner(Runner):
 
     def warm_up(
         self,
-        max_batch_size: int,
-        max_prefill_tokens: int,
+        max_batch_size: int | None,
+        max_prefill_tokens: int | None,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
         adapter_bytes: int = 0,
         sample: Sample | None = None,
     ) -> CacheCapacity:
+        max_batch_size = max_batch_size or DEFAULT_SEQUENCES
+        max_prefill_tokens = max_prefill_tokens or DEFAULT_PREFILL_TOKENS
         max_total_tokens = within_positions(self._model, self._model.config, max_total_tokens)
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
@@ -86,7 +89,12 @@ class PaddedRunner(Runner):
         total = min(limit, tokens)
         self._rope.fix(total)
         return CacheCapacity(
-            max_batch_size, tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens
+            max_batch_size,
+            tokens,
+            self.block_size,
+            max_total_tokens=total,
+            max_batch_total_tokens=tokens,
+            max_prefill_tokens=max_prefill_tokens,
         )
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:
