@@ -17,7 +17,7 @@ from tgi_server.router.answers.formats import tool_format
 from tgi_server.router.answers.tools import AnswerForm
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
-from tgi_server.router.api.connections import REFUSE
+from tgi_server.router.api.connections import REFUSE, WATCH
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.limits import Limits
@@ -163,6 +163,6 @@ def _connected(app: ASGIApp) -> ASGIApp:
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         lease = Lease(Account(2**30, 1.0), "", lambda: None)
-        await app({**scope, "state": {REFUSE: lambda: None, LEASE: lease}}, receive, send)
+        await app({**scope, "state": {REFUSE: lambda: None, WATCH: lambda watcher: None, LEASE: lease}}, receive, send)
 
     return call

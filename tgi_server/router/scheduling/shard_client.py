@@ -483,6 +483,8 @@ def _smallest(capacities: Iterable[pb.WarmupResponse]) -> pb.WarmupResponse:
         max_batch_total_tokens=min(capacity.max_batch_total_tokens for capacity in all_of_them),
         fallbacks=dict.fromkeys(reason for capacity in all_of_them for reason in capacity.fallbacks),
         num_snapshots=min(capacity.num_snapshots for capacity in all_of_them),
+        max_batch_size=min(capacity.max_batch_size for capacity in all_of_them),
+        max_prefill_tokens=min(capacity.max_prefill_tokens for capacity in all_of_them),
     )
 
 

@@ -6,7 +6,7 @@ Its body is read no further than the limit.
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import httpx
@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
 from tgi_server.router.api.admission import Admission, read_body, read_json, respond_to
+from tgi_server.router.api.connections import WATCH
 from tgi_server.router.api.generation import RequestGeneration
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.api.routes.generate import prepare_tgi
@@ -39,17 +40,25 @@ class Client:
 
     def __init__(self, body: bytes = b'{"inputs": "hello"}') -> None:
         self._body: bytes | None = body
-        self.left = asyncio.Event()
+        self._watcher: Callable[[], object] | None = None
         self.lease = Lease(Account(2**20, 1.0), "", lambda: None)
-        scope = {"type": "http", "path": "/generate", "headers": [], "state": {LEASE: self.lease}}
+        state = {LEASE: self.lease, WATCH: self._watch}
+        scope = {"type": "http", "path": "/generate", "headers": [], "state": state}
         self.request = Request(scope, self._receive)
 
     async def _receive(self) -> Message:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self.left.wait()
-        return {"type": "http.disconnect"}
+        await asyncio.Event().wait()
+        raise AssertionError("it never ends")
+
+    def leave(self) -> None:
+        assert self._watcher is not None
+        self._watcher()
+
+    def _watch(self, watcher: Callable[[], object] | None) -> None:
+        self._watcher = watcher
 
 
 async def collect(admission: Admission, asked: GenerateRequest) -> Response:
@@ -119,7 +128,7 @@ async def test_a_client_that_leaves_has_its_generation_cancelled(
     responding = asyncio.ensure_future(respond(router, client))
     while not scheduler.submitted:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    client.left.set()
+    client.leave()
     with pytest.raises(ClientGone):
         await responding
     assert scheduler.cancelled == [scheduler.submitted[0].id]

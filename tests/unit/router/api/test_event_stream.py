@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message
 
 from tgi_server.router.api import event_stream
-from tgi_server.router.api.connections import REFUSE
+from tgi_server.router.api.connections import REFUSE, WATCH
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.errors import ClientGone, GenerationFailed, SlowReader
 
@@ -92,17 +92,19 @@ class Client:
         self.times: list[float] = []
         self.ended = False
         self.has_comment = asyncio.Event()
-        self._left = asyncio.Event()
+        self._watcher: Callable[[], object] | None = None
 
     def leave(self) -> None:
-        self._left.set()
+        assert self._watcher is not None
+        self._watcher()
 
     async def serve(self, response: EventStream) -> None:
-        await response({"type": "http", "state": {REFUSE: lambda: None}}, self._receive, self._send)
+        state = {REFUSE: lambda: None, WATCH: self._watch}
+        await response({"type": "http", "state": state}, asyncio.Event().wait, self._send)  # type: ignore[arg-type]
+        assert self._watcher is None
 
-    async def _receive(self) -> Message:
-        await self._left.wait()
-        return {"type": "http.disconnect"}
+    def _watch(self, watcher: Callable[[], object] | None) -> None:
+        self._watcher = watcher
 
     def sent_at(self, piece: bytes) -> list[float]:
         """Returns the times at which the piece was sent, by the event loop's clock."""
@@ -155,8 +157,9 @@ async def test_a_broken_connection_ends_its_stream_with_the_error():
     async def send(_: Message) -> None:
         raise broken
 
+    state = {REFUSE: lambda: None, WATCH: lambda watcher: None}
     with pytest.raises(OSError, match="broken pipe"):
-        await response({"type": "http", "state": {REFUSE: lambda: None}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await response({"type": "http", "state": state}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert reasons == [broken]
     assert isinstance(outbox.error, ClientGone)
 
