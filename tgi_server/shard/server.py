@@ -200,7 +200,7 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
         local_world_size=settings.local_world_size,
         sharing_cores=sharing_cores,
         custom_kernels=not settings.disable_custom_kernels,
-        symmetric=settings.cuda_all_reduce == "symmetric-memory",
+        all_reduce=settings.cuda_all_reduce,
     )
 
 

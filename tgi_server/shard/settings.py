@@ -143,12 +143,13 @@ class ModelSettings(CheckpointSettings):
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
-        None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to 256"
+        None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to a batch"
     )
-    cuda_all_reduce: Literal["nccl", "symmetric-memory"] = Field(
-        "nccl",
+    cuda_all_reduce: Literal["auto", "nccl", "symmetric-memory"] = Field(
+        "auto",
         description="all-reduce among the GPUs of one machine; symmetric-memory: small tensors through memory "
-        "that all of them read, if that gives NCCL's sums at load; it has not run on several GPUs yet",
+        "that all of them read, if that gives NCCL's sums at load; auto: the same, without a report where it does not; "
+        "it has not run on several GPUs yet: nccl turns it off",
     )
 
     embedding_model_id: HubId | None = Field(

@@ -69,24 +69,33 @@ class ShardGroup:
         """Sends small tensors through shared memory from now on. All shards have to be on one machine."""
         self.memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
 
-    def share_gpu_memory(self, device: torch.device) -> None:
-        """Sums small tensors through symmetric memory from now on, if all shards find it right."""
-        memory, fault = None, None
-        if self.local_world_size < self.world_size:
-            fault = "the shards are on several machines"
-        else:
+    def share_gpu_memory(self, device: torch.device, *, requested: bool = True) -> None:
+        """Sums small tensors through symmetric memory from now on, if all shards find it right.
+
+        requested: by the user, to whom it is reported if it is not used.
+        """
+        memory, apart = None, self.local_world_size < self.world_size
+        fault = "the shards are on several machines" if apart else symmetric_memory.access_fault(device)
+        if (fault := self._first_fault(fault)) is None:
             try:
                 memory = SymmetricMemory(device)
-            except Exception as error:  # of a driver, of GPUs that cannot read each other's memory
+            except Exception as error:  # of a driver
                 fault = f"symmetric memory fails ({type(error).__name__}: {error})"
-        fault = fault_of_any(fault, self)
+            fault = fault_of_any(fault, self)
         if memory is not None and fault is None:
             fault = fault_of_any(symmetric_memory.fault_of(memory, self.rank, device), self)
         if fault is None:
             self.symmetric = memory
-        else:
-            self.fallback = f"all-reduce is NCCL's, which is slower for small tensors: {fault}"
-            logger.warning(self.fallback)
+            logger.info("small tensors are summed through memory that all GPUs read")
+            return
+        fallback = f"all-reduce is NCCL's, which is slower for small tensors: {fault}"
+        if requested:
+            self.fallback = fallback
+        logger.log(logging.WARNING if requested else logging.INFO, fallback)
+
+    def _first_fault(self, fault: str | None) -> str | None:
+        """Returns the fault of the first shard that has one, before anything is tried together; None if none has."""
+        return next(filter(None, self.exchange(fault or "")), None)
 
     def ranks(self) -> Any:
         """Returns the `torch.classes.oatmill.Ranks` by which kernels bring tensors together."""
@@ -213,12 +222,13 @@ def connect(
     sharing_cores: int | None = None,
     timeout: float = CONNECT_SECONDS,
     custom_kernels: bool = True,
-    symmetric: bool = False,
+    all_reduce: str = "auto",
 ) -> ShardGroup:
     """Connects to the other shards where shard 0 listens.
 
     device: what this shard computes on. sharing_cores: as in `ShardGroup`. timeout: seconds. custom_kernels: kernels of
-    the engine's own may be used. symmetric: GPUs sum small tensors through symmetric memory, if that is right.
+    the engine's own may be used. all_reduce: symmetric-memory: GPUs sum small tensors through it, if that is right;
+    auto: the same, without a report if it is not; nccl: never.
     Raises CannotConnect.
     """
     local_world_size = local_world_size or world_size
@@ -246,8 +256,8 @@ def connect(
     group = ShardGroup(rank, world_size, local_world_size, store, sharing_cores)
     if gpu is None and local_world_size == world_size and custom_kernels:
         group.share_memory()
-    if gpu is not None and symmetric:
-        group.share_gpu_memory(gpu)
+    if gpu is not None and world_size > 1 and all_reduce != "nccl":
+        group.share_gpu_memory(gpu, requested=all_reduce != "auto")
     return group
 
 

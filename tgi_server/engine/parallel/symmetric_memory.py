@@ -1,7 +1,7 @@
 """All-reduce of small tensors among the GPUs of a machine, by memory that all of them read: symmetric memory of torch.
 
-Messages of NCCL take longer than the few KB of a decode step are worth. `--cuda-all-reduce symmetric-memory` chooses
-this, for tensors up to a size, once it has been found to compute what NCCL does.
+Messages of NCCL take longer than the few KB of a decode step are worth. This is used for tensors up to a size, once it
+has been found to compute what NCCL does, unless `--cuda-all-reduce nccl` is given.
 """
 
 from collections.abc import Iterator
@@ -38,12 +38,22 @@ class SymmetricMemory:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums every shard's tensor, contiguous, into `tensor`."""
         flat, own = tensor.view(-1), self._buffer[: tensor.nbytes].view(tensor.dtype)
+        if tensor.nbytes <= ONE_SHOT_BYTES:  # one kernel copies and sums
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(own, flat, "sum", self._group, flat)
+            return
         own.copy_(flat)
-        if tensor.nbytes <= ONE_SHOT_BYTES:
-            torch.ops.symm_mem.one_shot_all_reduce_out(own, "sum", self._group, flat)
-        else:
-            torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self._group)
-            flat.copy_(own)
+        torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", self._group)
+        flat.copy_(own)
+
+
+def access_fault(device: torch.device) -> str | None:
+    """Returns why GPUs cannot sum through memory that all of them read: some cannot read others'. None if they can."""
+    if device.type != "cuda":
+        return None
+    for other in range(torch.cuda.device_count()):
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
+            return f"GPU {device.index} cannot read the memory of GPU {other}"
+    return None
 
 
 def fault_of(memory: SymmetricMemory, rank: int, device: torch.device) -> str | None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.addresses import free_port
+from tests.tiny_models import make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.ranks import Ranks
 from tgi_server.engine.errors import PeerLost
@@ -83,10 +85,11 @@ def agree(group: ShardGroup, fault: str) -> str | None:
 
 
 @pytest.mark.slow
-def test_a_shard_that_fails_in_a_recording_does_not_leave_the_others_waiting_for_long() -> None:
+@pytest.mark.parametrize("runs", [0, 1, 2], ids=["at once", "where the host would wait", "while it is recorded"])
+def test_a_shard_that_fails_in_a_recording_does_not_leave_the_others_waiting_for_long(runs: int) -> None:
     with Ranks(2) as ranks, ThreadPoolExecutor(2) as threads:
         started = time.monotonic()
-        other, failing = (threads.submit(ranks.run_alone, rank, capture_step) for rank in range(2))
+        other, failing = (threads.submit(ranks.run_alone, rank, capture_step, runs) for rank in range(2))
         with pytest.raises(PeerLost, match=r"^shard 1 failed while the others wait for it: no memory is left"):
             failing.result()
         assert not other.done()
@@ -94,6 +97,44 @@ def test_a_shard_that_fails_in_a_recording_does_not_leave_the_others_waiting_for
         with pytest.raises(PeerLost):
             other.result()
         assert time.monotonic() - started < 45  # most of it to start the processes
+
+
+@pytest.mark.slow
+def test_a_shard_that_fails_in_a_step_ends_and_the_others_learn_of_it(tmp_path: Path) -> None:
+    folder = make("llama", tmp_path)
+    with Ranks(2) as ranks, ThreadPoolExecutor(2) as threads:
+        other, failing = (threads.submit(ranks.run_alone, rank, fail_in_a_step, folder) for rank in range(2))
+        error, device = failing.result()
+        assert error == "RuntimeError: no memory is left"
+        assert device == "the shards are out of step: RuntimeError in shard 1"  # for which the process ends by itself
+        assert not other.done()
+        ranks.kill(1)
+        error, device = other.result()
+        assert error.startswith("PeerLost: ")
+        assert device == "the shards are out of step: PeerLost in shard 0"
+
+
+def fail_in_a_step(group: ShardGroup, folder: Path) -> tuple[str, str]:
+    """Fails in a sum of shard 1, for which the other waits. Returns the errors of the step, and of the device then."""
+    from tests.unit.engine.requests import generate_together, load_engine, prompts
+
+    group.memory = None  # as between machines, and on GPUs
+    engine = load_engine(folder, group=group, custom_kernels=False)
+    sums, whole = iter(range(100)), group.all_reduce
+
+    def fails(tensor: Tensor) -> Tensor:
+        if next(sums) == 2:
+            raise RuntimeError("no memory is left")
+        return whole(tensor)
+
+    engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=64)
+    if group.rank == 1:
+        group.all_reduce = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as failed:
+        generate_together(engine, prompts((3, 5)))
+    with pytest.raises(RuntimeError) as lost:
+        engine.check_device()
+    return f"{type(failed.value).__name__}: {failed.value}", str(lost.value)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda", 1)])
@@ -113,13 +154,14 @@ def test_nccl_takes_its_memory_before_the_cache_is_sized(device: torch.device, m
         assert (given["backend"], given["device_id"]) == ("gloo", None)
 
 
-def capture_step(group: ShardGroup) -> None:
-    """Fails in shard 1, while the other captures a step."""
+def capture_step(group: ShardGroup, runs: int) -> None:
+    """Fails in shard 1 after some of the runs of a step, while the other captures it."""
 
     def capture(step: Callable[[], Any]) -> Callable[[], Any]:
-        if group.rank == 1:
-            raise RuntimeError("no memory is left")
-        group.all_reduce(torch.ones(3))
+        for run in range(3):
+            if group.rank == 1 and run == runs:
+                raise RuntimeError("no memory is left")
+            group.all_reduce(torch.ones(3))
         return step
 
     group_module.FAULT_SECONDS = 0.5
@@ -157,6 +199,23 @@ def test_kernels_without_shared_memory_miss_a_dead_shard_at_once() -> None:
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("requested", [True, False])
+def test_shards_agree_on_nccl_if_one_gpu_cannot_read_another(requested: bool, ranks_of: RanksOf) -> None:
+    for used, fallback in ranks_of(2).run(without_access, requested):
+        assert not used
+        assert (fallback is not None) is requested
+        assert fallback is None or "GPU 1 cannot read the memory of GPU 0" in fallback
+
+
+def without_access(group: ShardGroup, requested: bool) -> tuple[bool, str | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: device.index == 0)
+        group.share_gpu_memory(torch.device("cuda", group.rank), requested=requested)
+        found, group.fallback = group.fallback, None
+        return group.symmetric is not None, found
+
+
 @pytest.mark.parametrize("factor", [1, 2], ids=["right", "wrong"])
 def test_small_tensors_of_gpus_are_summed_by_symmetric_memory_if_that_is_right(factor: int, ranks_of: RanksOf) -> None:
     for size, small, large, fallback in ranks_of(2).run(summed_by_symmetric_memory, factor):
@@ -174,8 +233,9 @@ def summed_by_symmetric_memory(group: ShardGroup, factor: int) -> tuple[float, i
     symmetric: Any = symmetric_module
     calls = {"one_shot": 0, "two_shot": 0}
 
-    def one_shot(own: Tensor, operator: str, name: str, out: Tensor) -> Tensor:
+    def one_shot(own: Tensor, local: Tensor, operator: str, name: str, out: Tensor) -> Tensor:
         calls["one_shot"] += 1
+        own.copy_(local)
         dist.all_reduce(out.copy_(own * factor))
         return out
 
@@ -185,7 +245,7 @@ def summed_by_symmetric_memory(group: ShardGroup, factor: int) -> tuple[float, i
         return own
 
     library = torch.library.Library("symm_mem", "IMPL", "CPU")
-    library.impl("one_shot_all_reduce_out", one_shot)
+    library.impl("one_shot_all_reduce_copy_out", one_shot)
     library.impl("two_shot_all_reduce_", two_shot)
     kept = symmetric.empty, symmetric.rendezvous, group.memory
     symmetric.empty, symmetric.rendezvous, group.memory = torch.empty, lambda *_: None, None
