@@ -122,9 +122,9 @@ class ShardGroup:
             if self.memory is not None:
                 joined: Tensor = self.memory.all_gather(tensor)
                 return joined
-            parts = tensor.new_empty(self.world_size, *tensor.shape)
-            dist.all_gather_into_tensor(parts, tensor)
-        return parts.movedim(0, -2).flatten(-2)
+            parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(parts, tensor)
+        return torch.cat(parts, dim=-1)
 
     def minimum(self, number: int) -> int:
         """Returns the smallest value that any shard passes."""
