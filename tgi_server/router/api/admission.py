@@ -112,22 +112,7 @@ class Admission:
         """Returns what `work` returns. Cancels it as soon as the client closes its connection, and waits for its end,
         so that the request keeps its places until then. Raises ClientGone.
         """
-        task, left = asyncio.ensure_future(work), False
-
-        def leave() -> None:
-            nonlocal left
-            left = task.cancel()
-
-        watch = self.request.scope["state"][WATCH]
-        watch(leave)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if left:
-                raise ClientGone("the client disconnected") from None
-            raise
-        finally:
-            watch(None)
+        return await unless_left(self.request, work)
 
     def release(self) -> None:
         """Ends what is still generated and gives the places back, though the answer may not have been read."""
@@ -208,6 +193,26 @@ async def respond_to(
     if not isinstance(response, EventStream):
         admission.close()
     return response
+
+
+async def unless_left(request: Request, work: Awaitable[T]) -> T:
+    """Returns what `work` returns. Cancels it as soon as the client closes its connection. Raises ClientGone."""
+    task, left = asyncio.ensure_future(work), False
+
+    def leave() -> None:
+        nonlocal left
+        left = task.cancel()
+
+    watch = request.scope["state"][WATCH]
+    watch(leave)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if left:
+            raise ClientGone("the client disconnected") from None
+        raise
+    finally:
+        watch(None)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.router.api.access import AccessRules
-from tgi_server.router.api.admission import RECEIVED, SMALL, read_body, read_json
+from tgi_server.router.api.admission import RECEIVED, SMALL, read_body, read_json, unless_left
 from tgi_server.router.api.app import middleware, service_app
 from tgi_server.router.api.encoding import error_response
-from tgi_server.router.api.event_stream import until_disconnected
 from tgi_server.router.api.generation import TimeLimits
 from tgi_server.router.api.request_record import RequestRecord, request_id
-from tgi_server.router.errors import ClientGone, NoSuchModel, RouterError, Unhealthy
+from tgi_server.router.errors import NoSuchModel, RouterError, Unhealthy
 from tgi_server.router.models import HostedModel, Models
 from tgi_server.router.service import Service
 
@@ -75,17 +74,7 @@ class _Dispatcher:
 
     async def _loaded(self, request: Request, model: HostedModel) -> Service:
         """Returns the service of a model once it is loaded. Raises ClientGone if the client leaves before."""
-        work = asyncio.ensure_future(self._models.loaded(model, _deadline(request)))
-        gone = asyncio.ensure_future(until_disconnected(request.receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientGone("the client disconnected while its model was loading")
-            return work.result()
-        finally:
-            gone.cancel()
-            if work.cancel():
-                await asyncio.wait((work,))
+        return await unless_left(request, self._models.loaded(model, _deadline(request)))
 
     async def _received(self, request: Request) -> Any:
         """Returns the body as JSON, and leaves both for the route. A body that is not JSON is the route's business."""
