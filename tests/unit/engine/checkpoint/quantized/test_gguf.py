@@ -14,6 +14,7 @@ from tests.gguf_by_names import SETTINGS, write_gguf
 from tests.gguf_models import HALVES, make_gguf, make_wide, random_blocks
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized_weight
 from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.engine.errors import EngineError
@@ -171,6 +172,19 @@ def test_weights_take_little_more_memory_than_the_file(tmp_path) -> None:
     assert engine.info.quantization == "GGUF, Q4_K"
     held = sum(size for place, size in tensor_bytes().items() if place not in before)
     assert held < 1.2 * file.stat().st_size
+
+
+def test_no_weight_is_made_dense_while_loading(tmp_path, monkeypatch) -> None:
+    """The head of a large vocabulary alone would take seconds."""
+    made = QuantizedLinear.weight.fget
+
+    def weight(layer: QuantizedLinear) -> torch.Tensor:
+        assert "quantized" not in vars(layer)
+        return made(layer)
+
+    monkeypatch.setattr(QuantizedLinear, "weight", property(weight))
+    file, _ = make_wide("llama", tmp_path, "Q4_K", tie_word_embeddings=True)
+    assert load_engine(described(file), dtype=torch.bfloat16).info.quantization == "GGUF, Q4_K"
 
 
 def tensor_bytes() -> dict[int, int]:
