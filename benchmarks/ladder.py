@@ -31,6 +31,8 @@ from tests.fakes.simulated_models import Call, Model, oracle
 # Users of the closed loops that a model's steps are measured with, and how long each loop lasts.
 USERS, LOOP_SECONDS = (1, 4, 8), 3.0
 PROMPTS = (10, 60)
+# Begins the prompts of this run, which no prefix cache knows from another one.
+RUN = time.time_ns() % 1_000_000
 # Of the time that the large model takes for the mean answer alone.
 DEADLINES = (1.0, 2.0, 4.0, 8.0)
 BURSTS = (1, 1, 1, 2, 4, 10)
@@ -50,7 +52,7 @@ class CallOutcome:
 def prompt(number: int, words: int) -> str:
     """Returns a prompt that no other begins with, and that is answered at length."""
     draw = random.Random(number)
-    return f"Story {number}: " + ", ".join(draw.choice(WORDS) for _ in range(words // 3)) + ". Once upon a time"
+    return f"Story {RUN}/{number}: " + ", ".join(draw.choice(WORDS) for _ in range(words // 3)) + ". Once upon a time"
 
 
 async def call(

@@ -1,5 +1,7 @@
 """Calls that name several models: the largest one that will be in time answers, the smallest one is the fallback."""
 
+import os
+import signal
 import threading
 import time
 import urllib.request
@@ -10,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.conftest import FreePort
+from tests.conftest import FreePort, ServerFactory
 from tests.fakes.model_server import ModelServer
+from tests.integration.launcher.test_several_models import shard
 from tests.integration.llm_functionalities.service import Service, running_service
 from tests.integration.llm_functionalities.test_failover import Replica
 from tests.timing import SECONDS, until
+from tgi_server import demo_model
 
 BOTH = (("models", "large, small"),)
 GENEROUS_MS = 60_000
@@ -242,3 +247,25 @@ def test_500_calls_in_bursts_to_two_servers_each_go_to_the_largest_that_can_be_i
     assert answered["tight", "small"] >= 0.95 * 250, answered
     assert answered["generous", "large"] >= 0.95 * 250, answered
     assert answered["generous", ""] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_models_of_one_server(server: ServerFactory, llama_folder: Path) -> None:
+    models = f"--models=demo={demo_model.PATH},llama={llama_folder}"
+    running = server(models, "--models-memory=256MiB", "--dtype=float32").wait_until_ready()
+    flags = ("--ladder-models", f"large={running.url}#demo,small={running.url}#llama")
+    with running_service(*flags) as service, service.runner() as runner:
+        expected = {}
+        for name, model in (("large", "demo"), ("small", "llama")):
+            text, answered_by = asked(runner, (("models", name),))
+            assert answered_by == name
+            body = {"inputs": "hello", "parameters": {"max_new_tokens": 20}}
+            direct = httpx.post(f"{running.url}/generate?model={model}", json=body, timeout=60).json()
+            assert text == direct["generated_text"].strip()
+            expected[name] = text
+        assert expected["large"] != expected["small"]
+        assert asked(runner) == (expected["large"], "large")
+        assert streamed(runner)[1] == "large"
+        os.kill(shard(running, "demo").pid, signal.SIGKILL)
+        until(lambda: asked(runner) == (expected["small"], "small"))
