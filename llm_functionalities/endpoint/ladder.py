@@ -38,6 +38,9 @@ MARGIN_SECONDS, MARGIN_SHARE = 0.03, 0.05
 # Why a model gets a request: it was chosen, another one failed, or another one is late.
 CHOSEN, FALLBACK, LATE = "chosen", "fallback", "late"
 
+# The time for an image has little to do with the characters of its data.
+_IMAGE, _BEGINNING = "data:image/", 200
+
 # After one of these errors another model may have the request.
 _NEXT = (EndpointDown, EndpointFailed, NotServed)
 
@@ -76,8 +79,9 @@ class Ladder(Sender):
     def pieces(self, kind: str, prompt: str, ask: Ask, call: Call, max_tokens: int = 0) -> Pieces:
         left = call.due.remaining()
         left -= min(MARGIN_SECONDS, MARGIN_SHARE * left)
-        # A stream and a whole answer take the same time until they are complete.
-        work = Work(GENERATE if kind == STREAM else kind, len(prompt), max_tokens)
+        # A stream and a whole answer take the same time until they are complete. Images come first in a prompt.
+        measured_as = (GENERATE if kind == STREAM else kind) + (" images" if _IMAGE in prompt[:_BEGINNING] else "")
+        work = Work(measured_as, len(prompt), max_tokens)
         chosen, smallest = self.choose(work, left), self._models[-1]
         place = self._models.index(chosen)
         order = (*self._models[place:], *reversed(self._models[:place]))
