@@ -94,7 +94,7 @@ def best_table(weights: choice.Weights, times: Mapping[str, trials.Times]) -> Ke
 
 
 def equal_bits(weights: choice.Weights, *names: str) -> bool:
-    """Returns True if these kernels give the same bits for any number of rows, in float32: 16 bits hide small errors."""
+    """Returns True if these kernels give the same bits for all rows, in float32: 16 bits hide small errors."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(max(_COMPARED_ROWS), _COMPARED_SHAPE[1], generator=generator).to(weights.dtype).float()
     first, *others = (weights.make(*_COMPARED_SHAPE, KernelTable.of(name)) for name in names)
