@@ -5,7 +5,8 @@
 Starts a server for each model, unless it is given as the URL of one that runs, and the service in front of them. The
 deadlines are multiples of the time that the large model takes for one call alone. The oracle knows how long each answer
 is, and what prompts and steps of the large model take (measured first). It gives the large model each call for which
-all that it has are in time.
+all that it has are in time. By the same rule it says how many calls the small model alone would answer: where that is
+not all, no ladder can.
 """
 
 import argparse
@@ -176,7 +177,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
         stub = llm_pb2_grpc.LLMRunnerStub(channel)
         cost = await measured(stub, "large")
-        await measured(stub, "small")
+        small_cost = await measured(stub, "small")
         unit = cost.of_prompt(35) + (cost.step + cost.row) * (sum(arguments.tokens) / len(arguments.tokens) - 1)
         calls = bursts(arguments.seed, arguments.calls, arguments.tokens, unit, arguments.load)
         calls = [each for each in calls if each.at < arguments.seconds]
@@ -191,6 +192,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
     result = {
         "calls": len(calls),
         "in time": sum(models.values()),
+        "by the small model alone": best(small_cost, calls, arguments.places),
         "by the large model": models["large"],
         "by the oracle": possible,
         "share of the oracle": round(models["large"] / possible, 3),
