@@ -19,6 +19,7 @@ from tgi_server.engine.backends.attention import cuda as attention_of_gpus
 from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.kernels.triton import (
+    argmax,
     dependent_launch,
     few_rows,
     norm_and_gate,
@@ -97,6 +98,7 @@ def main() -> None:
         (_few_rows, [(), *FEW_ROWS]),
         (_one_kernel, [("three kernels",), ("attend_in_one",)]),
         (_dependent, [("off",), ("pdl",)]),
+        (_argmax, [("torch",), ("argmax",)]),
         (_latents, LATENT_SHAPES),
         (_dense, [(16,), (32,), (64,), (128,), (256,)]),
         (_product, PRODUCTS),
@@ -209,6 +211,15 @@ def _dependent(name: str) -> None:
         took = facts.seconds(chain, times=2)
     dependent_launch.launch_options.cache_clear()
     facts.tell(f"20 gates, norms and copies in a chain, programmatic launch {name}", us=took * 1e6)
+
+
+def _argmax(name: str) -> None:
+    for rows in (1, 32, 256):
+        scores = torch.randn(rows, 128256 // facts.SHORTER, device=facts.DEVICE, dtype=facts.DTYPE)
+        found = argmax.argmax(scores) if name == "argmax" else scores.max(-1).indices
+        error = int((found != scores.float().argmax(-1)).sum())
+        took = facts.seconds(lambda scores=scores: argmax.argmax(scores) if name == "argmax" else scores.max(-1))
+        facts.tell(f"argmax by {name}", rows=rows, us=took * 1e6, others=error)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tgi_server.engine.kernels.triton import (
+    argmax,
     decode_attention,
     few_rows,
     fp8,
@@ -239,6 +240,11 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
     strides = [f"{name}_{part}" for name in ("query", "key", "value") for part in ("token", "head")]
     types = dict.fromkeys(data, "*bf16") | {"slots": "*i64"} | dict.fromkeys(strides, "i32")
     types |= {"key_scale": "fp32", "value_scale": "fp32"}
+    types |= {"positions": "*i64", "frequencies": "*fp32", "scaling": "fp32", "half": "i32"}
+    check(compiled(rope_and_cache._turns, types, {"width": 64}, capability, 1), capability, tmp_path)
+    types |= {"x": "*bf16", "output": "*bf16"} | dict.fromkeys(("x_token", "x_head", "heads"), "i32")
+    sizes = {"size": 64, "width": 64, "rotated": 64, "together": 4, "interleaved": True}
+    check(compiled(rope_and_cache._turn, types, sizes, capability, 1), capability, tmp_path)
     for rotated, mantissa, together in product((0, 64, 128), (0, 2, 3), (1, 4)):
         queries = 32 if rotated else 0
         sizes = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128}
@@ -396,6 +402,14 @@ def test_products_with_few_rows_fit(
     capability: int, around: dict[str, Any], rows: int, fp8: bool, tmp_path: Path
 ) -> None:
     check(few_rows_product(capability, rows, fp8=fp8, **around), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES | OLDER)
+def test_the_argmax_fits(capability: int, tmp_path: Path) -> None:
+    types = {"scores": "*fp16", "highest": "*fp32", "tokens": "i32", "stride": "i32"}
+    types |= dict.fromkeys(("places", "found"), "*i64")
+    check(compiled(argmax._highest_of_part, types, {"at_once": argmax._AT_ONCE}, capability, 4), capability, tmp_path)
+    check(compiled(argmax._highest_of_row, types, {"parts": 32, "width": 32}, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", [90, 100, 120])

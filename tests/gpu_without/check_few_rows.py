@@ -1,23 +1,28 @@
 """Products with few rows, with norms, gates and residuals inside, in Triton's interpreter against plain torch."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import layer_norm, linear, rms_norm
 
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401 (a fixture)
-from tests.gpu_without.check_layers import as_on_a_gpu, fused  # noqa: F401 (a fixture)
+from tests.gpu_without.check_layers import Launches, as_on_a_gpu  # noqa: F401 (a fixture)
 from tests.tiny_models import build
 from tests.unit.engine.kernels.cpu.ops.test_norm_rope_gate import ACTIVATIONS
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.backends.cuda import CudaBackend
 from tgi_server.engine.backends.cuda_model import CudaModel
+from tgi_server.engine.backends.probe import long_logits
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import triton as kernels
 from tgi_server.engine.kernels.triton import few_rows
+from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.few_rows import FewRowsLinear, norm_of_inputs
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.scaled import ScaledLinear
@@ -27,9 +32,9 @@ CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.bfloat16: {"rtol": 3
 
 
 @pytest.fixture(autouse=True)
-def with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 4)
-    monkeypatch.setenv(kernels.VARIANTS_VARIABLE, "few_rows,attend_in_one")
+    monkeypatch.setenv(kernels.VARIANTS_VARIABLE, "few_rows,attend_in_one,rotary")
     kernels.variants.cache_clear()
     yield
     kernels.variants.cache_clear()
@@ -81,8 +86,6 @@ def test_weights_in_8_bits_take_inputs_as_they_are(rows: int, in_blocks: bool) -
     layer = QuantizedLinear(torch.nn.Linear(1024, 192, bias=False, device="meta"))
     rounded = ROUNDINGS["fp8"][1](torch.randn(192, 1024) / 32)
     if in_blocks:
-        from dataclasses import replace
-
         scales = rounded.scales * torch.linspace(0.5, 2, 8)
         rounded = replace(rounded, stored_scales=scales, groups=torch.arange(1024) // 128)
     layer.fill(rounded)
@@ -102,9 +105,6 @@ def test_weights_in_8_bits_take_inputs_as_they_are(rows: int, in_blocks: bool) -
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "opt", "gpt2", "qwen3"])
 def test_models_compute_the_same(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels for few rows, here up to 64, and for rows that decode."""
-    from tests.gpu_without.check_layers import Launches
-    from tgi_server.engine.linear import gpu
-
     monkeypatch.setattr(gpu, "_dense_layer", lambda *_: FewRowsLinear)
     monkeypatch.setattr(FewRowsLinear, "few_rows", 64)
     model = build(architecture)
@@ -115,6 +115,31 @@ def test_models_compute_the_same(architecture: str, monkeypatch: pytest.MonkeyPa
     assert backend.fallbacks == []
     assert len(proved._few_rows) == len(proved.decoder.layers)
     assert {"_multiply_few", "_attend_in_one"} <= set(launches.names)
+    assert ("_turns" in launches.names) == bool(proved.decoder.ropes)
+    assert None not in proved._scalings
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("deepseek_v3", 54), ("minicpm3", 35)])
+def test_layers_with_latents_launch_few_kernels(architecture: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(architecture)
+    proved = CudaBackend(model, EngineConfig(Path("/nowhere"))).create_model(
+        family_of(model.config), spec_of(model.config)
+    )
+    assert isinstance(proved, CudaModel)
+    counted: list[int] = []
+    compute = CudaModel._layer
+
+    def watched(model: CudaModel, layer: Any, residual: torch.Tensor, step: Any) -> torch.Tensor:
+        with monkeypatch.context() as patch, Launches(patch) as launches:
+            output = compute(model, layer, residual, step)
+        if not step.metadata.chunks:
+            counted.append(len(launches.names))
+        return output
+
+    monkeypatch.setattr(CudaModel, "_layer", watched)
+    long_logits(proved, 12)
+    assert len(counted) == len(proved.decoder.layers)
+    assert max(counted) <= most
 
 
 def test_a_variant_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

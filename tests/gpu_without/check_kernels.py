@@ -10,7 +10,14 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.unit.engine.backends.attention.test_backends import FP8, expected, fp8, run, run_latents
 from tgi_server.engine.backends.attention import cuda
-from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
+from tgi_server.engine.backends.attention.base import (
+    AttentionBackend,
+    AttentionVariant,
+    ForwardMetadata,
+    KVShape,
+    rotate,
+    rotate_pairs,
+)
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat, decode, encode
@@ -222,6 +229,19 @@ def test_rotation_and_writing(
     written = torch.zeros(blocks * size, dtype=torch.bool).index_fill_(0, slots, True)
     assert not keys.flatten(0, 1)[~written].any()
     assert not values.flatten(0, 1)[~written].any()
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "size", "rotated"), [(5, 24, 16), (1, 64, 64)])
+def test_turning_by_positions(heads: int, size: int, rotated: int, interleaved: bool, dtype: torch.dtype) -> None:
+    x = torch.randn(3, heads + 2, size + 8).to(dtype)[:, :heads, :size]
+    angles = torch.randn(3, rotated // 2).repeat(1, 2)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    plain = rotate_pairs if interleaved else rotate
+    wanted = plain(x.float(), cosine.float()[:, None], sine.float()[:, None])
+    actual = rope_and_cache.turn(x, cosine, sine, interleaved=interleaved)
+    torch.testing.assert_close(actual.float(), wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
 
 
 def test_what_kernels_are_compared_with_is_attention() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.kernels.triton import sampling
+from tgi_server.engine.kernels.triton.argmax import argmax
 from tgi_server.engine.kernels.triton.sampling import choose
 from tgi_server.engine.sampling import TorchSampler, row_kernel_fault
 from tgi_server.engine.sampling.random import as_int64, draw, uniform
@@ -95,3 +96,15 @@ def _sampler(kinds: list[SamplingParameters], report: ReportParameters) -> Torch
     for row, kind in enumerate(kinds):
         sampler.add(row, kind, report, [1, 2, 3], [])
     return sampler
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [7, 4096, 9001])
+def test_the_argmax_is_the_first_of_equals(tokens: int, dtype: torch.dtype) -> None:
+    scores = torch.randint(-9, 9, (5, tokens + 3)).to(dtype)[:, :tokens]
+    scores[1], scores[2] = float("-inf"), float("nan")
+    scores[3, tokens - 1] = 99
+    wanted = torch.tensor([int((row == row.max()).nonzero()[0, 0]) for row in scores[[0, 1, 3, 4]].float()])
+    found = argmax(scores)
+    assert torch.equal(found[[0, 1, 3, 4]], wanted)
+    assert 0 <= int(found[2]) < tokens

@@ -1,15 +1,19 @@
 """Models of specs on GPUs: a few kernels in Triton and products of cuBLAS for each layer, captured as CUDA graphs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from tgi_server.engine import proofs
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.decoder import Decoder, DecoderLayer, Norm
 from tgi_server.engine.backends.layer_parts import LayerPass
 from tgi_server.engine.backends.reference import ReferenceModel
-from tgi_server.engine.kernels.triton import norm_and_gate
+from tgi_server.engine.backends.rope import RotaryTable
+from tgi_server.engine.kernels.triton import norm_and_gate, rope_and_cache, variants
 from tgi_server.engine.linear.few_rows import norm_of_inputs
 
 
@@ -31,6 +35,20 @@ class CudaModel(ReferenceModel):
         super().__init__(source, decoder, attention)
         made = {layer.index: _few_rows(layer, parallel=self._spec.parallel) for layer in decoder.layers}
         self._few_rows = {index: few for index, few in made.items() if few is not None}
+        self._scalings = [_scaling(rope, attention.device, attention.dtype) for rope in decoder.ropes]
+
+    def _turns(self, number: int, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        scaling, frequencies = self._scalings[number], self.decoder.ropes[number].frequencies()
+        if scaling is None or frequencies is None or positions.dim() != 1:
+            return super()._turns(number, like, positions)
+        return rope_and_cache.turns(positions, frequencies.to(like.device), scaling, like.dtype)
+
+    def _turned(self, x: Tensor, rope: int | None, step: LayerPass, *, interleaved: bool | None = None) -> Tensor:
+        if rope is None or "rotary" not in variants():
+            return super()._turned(x, rope, step, interleaved=interleaved)
+        cosine, sine = (table[0].contiguous() for table in step.rotations[rope])
+        pairs = self._spec.interleaved if interleaved is None else interleaved
+        return rope_and_cache.turn(x, cosine, sine, interleaved=pairs)
 
     def _layer(self, layer: DecoderLayer, residual: Tensor, step: LayerPass) -> Tensor:
         few = self._few_rows.get(layer.index)
@@ -53,6 +71,22 @@ class CudaModel(ReferenceModel):
 
     def _activated(self, up: Tensor) -> Tensor:
         return norm_and_gate.activate(up, self._spec.activation, gated=self._spec.gated_mlp)
+
+
+def _scaling(rope: RotaryTable, device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns what a rope's cosines and sines are multiplied by; None if the kernel does not compute what it does."""
+    frequencies = rope.frequencies()
+    if "rotary" not in variants() or frequencies is None or frequencies.dtype is not torch.float32:
+        return None
+    positions = torch.tensor([0, 1, 77, 4001, 99_999], device=device)
+    known = rope.at(torch.empty(0, dtype=dtype, device=device), positions)
+    scaling = float(known[0].flatten()[0])
+
+    def cases() -> Iterator[proofs.Case]:
+        found = rope_and_cache.turns(positions, frequencies.to(device), scaling, dtype)
+        yield from (("of rotary positions", *each) for each in zip(found, known, strict=True))
+
+    return scaling if proofs.fault_of("the kernel", cases) is None else None
 
 
 def _few_rows(layer: DecoderLayer, *, parallel: bool) -> FewRows | None:

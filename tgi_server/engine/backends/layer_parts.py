@@ -153,6 +153,10 @@ class LayerParts(PagedModel):
         step.selections.append(Selection(layer.index, query, weights))
         return replace(variant, selection=step.selections[-1]), key
 
+    def _turns(self, number: int, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the rope with this number turns positions by, as `RotaryTable.at` has it."""
+        return self.decoder.ropes[number].at(like, positions)
+
     def _turned(self, x: Tensor, rope: int | None, step: LayerPass, *, interleaved: bool | None = None) -> Tensor:
         """x: [tokens, heads, size]. interleaved: None: as the spec says."""
         if rope is None:

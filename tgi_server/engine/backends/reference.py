@@ -38,7 +38,7 @@ class ReferenceModel(LayerParts):
         decoder, taps, images = self.decoder, [], inputs.images
         hidden = self._embedded(inputs)
         turns = inputs.positions if inputs.rotary is None else inputs.rotary
-        rotations = [rope.at(hidden, turns) for rope in decoder.ropes]
+        rotations = [self._turns(number, hidden, turns) for number in range(len(decoder.ropes))]
         further = self._further_inputs(inputs, hidden)
         step = LayerPass(inputs.positions, rotations, inputs.metadata, inputs.adapters, further)
         streams = self._streams(hidden, step.rows)

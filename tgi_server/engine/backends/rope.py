@@ -53,6 +53,11 @@ class RotaryTable:
         turns = self._rope(like, position_ids=positions, **self._options)
         return repeated(turns, self._spec.table, like.dtype)
 
+    def frequencies(self) -> Tensor | None:
+        """Returns what positions are multiplied by, [rotated / 2] float32; None if that depends on a text's length."""
+        known: Tensor | None = getattr(self._rope, self._name, None)
+        return None if _depends(_kind(self._rope)) else known
+
     def gathered(self, like: Tensor, length: int, positions: Tensor) -> list[Tensor]:
         """Returns the cosines and the sines of some positions, [positions, rotated] each, taken from `tables`.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.kernels.triton import variants
 from tgi_server.engine.memory import HOST
 from tgi_server.engine.sampling.logprobs import Sampled
 from tgi_server.engine.sampling.processors import TokenMask
@@ -91,5 +92,9 @@ def argmax(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
             return torch.ops.oatmill.argmax(scores)
         return torch.ops.oatmill.argmax(scores, mask.bits, mask.positions)
     assert mask is None
+    if scores.device != HOST and "argmax" in variants():
+        from tgi_server.engine.kernels.triton.argmax import argmax as argmax_in_parts
+
+        return argmax_in_parts(scores)
     # What argmax gives; on a CPU argmax converts bfloat16 element by element, and takes six times as long.
     return scores.max(-1).indices

@@ -220,10 +220,11 @@ def _tiles(metadata: ForwardMetadata, tokens: int, kind: Lengths) -> QueryTiles:
     their number, so there are always as many tiles as there can be at most; those not needed have no tokens.
     """
     starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
-    lengths = starts.diff()
-    if kind is Lengths.ONE or (metadata.row_tokens == 1 and not metadata.chunks):
-        rows = torch.arange(len(lengths), dtype=torch.int32, device=starts.device)
-        return QueryTiles(starts[:-1], torch.where(lengths == 1, 1, 0).int(), kv_lengths, rows)
+    lengths = starts.diff() if metadata.row_tokens > 1 or metadata.chunks else None
+    if lengths is None or kind is Lengths.ONE:
+        rows = torch.arange(len(kv_lengths), dtype=torch.int32, device=starts.device)
+        counts = torch.ones_like(rows) if lengths is None else torch.where(lengths == 1, 1, 0).int()
+        return QueryTiles(starts[:-1], counts, kv_lengths, rows)
     numbers = (lengths + tokens - 1) // tokens
     if kind is Lengths.SEVERAL:
         numbers = torch.where(lengths > 1, numbers, 0)

@@ -5,6 +5,7 @@
 
 from math import gcd
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,6 +48,37 @@ def rotate_and_write(
     turned = query.new_empty(query.shape)
     _launch(query, turned, key, value, rotation, keys, values, slots, scales, mantissa)
     return turned
+
+
+def turns(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns scaling * cosines and sines of positions * frequencies, [1, positions, 2 * frequencies], each twice.
+
+    positions: [positions] int64. frequencies: [frequencies] float32, contiguous.
+    """
+    count, half = len(positions), len(frequencies)
+    cosine, sine = torch.empty(2, 1, count, 2 * half, dtype=dtype, device=positions.device)
+    _turns[count,](
+        positions, frequencies, cosine, sine, scaling, half, width=triton.next_power_of_2(half), num_warps=1,
+        **launch_options(positions.device),
+    )  # fmt: skip
+    return cosine, sine
+
+
+def turn(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool) -> Tensor:
+    """Returns x, [tokens, heads, size], with its first elements turned by its tokens' positions, contiguous.
+
+    cosine, sine: [tokens, rotated], contiguous. interleaved: pairs are neighbours, and the first half of a row has
+    their cosines and sines; otherwise pairs stand half of `rotated` apart.
+    """
+    x = x if x.stride(2) == 1 else x.contiguous()
+    tokens, heads, size = x.shape
+    output = x.new_empty(x.shape)
+    _turn[tokens, triton.cdiv(heads, _HEADS_TOGETHER)](
+        x, output, cosine, sine, x.stride(0), x.stride(1), heads, size=size, width=triton.next_power_of_2(size),
+        rotated=cosine.shape[1], together=_HEADS_TOGETHER, interleaved=interleaved, num_warps=1,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return output
 
 
 def _launch(
@@ -105,6 +137,45 @@ def _turn_and_write(
         tl.store(keys + place, kept(x, keys, key_scale, mantissa), mask=real)
         v = tl.load(value + token * value_token + head * value_head + column, mask=real)
         tl.store(values + place, kept(v, values, value_scale, mantissa), mask=real)
+
+
+@triton.jit
+def _turns(positions, frequencies, cosine, sine, scaling, half, width: tl.constexpr, pdl: tl.constexpr = False):
+    if pdl:
+        wait_for_earlier()
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, width)
+    real = column < half
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + column, mask=real, other=0.0)
+    place = token * 2 * half + column
+    c, s = (tl.cos(angle) * scaling).to(cosine.dtype.element_ty), (tl.sin(angle) * scaling).to(sine.dtype.element_ty)
+    tl.store(cosine + place, c, mask=real)
+    tl.store(cosine + place + half, c, mask=real)
+    tl.store(sine + place, s, mask=real)
+    tl.store(sine + place + half, s, mask=real)
+
+
+@triton.jit
+def _turn(
+    x, output, cosine, sine, x_token, x_head, heads, size: tl.constexpr, width: tl.constexpr, rotated: tl.constexpr,
+    together: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr = False,
+):  # fmt: skip
+    if pdl:
+        wait_for_earlier()
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, width)[None, :]
+    head = (tl.program_id(1) * together + tl.arange(0, together))[:, None]
+    real = (head < heads) & (column < size)
+    own_x = x + token * x_token + head * x_head
+    own = tl.load(own_x + column, mask=real, other=0.0)
+    half: tl.constexpr = rotated // 2
+    first, other, angle = column < half, tl.where(column < half, column + half, column - half), column
+    if interleaved:
+        first, other, angle = column % 2 == 0, column ^ 1, column // 2
+    inside = column < rotated
+    beside = tl.load(own_x + other, mask=real & inside, other=0.0).to(tl.float32)
+    c = tl.load(cosine + token * rotated + angle, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sine + token * rotated + angle, mask=inside, other=0.0).to(tl.float32)
+    turned = own.to(tl.float32) * c + beside * tl.where(first, -s, s)
+    tl.store(output + (token * heads + head) * size + column, turned.to(own.dtype), mask=real)
 
 
 @triton.jit
