@@ -36,6 +36,8 @@ _OWN: Mapping[str, type[Any]] = {"pinned": bool, "idle_seconds": float, "priorit
 # Parts of the available memory that models may take together, and of those that their KV caches take.
 _MEMORY_SHARE, _KV_SHARE = 0.8, 0.3
 _GIB = 1 << 30
+# Bytes that the processes of a model take besides, also while it sleeps: from 0.35 to 1.1 GiB.
+_PROCESS_BYTES = 3 * _GIB // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,9 @@ def within_memory(entries: Sequence[ModelEntry], limit: int | None) -> tuple[lis
         if limit is not None:
             raise CannotStartError("--models-memory is for CPUs; on GPUs give each model a `cuda-memory-fraction`")
         return list(entries), None
-    most = limit or int(available_ram() * _MEMORY_SHARE)
+    available = available_ram()
+    left = max(available - len(entries) * _PROCESS_BYTES, available // 3)
+    most = limit or int(left * _MEMORY_SHARE)
     generating = sum(entry.settings.generates for entry in entries)
     share = int(most * _KV_SHARE / max(generating, 1))
     sized = [

@@ -77,7 +77,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         None,
         gt=0,
         description="memory on a CPU for the weights and KV caches of all models that are awake, such as 12GiB; "
-        "default: 80 % of the available memory",
+        "default: 80 % of the available memory, less 0.75 GiB for the processes of each model",
     )
     huggingface_hub_cache: Path | None = Field(
         None, description="folder for downloads from the hub; default: the value of HF_HUB_CACHE"

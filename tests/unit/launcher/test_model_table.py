@@ -120,6 +120,12 @@ def test_kv_caches_share_a_part_of_the_memory() -> None:
     assert sized[0].bytes == int(2.5 * GIB)
 
 
+def test_by_default_models_leave_memory_for_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tgi_server.launcher.model_table.available_ram", lambda: 10 * GIB)
+    entries = [replace(each, weight_bytes=GIB) for each in models("--models=a=x,b=y")]
+    assert within_memory(entries, None)[1] == int(0.8 * 8.5 * GIB)
+
+
 def test_a_model_that_cannot_fit_is_refused() -> None:
     first, second = (replace(each, weight_bytes=GIB) for each in models("--models=a=x,b=y"))
     with pytest.raises(CannotStartError, match=r"^a takes 1.15 GiB .+, and models may take 1.00 GiB"):
