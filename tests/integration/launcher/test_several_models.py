@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def completed(server: TextGenerationServer, model: str, prompt: str = "How do I cook rice?") -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
 
 
 def text(server: TextGenerationServer, model: str, prompt: str = "How do I cook rice?") -> str:
@@ -84,7 +84,7 @@ def test_three_models_in_memory_for_one_and_a_half(server: ServerFactory, table:
         time.sleep(chance.uniform(0, 0.2))
         name = chance.choice(("demo", "llama", "embedder"))
         if name == "embedder":
-            found = httpx.post(f"{running.url}/v1/embeddings", json={"input": "rice", "model": name}, timeout=120)
+            found = httpx.post(f"{running.url}/v1/embeddings", json={"input": "rice", "model": name}, timeout=300)
             assert found.status_code == 200, found.text
         else:
             assert text(running, name) == expected[name]  # the same bits after every sleep
@@ -125,9 +125,10 @@ def test_a_model_that_cannot_be_loaded_leaves_the_others(server: ServerFactory, 
     ("change", "told"),
     [
         (lambda text: text.replace("cpu-memory", "cpu-memorie"), "model 1: `cpu-memorie` is unknown; did you mean"),
-        (lambda text: text.replace('name = "llama"', 'name = "demo"'), "two models are called 'demo'"),
-        (lambda text: text.replace("embedder", "nothing", 1), "there is no model folder"),
-        (lambda text: text.replace("24MiB", "1TiB"), "--cpu-memory is 1024.0 GiB"),
+        pytest.param(
+            lambda text: text.replace("embedder", "nothing", 1), "there is no model folder", marks=pytest.mark.slow
+        ),
+        pytest.param(lambda text: text.replace("24MiB", "1TiB"), "--cpu-memory is 1024.0 GiB", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_end_the_start_with_one_line(
