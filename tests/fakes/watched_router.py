@@ -9,7 +9,9 @@ import asyncio
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tgi_server.router import cli, startup
 from tgi_server.router.settings import RouterSettings
@@ -57,7 +59,7 @@ def main() -> None:
     path = sys.argv.pop(1)
     serve = startup.run
 
-    async def run(settings: RouterSettings) -> None:
+    async def run(settings: RouterSettings, open_front: Callable[..., Any]) -> None:
         watch = LoopWatch()
 
         async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,7 +67,7 @@ def main() -> None:
             writer.close()
 
         async with await asyncio.start_unix_server(tell, path):
-            await serve(settings)
+            await serve(settings, open_front)
 
     startup.run = run  # where the program looks for it
     cli.main()

@@ -68,7 +68,7 @@ class Schemas:
         self.bodies: dict[str, Schema] = {
             path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]
             for path, operations in document["paths"].items()
-            if "post" in operations
+            if "requestBody" in operations.get("post", {})
         }
 
     def alternatives(self, schema: Schema) -> list[Schema]:

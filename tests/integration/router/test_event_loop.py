@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -296,6 +297,15 @@ LARGEST = {
     "/predict": {"inputs": [["rice"]] * 256},
 }
 CONVERSED = ("text of 'rice '", "items")
+
+
+async def test_the_loop_is_watched(watched: Watched):
+    for _ in range(int(RESPONSE_SECONDS)):
+        text = (await watched.http.get("/metrics")).text
+        if re.search(r"^tgi_event_loop_lag_seconds_count [1-9]", text, re.MULTILINE):
+            return
+        await asyncio.sleep(0.2)
+    pytest.fail("the lag of the event loop was not observed")
 
 
 async def test_others_are_served_while_the_worst_bodies_are_read(watched: Watched):

@@ -158,14 +158,6 @@ async def test_tokenising_takes_a_place(routers: RouterFactory):
     assert (await router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 2})).status_code == 200
 
 
-async def test_the_loop_is_watched(router: Router):
-    await router.until(lambda: _watched(router))
-
-
-async def _watched(router: Router) -> bool:
-    return await router.metric("tgi_event_loop_lag_seconds_count") > 0
-
-
 def chats_about_photographs(count: int) -> list[str]:
     """Returns bodies, each with an image of its own of 15 MB, which are 20 MB as a data URL."""
     pixels = random.Random(0).randbytes(3 * 2236 * 2236)

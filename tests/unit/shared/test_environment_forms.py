@@ -55,13 +55,17 @@ OWN: dict[str, dict[str, Any]] = {
     "quantize": {name: name for name in ("bitsandbytes", "bitsandbytes-nf4", "gptq", "awq", "eetq", "fp8", "marlin")},
     "hostname": {"::": "::"},
     "fallback_endpoint": {"a": "http://a:80", "https://a.b:1": "https://a.b:1"},
+    "ladder_models": {
+        "a=b": ["a=http://b:80"],
+        "a=https://b.c:1#d, e=f:2": ["a=https://b.c:1#d", "e=http://f:2"],
+    },
     "hedge_after_ms": {"250": "250", "p95": "p95"},
     "allowed_media_domains": {"a.b": ["a.b"], "*.a.b, c:80": ["*.a.b", "c:80"]},
 }
 # They are taken together with others only, of which their programs' tests are.
 BESIDE_OTHERS = {
-    "adapter_root", "allow_adapter_updates", "api_key_file", "endpoint_ca", "fairness", "local_world_size", "node_rank",
-    "num_nodes", "output", "rank", "tls_cert", "tls_client_ca", "tls_key",
+    "adapter_root", "allow_adapter_updates", "api_key_file", "endpoint_ca", "fairness", "ladder", "local_world_size",
+    "node_rank", "num_nodes", "output", "rank", "tls_cert", "tls_client_ca", "tls_key",
 }  # fmt: skip
 
 

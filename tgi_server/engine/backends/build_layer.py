@@ -159,7 +159,7 @@ def _scales(module: nn.Module, spec: LayerSpec, name: str, outputs: int) -> Tens
     scale = spec.scales.get(name, 1.0)
     if isinstance(scale, tuple):
         return scale[0] * module.get_buffer(scale[1]).float().flatten()
-    return torch.full((outputs,), scale)
+    return torch.full((outputs,), scale, device=next(module.parameters()).device)
 
 
 def _head_size(attention: Any) -> int:

@@ -206,6 +206,7 @@ _RESPONSES: list[type[ResponseModel]] = [
     warm.ForgetResponse,
     warm.WarmResponse,
     *(info.Info, info.ModelsInfo, info.ModelInfo, info.AnthropicModels, info.AnthropicModel, info.VersionInfo),
+    info.SleepInfo,
     *(openai.OpenAIErrorResponse, ErrorResponse),
 ]
 

@@ -264,7 +264,7 @@ def _run(engine: Engine, prompt_of_block: dict[int, list[int]]) -> list[int]:
 def test_graph_batch_sizes_go_up_to_the_number_of_rows() -> None:
     assert graph_batch_sizes(None, 1) == [1]
     assert graph_batch_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
-    assert graph_batch_sizes(None, 1000)[-2:] == [224, 256]
+    assert graph_batch_sizes(None, 1000)[-2:] == [480, 512]
     assert graph_batch_sizes((16, 2, 2, 0), 8) == [2]
     assert graph_batch_sizes((), 8) == []
 

@@ -34,6 +34,12 @@ class Server:
         self.reports: list[tuple[int, str]] = []
         self.reasons: list[str] = []
 
+        self.others = psutil.Process().children()  # of other tests
+
+    def children(self) -> list[psutil.Process]:
+        """Returns the processes that this server has started."""
+        return [each for each in psutil.Process().children() if each not in self.others]
+
     def _on_ready(self) -> None:
         self.ready += 1
 
@@ -58,7 +64,7 @@ class Server:
                 await asyncio.sleep(0.02)
 
     def process(self, name: str) -> psutil.Process:
-        (found,) = (each for each in psutil.Process().children() if any(part.endswith(name) for part in each.cmdline()))
+        (found,) = (each for each in self.children() if any(part.endswith(name) for part in each.cmdline()))
         return found
 
 
@@ -91,7 +97,7 @@ async def test_the_life_of_two_groups(
     lines = server.marker.read_text().splitlines()
     assert lines[0] == "router stopped"
     assert sorted(lines[1:]) == ["shard-0 stopped", "shard-1 stopped"]
-    assert not psutil.Process().children()
+    assert not server.children()
     server.listening.cancel()
     server.writer.close()
 
@@ -100,9 +106,9 @@ async def test_a_router_that_ends_ends_all(tmp_path: Path, free_port: Callable[[
     server = Server(tmp_path, port := free_port())
     running = asyncio.create_task(server.supervisor.run())
     await server.until(lambda: server.ready == 1)
-    router = next(each for each in psutil.Process().children() if str(port) in each.cmdline())
+    router = next(each for each in server.children() if str(port) in each.cmdline())
     os.kill(router.pid, signal.SIGKILL)
     with pytest.raises(ProcessEndedError, match="router was killed by SIGKILL"):
         await running
     assert server.marker.read_text().splitlines() == ["shard-0 stopped"]
-    assert not psutil.Process().children()
+    assert not server.children()
