@@ -122,10 +122,11 @@ def _altup(layer: nn.Module, linear: LinearFactory) -> AltUpLayer:
 def _norms(module: nn.Module, spec: LayerSpec) -> dict[str, Norm]:
     """Returns the norms that a layer has, by their names in the spec."""
     norms: dict[str, Norm] = {}
+    device = next(module.parameters()).device
     size = _head_size(module.get_submodule(spec.attention)) if spec.attends and spec.attention else 1
     for kind, name in _norm_names(spec).items():
         whole = norms["attention_norm"].size if "attention_norm" in norms else 1
-        norms[kind] = Norm.of(module.get_submodule(name), size if kind in _OF_ATTENTION else whole)
+        norms[kind] = Norm.of(module.get_submodule(name), size if kind in _OF_ATTENTION else whole, device)
     if spec.mixture and spec.mixture.router_scale:
         scale, norm = operator.attrgetter(spec.mixture.router_scale)(module).float(), norms["router_norm"]
         norms["router_norm"] = replace(norm, weight=norm.weight.float() * scale * len(scale) ** -0.5)

@@ -45,10 +45,10 @@ class Norm:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, norm: Any, size: int = 1) -> Self:
+    def of(cls, norm: Any, size: int = 1, device: torch.device | None = None) -> Self:
         """Takes the weights of a norm of `transformers` or torch, or of one whose squares are summed over shards.
 
-        size: of what it normalises, if it has no weights.
+        size, device: of what it normalises, if it has no weights.
         Its formula is tried out on a few numbers: norms differ in what they add to weights, and where they round.
         Raises Unfit for one that has another.
         """
@@ -57,7 +57,7 @@ class Norm:
         eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if weight is None:
-            weight = torch.ones(size)
+            weight = torch.ones(size, device=device)
         kinds = [cls(weight, bias, eps, True), cls(1.0 + weight, bias, eps, True)]
         if bias is None:
             wide = weight.float()
