@@ -105,7 +105,7 @@ async def test_the_life_of_two_groups(
 async def test_a_router_that_ends_ends_all(tmp_path: Path, free_port: Callable[[], int]) -> None:
     server = Server(tmp_path, port := free_port())
     running = asyncio.create_task(server.supervisor.run())
-    await server.until(lambda: server.ready == 1)
+    await server.until(lambda: server.ready == 1 and is_listening(server.sockets[0]))  # it heeds SIGTERM from then on
     router = next(each for each in server.children() if str(port) in each.cmdline())
     os.kill(router.pid, signal.SIGKILL)
     with pytest.raises(ProcessEndedError, match="router was killed by SIGKILL"):
