@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shared.addresses import is_ip_address
 from shared.gpus import has_gpu
@@ -131,20 +131,12 @@ async def _launch(settings: LauncherSettings, on_ready: Callable[[LauncherSettin
     if settings.models:
         await _launch_several(settings, stop, on_ready)
         return
-    shards = shard_count(settings)
-    check_shards(shards)
-    _check_encoders(settings, shards)
     _check_addresses(settings)
-    models = await _unless_stopped(_models(settings), stop)
-    if models is None:
+    prepared = await _prepared(settings, stop)
+    if prepared is None:
         return
-    settings, folder = models
-    _check_encoders(settings, shards)
-    adapters = await _unless_stopped(find_adapters(settings), stop)
-    if adapters is None:
-        return
-    settings = settings.model_copy(update={"lora_adapters": adapters})
-    check_model(settings, folder)
+    settings, folder = prepared
+    shards = shard_count(settings)
     peers = None
     if settings.num_nodes > 1:
         # Imports gRPC, which one machine alone does not need.
@@ -181,19 +173,10 @@ async def _launch_several(
     found: list[tuple[ModelEntry, Path]] = []
     for entry in entries:
         with _naming(entry.label):
-            check_shards(shards := shard_count(entry.settings))
-            models = await _unless_stopped(_models(entry.settings), stop)
-            if models is None:
+            prepared = await _prepared(entry.settings, stop)
+            if prepared is None:
                 return
-            own, folder = models
-            _check_encoders(own, shards)
-            adapters = await _unless_stopped(find_adapters(own), stop)
-            if adapters is None:
-                return
-            own = own.model_copy(update={"lora_adapters": adapters})
-            if not own.generates:  # the flag is for those that do
-                own = own.model_copy(update={"prefix_cache_disk": None})
-            check_model(own, folder)
+            own, folder = prepared
             found.append((replace(entry, settings=own, weight_bytes=weight_bytes(own, folder)), folder))
     entries, memory = within_memory([entry for entry, _ in found], settings.models_memory)
     with ExitStack() as opened:
@@ -231,15 +214,33 @@ def _naming(label: str) -> Iterator[None]:
         raise CannotStartError(str(error) if label in str(error) else f"{label}: {error}") from None
 
 
-async def _models(settings: LauncherSettings) -> tuple[LauncherSettings, Path]:
+async def _prepared(settings: LauncherSettings, stop: asyncio.Event) -> tuple[LauncherSettings, Path] | None:
     """Returns the settings for what the model is, and its folder, once all that shards and router read is on this
-    machine. Raises LauncherError.
+    machine; None if `stop` is set before. Raises LauncherError.
     """
+    shards = shard_count(settings)
+    check_shards(shards)
+    _check_encoders(settings, shards)
+    found = await _unless_stopped(_fetched(settings), stop)
+    if found is None:
+        return None
+    settings, folder = found
+    _check_encoders(settings, shards)
+    check_model(settings, folder)
+    return settings, folder
+
+
+async def _fetched(settings: LauncherSettings) -> tuple[LauncherSettings, Path]:
+    """Finds or downloads the model, its adapters and the models beside it. Raises LauncherError."""
     folder = await find_model(settings)
     check_tokenizer(folder)
     settings = recognized(settings, folder)
     await fetch_further_models(settings)
-    return settings, folder
+    found: dict[str, Any] = {"lora_adapters": await find_adapters(settings)}
+    if settings.prefix_cache_disk is not None and not settings.generates:
+        logger.info("--prefix-cache-disk has no effect on %s, which has no KV cache", settings.model_id)
+        found["prefix_cache_disk"] = None
+    return settings.model_copy(update=found), folder
 
 
 def _check_encoders(settings: LauncherSettings, shards: int) -> None:

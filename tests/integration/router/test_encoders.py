@@ -271,13 +271,16 @@ def test_bad_requests_of_tei_get_422_that_names_the_field(
 @pytest.mark.parametrize("form", ["folder", "file", "file with another tokenizer"])
 def test_an_embedding_model_is_recognized(server: ServerFactory, tmp_path: Path, form: str) -> None:
     file, folder = write_embedder("bert", tmp_path, pooling="cls")
-    flags = [f"--model-id={folder if form == 'folder' else file}"]
+    disk = tmp_path / "prefixes"
+    flags = [f"--model-id={folder if form == 'folder' else file}", f"--prefix-cache-disk=1GiB:{disk}"]
     if form == "file with another tokenizer":
         folder = shutil.copytree(folder, tmp_path / "other")
         tokenizer = (folder / "tokenizer.json").read_text()
         (folder / "tokenizer.json").write_text(tokenizer.replace('"lazy"', '"later"').replace('"the"', '"lazy"'))
         flags.append(f"--tokenizer-name={folder}")
-    url = server(*flags).wait_until_ready().url
+    running = server(*flags).wait_until_ready()
+    assert "--prefix-cache-disk has no effect" in running.lines()
+    url = running.url
     expected = unit(Reference("embed", folder)("the lazy egg"))
     client = InferenceClient(url)
     assert client.feature_extraction("the lazy egg")[0].tolist() == pytest.approx(expected, abs=1e-4)
