@@ -87,13 +87,13 @@ class Settings(ServiceSettings):
     )
     ladder_models: CommaSeparated[ModelEndpoint] = Field(
         default=[],
-        description="models that calls may name, each as NAME=ENDPOINT, or NAME=ENDPOINT#MODEL if the server has "
-        "several; a name given twice has two servers",
+        description="names of models and their servers: NAME=ENDPOINT, or NAME=ENDPOINT#MODEL for one of several "
+        "models of a server; a name that is given twice has two servers",
     )
     ladder: CommaSeparated[str] = Field(
         default=[],
-        description="names of models, from the largest to the smallest, for calls that name none: the largest one that "
-        "will be in time answers",
+        description="models for calls that list none, from the largest to the smallest: the largest one that is "
+        "predicted to meet the deadline answers",
     )
     hedge_after_ms: Annotated[str, AfterValidator(_hedge_after)] | None = Field(
         None,

@@ -8,7 +8,7 @@ from typing import Final
 
 from oatmill.clients import local_url, variables
 from oatmill.services import first_to_end, interrupt_on_signals, llm_functionalities, text_generation_server
-from shared.settings import fail
+from shared.settings import fail, help_groups
 from tgi_server.launcher.cli import launcher_settings
 from tgi_server.launcher.cli import main as launch
 from tgi_server.launcher.errors import CannotStartError
@@ -18,15 +18,33 @@ from tgi_server.launcher.settings import LauncherSettings
 HTTP_PORT: Final = "8080"
 _GRPC_FLAG: Final = "--grpc-port"
 _PROGRAM: Final = "oatmill serve"
+_USAGE: Final = """\
+usage: oatmill serve [MODEL ...] [--grpc-port PORT] [--FLAG VALUE ...]
+
+MODEL is a folder, a GGUF file, or an id of the hub; default: the bundled demo model. Several models
+may have names: NAME=MODEL. FILE.toml is a table of models. --grpc-port also starts
+llm-functionalities on that port. All other flags are those of text-generation-launcher.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until a stop signal. Returns the exit code: 0 stopped, 1 failed or ended by itself, 2 wrong usage."""
+    if {"-h", "--help"} & set(arguments):
+        print(_help(), end="")
+        return 0
     flags, grpc_port = _launcher_flags(arguments)
     if grpc_port is not None:
         return _serve_both(flags, grpc_port)
     launch(_PROGRAM, flags, _show_clients)
     return 0
+
+
+def _help() -> str:
+    """Returns the launcher's help, below the usage of this command."""
+    from shared.help import help_text  # only then
+
+    text = help_text(LauncherSettings, _PROGRAM, *help_groups(LauncherSettings))
+    return _USAGE + text.removeprefix(text.splitlines()[0] + "\n")
 
 
 def _show_clients(settings: LauncherSettings) -> None:
@@ -36,7 +54,7 @@ def _show_clients(settings: LauncherSettings) -> None:
 
 
 def _launcher_flags(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns the launcher's flags, and the port of the gRPC service, if there is to be one."""
+    """Returns the launcher's flags, and the port of the gRPC service; None without `--grpc-port`."""
     flags, grpc_port = list(arguments), None
     models = list(takewhile(lambda argument: not argument.startswith("-"), flags))
     if models:
@@ -67,7 +85,7 @@ def _value(flags: Sequence[str], *names: str) -> str | None:
 
 
 def shared_flags(settings: LauncherSettings) -> list[str]:
-    """Returns flags that give the gRPC service the settings that it has in common with the launcher."""
+    """Returns flags of the gRPC service for the settings that it shares with the launcher."""
     host = settings.hostname
     flags = [f"--listen-address=[{host}]" if ":" in host else f"--listen-address={host}"]
     for name in ("log_level", "max_connections", "otlp_endpoint"):

@@ -1,9 +1,9 @@
-"""A voice assistant built with pipecat: its dialogue, decisions and search questions are calls to llm_functionalities.
+"""A voice assistant built with pipecat. Its answers, decisions and search queries are calls to llm_functionalities.
 
     python examples/assistant/assistant.py [--service HOST:PORT] [--models large,small] [--deadline SECONDS]
 
-Speech recognition and synthesis belong to other services. Here each line of stdin is what a user has said, and each
-sentence that would be spoken is printed. A line that comes while the assistant answers interrupts it.
+Speech recognition and synthesis are not included: a line of stdin is an utterance of the user, and sentences for
+synthesis are printed. A line that comes while the assistant answers interrupts it.
 """
 
 import argparse
@@ -55,13 +55,15 @@ TASKS = {
     "search": "Write the words to search the web for, to answer what the user says last. Answer in JSON: query.",
     "command": "Say what device is to do what, as the user wants it. Answer in JSON: device, action.",
 }
-# The shares of a turn's time that a decision, and a search or command, may take; and how sure a decision has to be.
-DECISION_SHARE, TASK_SHARE, LEAST_CONFIDENCE = 0.25, 0.4, 0.1
+# Shares of the turn's remaining time for a decision, and for a search or command; minimum confidence of a decision.
+DECISION_SHARE, TASK_SHARE, MIN_CONFIDENCE = 0.25, 0.4, 0.1
 
 
 def prompt(messages: list[dict[str, str]]) -> str:
-    """Returns a conversation in ChatML, the format of Qwen and others. No text of a user can imitate a turn."""
-    turns = [f"<|im_start|>{each['role']}\n{each['content'].replace('<|', '< |')}<|im_end|>\n" for each in messages]
+    """Returns a conversation in ChatML, the format of Qwen and others. Texts cannot contain ChatML's special tokens."""
+    turns = [
+        f"<|im_start|>{message['role']}\n{message['content'].replace('<|', '< |')}<|im_end|>\n" for message in messages
+    ]
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
@@ -78,10 +80,10 @@ def do(command: dict[str, str]) -> str:
 
 
 class Dialogue(FrameProcessor):
-    """Answers each turn of the user by its deadline. An interruption cancels what is being generated for it."""
+    """Answers each turn of the user by its deadline. An interruption cancels the generation."""
 
     def __init__(self, channel: grpc.aio.Channel, models: str, seconds: float) -> None:
-        """models: names of a ladder, such as "large,small"; empty: the service's default. seconds: for a turn."""
+        """models: names of models, such as "large,small"; empty: the service's default. seconds: deadline of a turn."""
         super().__init__()
         self._runner = services.LLMRunnerStub(channel)
         self._decisions = services.LLMDecisionsStub(channel)
@@ -95,7 +97,7 @@ class Dialogue(FrameProcessor):
             return
         await self.push_frame(LLMFullResponseStartFrame())
         try:
-            async for text in self._reply([dict(each) for each in frame.context.messages]):
+            async for text in self._reply([dict(message) for message in frame.context.messages]):
                 await self.push_frame(LLMTextFrame(text))
         except asyncio.CancelledError:
             print("interrupted", flush=True)
@@ -105,7 +107,7 @@ class Dialogue(FrameProcessor):
         await self.push_frame(LLMFullResponseEndFrame())
 
     async def _reply(self, messages: list[dict[str, str]]) -> AsyncIterator[str]:
-        """Yields the answer in pieces. Every call gets what is left of the turn's time, in milliseconds."""
+        """Yields the answer in pieces. The time-out of each call is the rest of the turn's time, in milliseconds."""
         end = time.monotonic() + self._seconds
 
         def left(share: float = 1.0) -> int:
@@ -114,40 +116,40 @@ class Dialogue(FrameProcessor):
         messages = [{"role": "system", "content": SYSTEM}, *messages]
         kind = await self._kind(messages[-1]["content"], left(DECISION_SHARE))
         if kind in FORMS:
-            made = await self._written(kind, messages, left(TASK_SHARE))
-            if made:
-                messages[0]["content"] += f" {search(made['query']) if kind == 'search' else do(made)} Tell the user."
+            task = await self._task(kind, messages, left(TASK_SHARE))
+            if task:
+                messages[0]["content"] += f" {search(task['query']) if kind == 'search' else do(task)} Tell the user."
         request = llm.ModelRequest(formatted_prompt=prompt(messages), max_tokens=120, timeout=left())
-        call, said = self._runner.stream_model(request, metadata=self._metadata), ""
+        call, answer = self._runner.stream_model(request, metadata=self._metadata), ""
         try:
             async for piece in call:
-                said += piece.text
+                answer += piece.text
                 yield piece.text
         finally:
-            call.cancel()  # of no effect on a call that has ended; the service stops the generation
-        ended = dict(await call.trailing_metadata() or ())
-        print(f"answered by: {ended.get('model', 'the only model')}", flush=True)
-        if not said.strip():
-            yield f"One moment, please. ({ended.get('empty-reason')})"
+            call.cancel()  # stops the generation; no effect on a call that has ended
+        metadata = dict(await call.trailing_metadata() or ())
+        print(f"answered by: {metadata.get('model', 'the only model')}", flush=True)
+        if not answer.strip():
+            yield f"One moment, please. ({metadata.get('empty-reason')})"
 
-    async def _kind(self, said: str, timeout_ms: int) -> str:
-        """Returns what the user wants; small talk if the model is not sure, or is not there."""
+    async def _kind(self, utterance: str, timeout_ms: int) -> str:
+        """Returns a key of KINDS; small talk if the model is not sure or not available."""
         choices = [llm.DecisionOption(label=label, description=text) for label, text in KINDS.items()]
         question = llm.DecisionQuestion(instructions="What does the user want?", choices=choices)
-        request = llm.DecisionRequest(input=said, questions=[question], timeout=timeout_ms)
+        request = llm.DecisionRequest(input=utterance, questions=[question], timeout=timeout_ms)
         answers = (await self._decisions.Decide(request, metadata=self._metadata)).answers
-        sure = bool(answers) and answers[0].confidence >= LEAST_CONFIDENCE
+        sure = bool(answers) and answers[0].confidence >= MIN_CONFIDENCE
         print(
             f"decides: {answers[0].label} ({answers[0].confidence:.2f})" if answers else "decides: nothing", flush=True
         )
         return str(answers[0].label) if sure else "small talk"
 
-    async def _written(self, kind: str, messages: list[dict[str, str]], timeout_ms: int) -> dict[str, str]:
-        """Returns the search or command that the model writes; empty without one in time."""
-        form = {"type": "object", "properties": FORMS[kind], "required": list(FORMS[kind])}
-        asked = prompt([{"role": "system", "content": TASKS[kind]}, *messages[-1:]])
-        grammar = {"json_schema": json.dumps(form | {"additionalProperties": False})}
-        request = llm.ModelRequest(formatted_prompt=asked, max_tokens=60, timeout=timeout_ms, grammar=grammar)
+    async def _task(self, kind: str, messages: list[dict[str, str]], timeout_ms: int) -> dict[str, str]:
+        """Returns the model's search query or command; empty if there is none within the time-out."""
+        schema = {"type": "object", "properties": FORMS[kind], "required": list(FORMS[kind])}
+        task = prompt([{"role": "system", "content": TASKS[kind]}, *messages[-1:]])
+        grammar = {"json_schema": json.dumps(schema | {"additionalProperties": False})}
+        request = llm.ModelRequest(formatted_prompt=task, max_tokens=60, timeout=timeout_ms, grammar=grammar)
         text = (await self._runner.call_model(request, metadata=self._metadata)).text
         try:
             return dict(json.loads(text))
@@ -156,7 +158,7 @@ class Dialogue(FrameProcessor):
 
 
 class PrintedVoice(TTSService):
-    """Stands in for speech synthesis: pipecat hands it each sentence as soon as it is whole."""
+    """Stands in for speech synthesis. pipecat passes it each sentence as soon as it is complete."""
 
     async def run_tts(self, text: str, context_id: str) -> AsyncIterator[Frame]:
         print(f"says: {text.strip()}", flush=True)
@@ -164,17 +166,17 @@ class PrintedVoice(TTSService):
 
 
 async def listen(worker: PipelineWorker, reader: asyncio.StreamReader) -> None:
-    """Stands in for speech recognition: reports the beginning, the text and the end of what is said."""
+    """Stands in for speech recognition: reports the beginning, the text and the end of an utterance."""
     while line := (await reader.readline()).decode().strip():
-        said = TranscriptionFrame(line, "user", time.strftime("%FT%TZ", time.gmtime()), finalized=True)
-        await worker.queue_frames([ProposedUserStartedSpeakingFrame(), said, ProposedUserStoppedSpeakingFrame()])
+        text = TranscriptionFrame(line, "user", time.strftime("%FT%TZ", time.gmtime()), finalized=True)
+        await worker.queue_frames([ProposedUserStartedSpeakingFrame(), text, ProposedUserStoppedSpeakingFrame()])
     await worker.queue_frame(EndFrame())
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--service", default="127.0.0.1:8000", help="of llm_functionalities (default: %(default)s)")
-    parser.add_argument("--models", default="", help="that may answer, from the largest to the smallest")
+    parser.add_argument("--service", default="127.0.0.1:8000", help="llm_functionalities (default: %(default)s)")
+    parser.add_argument("--models", default="", help="models of --ladder-models, from the largest to the smallest")
     parser.add_argument("--deadline", type=float, default=10.0, help="seconds for a turn (default: %(default)s)")
     arguments = parser.parse_args()
     logger.configure(handlers=[{"sink": sys.stderr, "level": "WARNING"}])

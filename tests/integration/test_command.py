@@ -53,6 +53,7 @@ def test_help_version_and_wrong_commands(oatmill):
     assert "oatmill serve [MODEL ...]" in oatmill("--help")[1]
     assert "text-generation-launcher" in oatmill("help")[1]
     assert "--max-total-tokens" in oatmill("help", "serve")[1]
+    assert "usage: oatmill serve [MODEL ...] [--grpc-port PORT]" in oatmill("serve", "--help")[1]
     assert oatmill("demo", "-h")[:2] == oatmill("help", "demo")[:2]
     assert "usage: oatmill demo" in oatmill("help", "demo")[1]
     assert oatmill("version") == oatmill("--version") == (0, f"oatmill {package_version()}\n", "")

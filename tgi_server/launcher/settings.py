@@ -70,14 +70,14 @@ class LauncherSettings(ServingSettings, ModelSettings):
     )
     models: CommaSeparated[str] = Field(
         [],
-        description="several models in one server, of which a request's `model` chooses one: MODEL,MODEL or "
-        "NAME=MODEL,NAME=MODEL, or FILE.toml with a table; the first one is the default",
+        description="several models in one server: MODEL,MODEL or NAME=MODEL,NAME=MODEL, or FILE.toml with a table; "
+        "the `model` of a request chooses one; the first is the default",
     )
     models_memory: ByteSize | None = Field(
         None,
         gt=0,
-        description="memory on a CPU for the weights and KV caches of all models that are awake, such as 12GiB; "
-        "default: 80 % of the available memory, less 0.75 GiB for the processes of each model",
+        description="memory limit for the weights and KV caches of all models that are awake, on CPUs, such as 12GiB; "
+        "default: 80 % of the available memory, after subtracting 0.75 GiB for each model",
     )
     huggingface_hub_cache: Path | None = Field(
         None, description="folder for downloads from the hub; default: the value of HF_HUB_CACHE"

@@ -278,7 +278,7 @@ class ServingSettings(RequestSettings):
         default=None, description="Folder from which adapters may be loaded while the server runs."
     )
     enable_sleep_mode: bool = Field(
-        default=False, description="Let callers put the model to sleep (/sleep); the next request wakes it."
+        default=False, description="Let clients put the model to sleep (POST /sleep); the next request wakes it."
     )
     max_stored_responses: int = Field(
         default=1000, ge=0, description="Maximum number of stored responses (/v1/responses), in memory; 0: none."
