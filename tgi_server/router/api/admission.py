@@ -53,7 +53,7 @@ class Admission:
         self.owner = self.tenant or (network_of(request.client.host) if request.client is not None else "")
         self.size = 0
         self.closed = False
-        self.on_release: Callable[[], None] = lambda: None
+        self.on_release: Callable[[], None] = _nothing
         self.refusal: RouterError | None = None
         self._places = 0
         self._task = asyncio.current_task()
@@ -125,6 +125,7 @@ class Admission:
         if not self.closed:
             self.closed = True
             self.release()
+            self.on_release = _nothing  # without cycles, a request is freed at once and not by the garbage collector
             self.record.end(error)
 
     def _refuse(self, error: RouterError) -> bool:
@@ -133,6 +134,10 @@ class Admission:
             return False
         self.refusal = error
         return self._task.cancel()
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 class PostRoutes(list[Route]):

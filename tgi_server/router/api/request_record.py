@@ -201,6 +201,7 @@ class RequestRecord:
             self._generated(misses)
         else:
             self._computed()
+        self._streams.clear()  # the end of a stream refers to its request
 
     def _generated(self, misses: Sequence[PrefixMiss]) -> None:
         times, slowest = self.times, self._slowest

@@ -120,6 +120,7 @@ def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
             pass
         finally:
             account.remove(lease)
+            lease.answer = lease.end = None
 
     return call
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import socket
 
 import pytest
@@ -11,9 +12,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tests.fakes.router_service import RouterService
+from tests.timing import eventually
+from tgi_server.router.api.access import AccessRules
+from tgi_server.router.api.admission import Admission
+from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import ClientConnection, Connections
 from tgi_server.router.api.server import Acceptor, HttpServer, drain, listen, reserve
 from tgi_server.router.errors import StartupError
+from tgi_server.router.text.token_stream import TokenStream
 
 
 def test_a_port_in_use_is_told_with_its_flag():
@@ -191,6 +198,24 @@ async def test_clients_that_the_system_has_accepted_are_answered_before_the_end(
         assert silent.recv(100) == b""
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_an_answered_request_is_freed_without_the_garbage_collector(router: RouterService, path: str):
+    listener = Listener()
+    accepting = acceptor(listener, Connections(8, 8), create_app(router.service, AccessRules()))
+    gc.collect()
+    gc.disable()
+    try:
+        reader, writer = await asyncio.open_connection(*listener.address)
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 19\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + b'{"inputs": "hello"}')
+        assert b'"generated_text":"hello world"' in await reader.read()
+        writer.close()
+        await eventually(lambda: not any(isinstance(each, Admission | TokenStream) for each in gc.get_objects()))
+    finally:
+        gc.enable()
+        accepting.close()
 
 
 async def test_a_closed_acceptor_takes_nobody_in():
