@@ -201,6 +201,7 @@ class _BackgroundWriter(io.RawIOBase):
         self._numbers = count()
         self._draining = False
         self._writing = False
+        self._idle = False  # the thread waits for the next line
         self._dropped = 0  # lines, not reported yet
         self._thread = threading.Thread(target=self._run, name="standard error", daemon=True)
         self._thread.start()
@@ -223,7 +224,8 @@ class _BackgroundWriter(io.RawIOBase):
             if self._waiting and self._size + len(lines) > _MAX_WAITING:
                 self._dropped += lines.count(b"\n")
             else:
-                if not self._waiting:  # with others, the thread knows already
+                if self._idle:  # otherwise the thread looks again by itself
+                    self._idle = False
                     self._changed.notify_all()
                 heapq.heappush(self._waiting, (self._time_of(lines), next(self._numbers), lines))
                 self._size += len(lines)
@@ -254,14 +256,20 @@ class _BackgroundWriter(io.RawIOBase):
                 self._changed.wait_for(lambda: not self._waiting and not self._writing, seconds)
                 self._draining = False
 
+    def _pause(self, seconds: float) -> None:
+        """Waits, unless the process ends."""
+        if seconds > 0 and not self._draining:
+            self._changed.wait_for(lambda: self._draining, seconds)
+
     def _run(self) -> None:
         written = 0.0
         while True:
             with self._changed:
+                self._pause(written + _PAUSE_SECONDS - time.monotonic())
+                self._idle = True
                 self._changed.wait_for(lambda: self._waiting)
-                pause = self._order_seconds or written + _PAUSE_SECONDS - time.monotonic()
-                if pause > 0 and not self._draining:
-                    self._changed.wait_for(lambda: self._draining, pause)
+                self._idle = False
+                self._pause(self._order_seconds)
                 lines = self._take()
                 dropped = self._dropped
                 self._writing = True

@@ -50,7 +50,8 @@ class ClientConnection(HttpToolsProtocol):
 
     A request is parsed once the one before it is answered. Until then its bytes wait, and few are read.
 
-    turn_began: when the server began to wait for the client. receiving: a request has begun, or is the first.
+    turn_began: when the server began to wait for the client. waiting: it still does. receiving: a request has begun, or
+    is the first.
     on_lost: called once the connection is lost. on_broken: called with the reason if that is amid a request or its
     response. on_data: called with the number of bytes that have come. host: the address that the client was
     accepted from. network: of that address.
@@ -62,6 +63,7 @@ class ClientConnection(HttpToolsProtocol):
     host = network = ""
     turn_began = 0.0
     receiving = True
+    waiting = False
     _unparsed = b""
     _in_head = True
     _head_bytes = 0
@@ -125,6 +127,8 @@ class ClientConnection(HttpToolsProtocol):
         if self.on_broken is not None and (reason := self._broken_by):
             self.on_broken(reason)
         self._wait_no_more()
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._is_read()
         self._unparsed = b""
         super().connection_lost(exc)
@@ -198,9 +202,10 @@ class ClientConnection(HttpToolsProtocol):
         self._wait_for_next()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        """Goes on with the next request. Uvicorn's method would set another deadline."""
         self._head_size = 0
-        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
         self._wait_for_next()
         self._parse()
 
@@ -308,17 +313,23 @@ class ClientConnection(HttpToolsProtocol):
             self._reading_deadline = None
 
     def _wait(self) -> None:
-        self._wait_no_more()
+        self.waiting = True
         self.turn_began = self.loop.time()
-        self._deadline = self.loop.call_later(self.timeout_keep_alive, self._out_of_time)
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.timeout_keep_alive, self._look_at_time)
 
     def _wait_no_more(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        """Ends the wait. Its timer stays, for the next one: making timers takes longer than looking at the time."""
+        self.waiting = False
 
-    def _out_of_time(self) -> None:
-        if self.flow.read_paused:  # the wait is the server's doing
+    def _look_at_time(self) -> None:
+        self._deadline = None
+        if not self.waiting:
+            return
+        left = self.turn_began + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._deadline = self.loop.call_later(left, self._look_at_time)
+        elif self.flow.read_paused:  # the wait is the server's doing
             self._wait()
         else:
             self.break_off()

@@ -64,11 +64,10 @@ def test_a_second_signal_breaks_the_drain_off():
 INTERNALS = {
     uvicorn.Server: "serve startup shutdown on_tick capture_signals",
     HttpToolsProtocol: "connection_made connection_lost data_received on_message_begin on_header on_headers_complete "
-    "on_body on_message_complete on_response_complete pause_writing resume_writing send_400_response shutdown "
-    "_unset_keepalive_if_required",
+    "on_body on_message_complete on_response_complete pause_writing resume_writing send_400_response shutdown",
     "server": "config server_state servers started should_exit force_exit",
     "connection": "transport cycle flow parser headers url scope loop logger timeout_keep_alive",
-    "flow": "read_paused pause_reading",
+    "flow": "read_paused pause_reading resume_reading",
     "cycle": "body response_started response_complete more_body keep_alive",
 }
 
