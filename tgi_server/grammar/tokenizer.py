@@ -25,6 +25,17 @@ _SPECIAL = b"\xff"
 # Where one has no end, the grammar is invalid: it is matched all the same, so that nothing is read twice.
 _LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*|<[^<>\s]+>')
 
+
+def _byte_level() -> dict[str, int]:
+    """Returns the bytes by the characters that byte-level tokenizers have for them, as GPT-2's has."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in shown)
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = _byte_level()
+# The same for `str.translate`: each byte as the character that Latin-1 has for it.
+_LATIN = {ord(character): byte for character, byte in BYTES.items()}
 # Files from which `transformers` makes a fast tokenizer where there is no tokenizer.json.
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
@@ -135,8 +146,13 @@ class SpelledTokenizer:
     def __init__(self, content: Mapping[str, Any], size: int, eos: int, special: Mapping[int, str]) -> None:
         """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are not text."""
         self.eos_token_id = eos
-        definition = msgspec.json.encode(_without(special, content)).decode()
-        self._encode, spellings = _byte_tokenizer(definition) or _decoding_tokenizer(definition, size)
+        content = _without(special, content)
+        definition = msgspec.json.encode(content).decode()
+        spelled = _spelled(content, special)
+        if spelled is not None:
+            self._encode, spellings = _encoder(Tokenizer.from_str(definition)), spelled
+        else:
+            self._encode, spellings = _byte_tokenizer(definition) or _decoding_tokenizer(definition, size)
         spellings += [b""] * (size - len(spellings))
         self.tokens = [_SPECIAL + special[i].encode() if i in special else each for i, each in enumerate(spellings)]
         self._longest = max(map(len, self.tokens), default=1)
@@ -176,6 +192,38 @@ _Texts = tuple[Callable[[str], list[int]], list[bytes]]
 """A function that tokenizes a text, and the bytes of each token."""
 
 
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    return encode
+
+
+def _spelled(content: Mapping[str, Any], special: Container[int]) -> list[bytes] | None:
+    """Returns the bytes of each token of a byte-level tokenizer, as `_byte_tokenizer` does in ten times as long.
+
+    None for a tokenizer of another kind, or with tokens that are not made of bytes. content: of its tokenizer.json.
+    special: tokens that are not text; they have no bytes here.
+    """
+    vocab = content["model"]["vocab"]
+    if (content.get("decoder") or {}).get("type") != "ByteLevel" or not isinstance(vocab, dict):
+        return None
+    added = {each["id"]: each["content"] for each in content["added_tokens"]}
+    pieces = {piece: token for piece, token in vocab.items() if token not in added and token not in special}
+    if not BYTES.keys() >= set("".join(pieces)):
+        return None
+    spellings = [b""] * _size(content)
+    for piece, token in pieces.items():
+        spellings[token] = piece.translate(_LATIN).encode("latin-1")
+    for token, text in added.items():
+        spellings[token] = b"" if token in special else text.encode()
+    marked = {text for text in spellings if text[:1] == _SPECIAL}  # which llguidance takes for special tokens
+    if not marked <= {_SPECIAL}:
+        return None
+    return [b"" if text in marked else text for text in spellings]
+
+
 def _byte_tokenizer(definition: str) -> _Texts | None:
     """Returns the tokens as llguidance reads a byte-level tokenizer; None for a tokenizer of another kind."""
     try:
@@ -194,10 +242,6 @@ def _decoding_tokenizer(definition: str, size: int) -> _Texts:
     tokenizer = Tokenizer.from_str(definition)
     anchor = next(iter(tokenizer.encode(_ANCHOR, add_special_tokens=False).ids), None)
 
-    def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return tokens
-
     def spelling(token: int) -> bytes:
         name = tokenizer.id_to_token(token)
         if name is None:
@@ -211,7 +255,7 @@ def _decoding_tokenizer(definition: str, size: int) -> _Texts:
         # A decoder that changes what stands before the token cannot be expressed as a list of spellings.
         return joined.removeprefix(before).encode() if joined.startswith(before) else b""
 
-    return encode, [spelling(token) for token in range(size)]
+    return _encoder(tokenizer), [spelling(token) for token in range(size)]
 
 
 def _without(special: Container[int], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +278,7 @@ def _named_ends(content: Mapping[str, Any]) -> tuple[int, ...]:
         raise InvalidGrammar(f"this model's tokenizer does not say which token ends a text: {error}") from error
 
 
-def _size(content: dict[str, Any]) -> int:
+def _size(content: Mapping[str, Any]) -> int:
     """Returns the number of ids up to the highest that the tokenizer knows."""
     vocab = content["model"]["vocab"]
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)

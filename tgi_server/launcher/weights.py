@@ -34,7 +34,9 @@ async def find_model(settings: LauncherSettings) -> Path:
     ModelMissingError when that cannot be done, and CannotStartError for a local folder without a model.
     """
     _check_local(settings.model_id)
-    folder = None if settings.gguf_file or settings.tokenizer_name else _ready_folder(settings.model_id)
+    folder = None
+    if not (settings.gguf_file or settings.tokenizer_name):
+        folder = _ready_folder(settings.model_id) or _described_folder(settings)
     if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
         folder = await _download(commands.download(settings, settings.model_id))
     return folder
@@ -132,6 +134,20 @@ def _ready_folder(model_id: str) -> Path | None:
     folder = Path(model_id).expanduser()
     weights = [file for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS]
     return folder if (folder / "config.json").is_file() and weights else None
+
+
+def _described_folder(settings: LauncherSettings) -> Path | None:
+    """Returns the folder that an earlier start has made for a GGUF file on this machine; None if there is none."""
+    file = Path(settings.model_id).expanduser()
+    if file.suffix != SUFFIX or not file.is_file():
+        return None
+    # These import huggingface_hub and numpy, which other models do not need here.
+    from huggingface_hub import constants
+
+    from tgi_server.model_files.gguf_models import known_description
+
+    cache = settings.huggingface_hub_cache
+    return known_description(file) if cache is None or cache == Path(constants.HF_HUB_CACHE) else None
 
 
 def _check_cache(environment: Mapping[str, str]) -> None:

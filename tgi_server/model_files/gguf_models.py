@@ -108,12 +108,10 @@ def described(file: Path, tokenizer: Path | None = None) -> Path:
     ModelUnavailable.
     """
     try:
-        parts = gguf_parts(file)
-        source = tokenizer or parts[0].parent
-        others = tokenizer_files(source) if tokenizer or (source / _TOKENIZER).is_file() else []
-        folder = files_path("gguf", parts[0].stem, [*parts, *others], _code())
+        parts, others, folder = _description(file, tokenizer)
         if not folder.is_dir():
             logger.info("describing %s in %s", parts[0], folder)
+            source = tokenizer or parts[0].parent
             _describe(parts, {file.relative_to(source): file for file in others}, folder)
     except GgufError as error:
         raise ModelUnavailable(str(error)) from error
@@ -123,6 +121,26 @@ def described(file: Path, tokenizer: Path | None = None) -> Path:
             f"no configuration can be written for {file}: {error.strerror or error}{hint}"
         ) from error
     return folder
+
+
+def known_description(file: Path) -> Path | None:
+    """Returns the folder that `described` has made for a GGUF file; None if there is none, or if it is not known."""
+    try:
+        _, _, folder = _description(file, None)
+    except (GgufError, OSError):
+        return None  # which `described` explains
+    return folder if folder.is_dir() else None
+
+
+def _description(file: Path, tokenizer: Path | None) -> tuple[Sequence[Path], Sequence[Path], Path]:
+    """Returns the parts of a GGUF file, the files of another tokenizer, and the folder that describes them.
+
+    Raises GgufError and OSError.
+    """
+    parts = gguf_parts(file)
+    source = tokenizer or parts[0].parent
+    others = tokenizer_files(source) if tokenizer or (source / _TOKENIZER).is_file() else []
+    return parts, others, files_path("gguf", parts[0].stem, [*parts, *others], _code())
 
 
 @cache

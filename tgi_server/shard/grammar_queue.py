@@ -136,7 +136,7 @@ class GrammarQueue:
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the threads and the sandbox, unless they are there."""
+        """Starts the threads and the sandbox, which read the tokenizer first, unless they are there."""
         with self._lock:
             started, self._started = self._started, True
             if started:
@@ -145,12 +145,6 @@ class GrammarQueue:
             self._unready = [threading.Event() for _ in lanes]
         for lane, ready in zip(lanes, self._unready, strict=True):
             threading.Thread(target=self._work, args=(lane, ready), name="grammars", daemon=True).start()
-
-    def wait_until_ready(self) -> None:
-        """Returns when this process and the sandbox have read the tokenizer, which takes seconds if it is large."""
-        self.start()
-        for ready in self._unready:
-            ready.wait()
 
     def forget(self) -> None:
         """Gives up the memory for grammars in this process and beside it; what is needed again is read again."""

@@ -103,8 +103,6 @@ class TextGenerationService(TextGenerationServiceServicer):
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
-        if self._grammars is not None:
-            self._grammars.start()  # it reads the tokenizer meanwhile
         async with self._errors(context):
             await self._sleep.wake()  # another router may have put it to sleep
             capacity = self._engine.warm_up(
@@ -115,7 +113,7 @@ class TextGenerationService(TextGenerationServiceServicer):
                 adapter_bytes=request.adapter_bytes,
             )
         if self._grammars is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._grammars.wait_until_ready)
+            self._grammars.start()  # reads the tokenizer for seconds; requests with grammars wait for that
         response = conversion.capacity(capacity, self._engine.fallbacks)
         self._info.limits.CopyFrom(request)
         self._info.capacity.CopyFrom(response)

@@ -15,7 +15,7 @@ from tests.unit.grammar.driver import Driver
 from tgi_server.contract import FinishReason, Grammar, GrammarKind
 from tgi_server.engine import Engine
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar
-from tgi_server.grammar.tokenizer import GrammarTokenizer
+from tgi_server.grammar.tokenizer import GrammarTokenizer, _byte_tokenizer, _spelled
 
 PROMPT = [5, 6, 7, 8]
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -226,3 +226,20 @@ def test_what_ends_a_text_is_no_part_of_it(tmp_path: Path) -> None:
     tokens = compiler.tokenizer.encode('"<|im_end|>Paris"')
     assert not set(ends) & set(tokens)
     assert following_fault(compiler, spelled, [*tokens, ends[0]]) is None
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
+def test_bytes_of_tokens_are_those_that_llguidance_reads(published: Published) -> None:
+    special = {each["id"] for each in published.definition["added_tokens"] if each["special"]}
+    spelled, known = _spelled(published.definition, special), _byte_tokenizer(json.dumps(published.definition))
+    assert (spelled is None) == published.sentence_piece
+    assert known is not None
+    for token, text in enumerate(spelled or ()):
+        assert text == (b"" if token in special else known[1][token])
+
+
+def test_tokens_that_are_not_made_of_bytes_are_left_to_llguidance() -> None:
+    content = json.loads(json.dumps(PUBLISHED["qwen3"].definition))
+    assert _spelled(content, ()) is not None
+    content["model"]["vocab"]["two words"] = 999  # a space is not among the characters for bytes
+    assert _spelled(content, ()) is None

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from shared.settings import read_settings
+from tests.gguf_models import make_gguf
 from tests.hub import COMMIT, Repository, running_hub
+from tests.tiny_models import make_llama
 from tgi_server import demo_model
+from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognized
+from tgi_server.model_files.gguf_models import described
 
 
 def settings(model_id: object) -> LauncherSettings:
@@ -146,3 +150,18 @@ async def test_adapters_of_the_hub_are_fetched(tmp_path: Path, monkeypatch: pyte
 async def test_a_gguf_file_that_is_not_there_is_called_that(tmp_path: Path) -> None:
     with pytest.raises(CannotStartError, match=r"there is no file .*model-Q4_K_M\.gguf"):
         await find_model(settings(tmp_path / "model-Q4_K_M.gguf"))
+
+
+async def test_a_gguf_file_that_was_described_before_needs_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    file = make_gguf(make_llama(tmp_path / "llama"), tmp_path)[0]
+    folder = described(file)
+    monkeypatch.setattr(commands, "download", None)
+    assert await find_model(settings(file)) == folder
+    with pytest.raises(TypeError):  # a process is started for another cache
+        await find_model(settings(file).model_copy(update={"huggingface_hub_cache": tmp_path}))
+    (tmp_path / "tokenizer.json").write_text("{}")  # which would be used in place of the file's
+    with pytest.raises(TypeError):
+        await find_model(settings(file))

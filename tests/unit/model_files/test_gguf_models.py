@@ -1,6 +1,7 @@
 """GGUF files get a folder in transformers format, and the right one of several is taken."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.tiny_models import make_llama
 from tgi_server.model_files import gguf_models
 from tgi_server.model_files.download import find_model
 from tgi_server.model_files.errors import ModelUnavailable
-from tgi_server.model_files.gguf_models import GgufChoice, described, split_kind
+from tgi_server.model_files.gguf_models import GgufChoice, described, known_description, split_kind
 
 NAMES = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "Q6_K/m-Q6_K-00001-of-00002.gguf", "Q6_K/m-Q6_K-00002-of-00002.gguf")
 
@@ -78,14 +79,24 @@ def test_the_folder_of_a_file_links_to_it(file: Path, cache: Path) -> None:
     assert (folder / file.name).resolve() == file
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 64
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [2]}
-    assert described(file) == folder
+    assert described(file) == known_description(file) == folder
     assert find_model(str(file.parent), None) == folder
 
 
 def test_a_later_version_describes_a_file_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_description(file) is None
     plain = described(file)
     monkeypatch.setattr(gguf_models, "_code", lambda: b"later")
+    assert known_description(file) is None
     assert described(file) != plain
+
+
+def test_a_changed_file_is_not_known(file: Path) -> None:
+    described(file)
+    os.utime(file, (0, 0))
+    assert known_description(file) is None
+    file.unlink()
+    assert known_description(file) is None
 
 
 def test_a_folder_s_own_tokenizer_wins(file: Path) -> None:

@@ -88,10 +88,11 @@ def test_before_the_first_grammar_both_processes_have_read_the_tokenizer(
         return answer
 
     monkeypatch.setattr(Sandbox, "_ask", note)
-    queue.wait_until_ready()
+    queue.start()
+    until(lambda: len(asked) == 3 and queue.compiler._tokenizer is not None)
     assert [trial.grammar for trial in asked] == [None] * 3  # one for each thread that has grammars tried
-    assert queue.compiler._tokenizer is not None
-    queue.wait_until_ready()
+    queue.start()
+    assert compile_now(queue, hostile.schema({"type": "integer"})) > 0
     assert len(asked) == 3
 
 
@@ -135,8 +136,10 @@ def test_a_sandbox_that_cannot_be_started_does_not_hold_up_the_others(
     """As where a model's folder has a tokenizer that grammars cannot be used with."""
     (tmp_path / "tokenizer.json").write_text("{}")
     queue = GrammarQueue(GrammarCompiler(tmp_path, 3072, [1]), Sandbox(tmp_path, 3072, [1]))
-    queue.wait_until_ready()
-    assert any("grammars cannot be used" in message for message in caplog.messages)
+    queue.start()
+    until(lambda: sum("grammars cannot be used" in message for message in caplog.messages) > 0)
+    with pytest.raises(InvalidGrammar, match="tokenizer cannot be read"):
+        compile_now(queue, hostile.regex("a"))
     queue.close()
 
 

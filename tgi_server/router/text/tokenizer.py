@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tgi_server.grammar.added_tokens import add_missing_tokens
+from tgi_server.grammar.tokenizer import BYTES
 from tgi_server.router.errors import StartupError
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer_config import TokenizerConfig
@@ -47,16 +48,6 @@ tokenizer.backend_tokenizer.save(sys.argv[2])
 _INCOMPLETE = "\ufffd"
 # A byte as a token of SentencePiece.
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level() -> dict[str, int]:
-    """Returns the bytes by the characters that byte-level tokenizers have for them, as GPT-2's has."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in shown)
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTES = _byte_level()
 
 
 class TextTokenizer:
@@ -157,8 +148,8 @@ class TextTokenizer:
             return text.encode()
         if byte := _BYTE.fullmatch(piece):
             return bytes.fromhex(byte[1])
-        if _BYTES.keys() >= set(piece):
-            return bytes(_BYTES[character] for character in piece)
+        if BYTES.keys() >= set(piece):
+            return bytes(BYTES[character] for character in piece)
         return text.encode()
 
 
