@@ -52,8 +52,8 @@ class HostedModel:
     """One of the models.
 
     names: by which requests call it. task: embed or rank; None: it generates. service: None while it is not loaded.
-    metrics: outlive its shards. sleep_mode: of its shards. gives_up_grammars: when it sleeps next. serving: serves it,
-    until `lost` is set.
+    metrics: outlive its shards. sleep_mode: of its shards. gives_up_grammars: when it sleeps next. chats: it has a chat
+    template. serving: serves it, until `lost` is set.
     """
 
     names: Sequence[str]
@@ -63,6 +63,7 @@ class HostedModel:
     service: Service | None = None
     sleep_mode: Sleeping | None = None
     gives_up_grammars: bool = False
+    chats: bool = True
     serving: asyncio.Task[None] | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -328,6 +329,7 @@ class Models:
     async def _wake(self, model: HostedModel) -> None:
         mode, lost = model.sleep_mode, model.lost
         assert mode is not None
+        mode.log = lambda done: logger.info("%s %s", model.name, done)
         try:
             await mode.wake()
         except RouterError as error:
@@ -336,12 +338,12 @@ class Models:
         else:
             if not lost.is_set():
                 self._rules.woken(model.resident, perf_counter())
-                logger.info("%s is awake after %.2f s", model.name, model.resident.wake_seconds)
         self.decide_soon()
 
     async def _sleep(self, model: HostedModel, reason: str) -> None:
         mode, lost = model.sleep_mode, model.lost
         assert mode is not None
+        mode.log = lambda done: logger.info("%s %s (%s)", model.name, done, reason)
         try:
             released = await mode.sleep(grammars=model.gives_up_grammars)
         except RouterError as error:
@@ -351,7 +353,6 @@ class Models:
         else:
             if not lost.is_set():
                 self._rules.slept(model.resident, perf_counter(), released)
-                logger.info("%s sleeps: %s", model.name, reason)
         model.gives_up_grammars = False
         self.decide_soon()
 
@@ -363,6 +364,7 @@ class _Managed:
         self._models = models
         self._model = model
         self.on_wanted: Callable[[], None] = lambda: None  # requests ask first
+        self.log: Callable[[str], None] = lambda done: None  # that of the shards' sleep mode is used
 
     @property
     def awake(self) -> bool:

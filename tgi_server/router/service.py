@@ -172,9 +172,13 @@ class ListedModel:
 
 
 class Sleeping(Protocol):
-    """Puts a model to sleep, and wakes it. on_wanted: called when something needs the model while it sleeps."""
+    """Puts a model to sleep, and wakes it.
+
+    on_wanted: called when something needs the model while it sleeps. log: told in words what the model has done.
+    """
 
     on_wanted: Callable[[], None]
+    log: Callable[[str], None]
 
     @property
     def awake(self) -> bool:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -17,21 +19,62 @@ from tgi_server.router.models import HostedModel, Models
 from tgi_server.router.residency import Resident
 from tgi_server.router.service import Service
 from tgi_server.router.settings import RouterSettings
-from tgi_server.router.startup import IMAGES_PAYLOAD_LIMIT, Front, assembled, public_name
+from tgi_server.router.startup import IMAGES_PAYLOAD_LIMIT, Front, assembled, public_name, texts_of
+from tgi_server.router.text.folder_texts import FolderTexts
+
+
+class ReadOnce:
+    """What the folders of models have for texts, read once for all services of a model, and one after the other.
+
+    It is read before the server is ready, since nothing else runs meanwhile (`read_texts`).
+    """
+
+    def __init__(self, settings: Mapping[HostedModel, RouterSettings]) -> None:
+        """Begins to read. settings: of each model."""
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, "texts")
+        self._reading = {model: self._begin(model) for model in settings}
+
+    async def texts(self, model: HostedModel) -> FolderTexts:
+        """Returns what a model has, and reads again what could not be read. Raises StartupError."""
+        reading = self._reading[model]
+        if reading.done() and reading.exception() is not None:
+            reading = self._reading[model] = self._begin(model)
+        return await asyncio.shield(reading)
+
+    async def all_read(self) -> None:
+        """Returns once everything has been read, or cannot be."""
+        await asyncio.wait(self._reading.values())
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, model: HostedModel) -> asyncio.Future[FolderTexts]:
+        def note(done: asyncio.Future[FolderTexts]) -> None:
+            if not done.cancelled() and done.exception() is None:  # `texts` raises it
+                model.chats = bool(done.result().template.source)
+
+        reading = asyncio.get_running_loop().run_in_executor(self._thread, texts_of, self._settings[model])
+        reading.add_done_callback(note)
+        return reading
 
 
 @asynccontextmanager
 async def several_models(settings: RouterSettings) -> AsyncIterator[Front]:
-    """Gives the front of a server of several models, once the first of them is loaded. Raises StartupError."""
+    """Gives the front of a server of several models, once the first of them is loaded. Raises StartupError.
+
+    By then the tokenizers of all have been read.
+    """
     assert settings.models_file is not None
     described = json.loads(await asyncio.to_thread(settings.models_file.read_text))
     own = [read_settings(RouterSettings, "text-generation-router", each["arguments"]) for each in described["models"]]
     hosted = [_hosted(each, of_it) for each, of_it in zip(described["models"], own, strict=True)]
     _check_names(hosted)
     by_model = dict(zip(hosted, own, strict=True))
+    folders = ReadOnce(by_model)
 
     def open_service(model: HostedModel) -> AbstractAsyncContextManager[Service]:
-        return assembled(by_model[model], metrics=model.metrics)
+        return assembled(by_model[model], metrics=model.metrics, texts=partial(folders.texts, model))
 
     reader, writer = await asyncio.open_unix_connection(described["control"])
     models = Models(
@@ -47,6 +90,7 @@ async def several_models(settings: RouterSettings) -> AsyncIterator[Front]:
     listening = asyncio.create_task(_listen(reader, models))
     try:
         first = await _first_service(models)
+        await folders.all_read()
         limit = settings.payload_limit or IMAGES_PAYLOAD_LIMIT
         names = ", ".join(f"{model.name} ({model.state})" for model in hosted)
 
@@ -57,6 +101,7 @@ async def several_models(settings: RouterSettings) -> AsyncIterator[Front]:
     finally:
         listening.cancel()
         await models.close()
+        folders.close()
         writer.close()
 
 

@@ -47,12 +47,11 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import UNLIMITED, Capacity, ModelDescription, RequestPolicy, Service, TextParts
 from tgi_server.router.settings import PipelineSettings, RouterSettings, ServingSettings
 from tgi_server.router.text.chat_template import ChatTemplate
-from tgi_server.router.text.decisions import read_decision_config
 from tgi_server.router.text.encoder import Encoders, ServedEncoder
-from tgi_server.router.text.generation_config import read_sampling_defaults
+from tgi_server.router.text.folder_texts import FolderTexts, read_texts
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
-from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
-from tgi_server.router.text.tokenizer_config import read_object, read_tokenizer_config
+from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -156,23 +155,19 @@ async def assembled(
     settings: PipelineSettings,
     connect: Callable[[], Awaitable[ShardedClient]] | None = None,
     metrics: Metrics | None = None,
+    texts: Callable[[], Awaitable[FolderTexts]] | None = None,
 ) -> AsyncIterator[Service]:
     """Reads the tokenizer, connects to the shards, warms them up, and runs the scheduler while the context is open.
 
     settings: RouterSettings for callers over HTTP; else requests come from this process alone, and have no limits of
     bytes and of number. connect: returns the client of the shards; None: that of the shards on the settings' socket.
-    metrics: that go on counting; None: new ones.
+    metrics: that go on counting; None: new ones. texts: returns what the model's folder has; None: it is read.
 
     Raises StartupError with one line that says what is missing.
     """
     serving = settings if isinstance(settings, RouterSettings) else None
-    model = settings.tokenizer_name
-    config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
-    defaults = read_sampling_defaults(model) if settings.generation_config == "auto" else {}
-    template = ChatTemplate(config)
-    threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
-    guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
-    decisions = await asyncio.to_thread(read_decision_config, model)
+    own = await (asyncio.to_thread(texts_of, settings) if texts is None else texts())
+    threads = TokenizerThreads(own.tokenizer, settings.validation_workers)
     if connect is None:
         assert serving is not None  # or there is no socket
         connect = partial(_connect, serving.master_shard_uds_path)
@@ -183,7 +178,7 @@ async def assembled(
         info, capacity = await _warm_up(shards, settings, adapters)
         encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings)
         limits = _limits(settings, info, capacity)
-        if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
+        if (tokens := own.tokenizer.vocab_size) > info.vocab_size:
             warning = "the tokenizer has %d tokens, the model %d: prompts with unknown tokens are refused"
             logger.warning(warning, tokens, info.vocab_size)
         described = _describe(settings, info, capacity)
@@ -207,14 +202,14 @@ async def assembled(
             admission=settings.admission == "time",
             target_gap_ms=settings.target_token_gap_ms or 0.0,
         )
-        if not template.source and not info.encoders_only:
+        if not own.template.source and not info.encoders_only:
             logger.warning(
                 "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
                 "/generate and /v1/completions need none"
             )
-        images, no_images = _image_reader(settings, info, limits, threads, metrics.images)
+        images, no_images = await asyncio.to_thread(_image_reader, settings, info, limits, threads, metrics.images)
         form, thoughts = await asyncio.to_thread(
-            _answer_form, settings, template, threads.tokenizer, config.response_template
+            _answer_form, settings, own.template, own.tokenizer, own.config.response_template
         )
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
@@ -223,8 +218,10 @@ async def assembled(
                 model=described,
                 limits=limits,
                 policy=_policy(settings, reads_images=images is not None),
-                text=TextParts(threads.tokenizer, threads, template, guard, form, images, no_images, config),
-                options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), defaults),
+                text=TextParts(
+                    own.tokenizer, threads, own.template, own.special_tokens, form, images, no_images, own.config
+                ),
+                options=OptionReader(limits, info.vocab_size, tuple(info.eos_token_ids), own.sampling),
                 preparer=Preparer(
                     limits,
                     threads,
@@ -242,7 +239,7 @@ async def assembled(
                 metrics=metrics,
                 tracer=None if serving is None or serving.otlp_endpoint is None else get_tracer("tgi_server.router"),
                 check_health=HealthCheck(scheduler, shards),
-                decisions=decisions,
+                decisions=own.decisions,
                 encoders=encoders,
                 generates=not info.encoders_only,
                 caches=scheduler.batch.memory.caches,
@@ -257,6 +254,16 @@ async def assembled(
     finally:
         await shards.close()
         threads.close()
+
+
+def texts_of(settings: PipelineSettings) -> FolderTexts:
+    """Reads what the folder of a model has for texts (`read_texts`). Raises StartupError."""
+    return read_texts(
+        settings.tokenizer_name,
+        settings.tokenizer_config_path,
+        guard_special_tokens=not settings.allow_special_tokens,
+        own_sampling=settings.generation_config == "auto",
+    )
 
 
 def _policy(settings: PipelineSettings, *, reads_images: bool) -> RequestPolicy:

@@ -54,7 +54,9 @@ class SleepCalls:
                 self._grammars.forget()
                 self._forgot = True
             released = await self._alone(self._model.sleep)
-        logger.info("the model sleeps: %d MB of memory released in %.2f s", released >> 20, time.perf_counter() - began)
+        logger.debug(
+            "the model sleeps: %d MB of memory released in %.2f s", released >> 20, time.perf_counter() - began
+        )
         return pb.SleepResponse(released_bytes=released)
 
     async def wake(self) -> pb.WakeResponse:
@@ -71,7 +73,7 @@ class SleepCalls:
             if self._forgot and self._grammars is not None:
                 self._grammars.refresh()
                 self._forgot = False
-        logger.info("the model woke in %.2f s", time.perf_counter() - began)
+        logger.debug("the model woke in %.2f s", time.perf_counter() - began)
         return pb.WakeResponse()
 
     async def _alone(self, work: Callable[[], T]) -> T:

@@ -15,9 +15,10 @@ from tgi_server.router.api.app import middleware, service_app
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.api.generation import TimeLimits
 from tgi_server.router.api.request_record import RequestRecord, request_id
-from tgi_server.router.errors import NoSuchModel, RouterError, Unhealthy
+from tgi_server.router.errors import InvalidTemplate, NoSuchModel, RouterError, Unhealthy
 from tgi_server.router.models import HostedModel, Models
 from tgi_server.router.service import Service
+from tgi_server.router.text.chat_template import NO_TEMPLATE
 
 _HEALTH = frozenset({"/health", "/ping"})
 # The task of the routes of models that embed or rank, by path.
@@ -25,6 +26,18 @@ _TASKS = {
     **dict.fromkeys(("/v1/embeddings", "/embed", "/api/embed", "/api/embeddings"), "embed"),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/predict"), "rank"),
 }
+# Routes that need a chat template, whatever the body. (With /api/chat, models are loaded by an empty one.)
+_CHATS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/decisions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/chat_tokenize",
+    }
+)
 _KINDS = {"embed": "an embedding model", "rank": "a rerank model"}
 _TAG = ":latest"
 
@@ -70,6 +83,8 @@ class _Dispatcher:
         elif named is None:
             return self._any(well=path in _HEALTH)
         model = self._model(path, named)
+        if model.service is None and path in _CHATS and not model.chats:
+            raise InvalidTemplate(NO_TEMPLATE)  # as the route does, but the model need not be loaded for it
         return model, model.service or await self._loaded(request, model)
 
     async def _loaded(self, request: Request, model: HostedModel) -> Service:

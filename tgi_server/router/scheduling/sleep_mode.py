@@ -38,8 +38,8 @@ class SleepMode:
     """Puts the shards to sleep and wakes them.
 
     state: the current one. on_wanted: called when a request needs a model that is not awake, or still waits for one
-    that has just fallen asleep; it wakes the model unless something else is set. wake_s: seconds that the last wake
-    took; 0 before the first one.
+    that has just fallen asleep; it wakes the model unless something else is set. log: told in words what the model has
+    done; what is set instead knows its name. wake_s: seconds that the last wake took; 0 before the first one.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class SleepMode:
         """
         self.state = SleepState.AWAKE
         self.on_wanted: Callable[[], None] = self.wake_soon
+        self.log: Callable[[str], None] = lambda done: logger.info("the model %s", done)
         self.wake_s = 0.0
         self._shards = shards
         self._waiting = waiting
@@ -199,7 +200,7 @@ class SleepMode:
         self.state = SleepState.ASLEEP
         seconds = self._clock() - began
         self._metrics.slept(seconds, released)
-        logger.info("the model sleeps: %d MB of memory released in %.2f s", released >> 20, seconds)
+        self.log(f"sleeps: {released >> 20} MB of memory released in {seconds:.2f} s")
         if self.wanted:
             self.on_wanted()
         return released
@@ -234,7 +235,7 @@ class SleepMode:
         self.wake_s = self._clock() - self._began
         self.state = SleepState.AWAKE
         self._metrics.woke(self.wake_s)
-        logger.info("the model woke in %.2f s", self.wake_s)
+        self.log(f"woke in {self.wake_s:.2f} s")
         self._let_go(None)
         return 0
 

@@ -16,6 +16,8 @@ from tgi_server.router.text.template_allowance import Allowance, render_deadline
 from tgi_server.router.text.template_bounds import BoundedEnvironment
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAMES, TOOL_TEMPLATE, TokenizerConfig
 
+NO_TEMPLATE = "this model has no chat template; give one with --tokenizer-config-path"
+
 # Variables that `chat_template_kwargs` may not replace.
 RESERVED = frozenset(
     {
@@ -183,7 +185,7 @@ class ChatTemplate:
         Raises InvalidTemplate when there is no template, or it refuses the messages.
         """
         if not self._templates:
-            raise InvalidTemplate("this model has no chat template; give one with --tokenizer-config-path")
+            raise InvalidTemplate(NO_TEMPLATE)
         if not messages:
             raise InvalidTemplate.at("messages", "must not be empty")
         prefix = options.prefix(messages[-1])

@@ -1,0 +1,48 @@
+"""What a model's folder has for texts: its tokenizer, its chat template, and its defaults."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.decisions import DecisionConfig, read_decision_config
+from tgi_server.router.text.generation_config import read_sampling_defaults
+from tgi_server.router.text.special_tokens import SpecialTokens
+from tgi_server.router.text.tokenizer import TextTokenizer, load_tokenizer
+from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTexts:
+    """special_tokens: that only the chat template may write; None: messages may, too. sampling: defaults of options.
+    The rest are the parts of `service.TextParts` and `Service` with these types.
+    """
+
+    config: TokenizerConfig
+    template: ChatTemplate
+    tokenizer: TextTokenizer
+    special_tokens: SpecialTokens | None
+    sampling: dict[str, float]
+    decisions: DecisionConfig
+
+
+def read_texts(
+    folder: Path, override: Path | None = None, *, guard_special_tokens: bool = True, own_sampling: bool = True
+) -> FolderTexts:
+    """Reads the files of a model's folder, which takes up to five seconds. Raises StartupError.
+
+    While the library parses a tokenizer, in one call, it keeps the interpreter's lock: no other thread runs, for
+    up to a second. So this is for times when nobody is served.
+
+    override: as for `read_tokenizer_config`. guard_special_tokens: messages may not write special tokens.
+    own_sampling: the folder's sampling defaults count.
+    """
+    config = read_tokenizer_config(folder, override)
+    tokenizer = load_tokenizer(folder, config)
+    return FolderTexts(
+        config,
+        ChatTemplate(config),
+        tokenizer,
+        tokenizer.special_token_guard() if guard_special_tokens else None,
+        read_sampling_defaults(folder) if own_sampling else {},
+        read_decision_config(folder),
+    )
