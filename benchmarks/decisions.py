@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from benchmarks.words import COMMON, text
 from benchmarks.workloads import positive
 
 _LOG = Path("runs/logs/decisions.log")
+_KINDS = ("predicate", "choice", "score")
 _CALLS = re.compile(r"^tgi_batch_inference_count(?:_total)?\{.*\} (\S+)$", re.MULTILINE)
 _TOKENS = re.compile(r"^tgi_prefix_cache_(lookup|hit)_tokens_total (\S+)$", re.MULTILINE)
 
@@ -48,12 +50,14 @@ class Decided:
     computed: int
 
 
-class Client:
+class DecisionClient:
     """Asks one server about texts, and counts what that costs."""
 
-    def __init__(self, connection: Connection, model: str, seed: str) -> None:
+    def __init__(self, connection: Connection, model: str, kinds: Sequence[str], seed: str) -> None:
+        """kinds: of questions, in turn."""
         self._connection = connection
         self._model = model
+        self._kinds = kinds
         self._random = Random(seed)
 
     def new_text(self, words: int) -> str:
@@ -70,13 +74,17 @@ class Client:
         return Decided(known, questions, response.ended - response.started, steps, looked_up, looked_up - found)
 
     def _question(self, place: int) -> dict[str, Any]:
-        """Returns a choice or a score, whose labels are one token each with any tokenizer, about words that differ."""
+        """Returns a question about words that differ."""
         first, second, third = self._random.choices(COMMON, k=3)
-        if place % 2:
-            levels = [{"label": "not at all"}, {"label": "a little"}, {"label": "much"}]
-            return {"type": "score", "instructions": f"How much of it is {first}?", "levels": levels}
-        choices = [{"value": first}, {"value": f"{second} or {third}"}]
-        return {"type": "choice", "instructions": "What is the text about?", "choices": choices}
+        match kind := self._kinds[place % len(self._kinds)]:
+            case "predicate":
+                return {"type": kind, "instructions": f"Does the text speak of {first}?"}
+            case "choice":
+                choices = [{"value": first}, {"value": f"{second} or {third}"}]
+                return {"type": kind, "instructions": "What is the text about?", "choices": choices}
+            case _:
+                levels = [{"label": "not at all"}, {"label": "a little"}, {"label": "much"}]
+                return {"type": kind, "instructions": f"How much of it is {first}?", "levels": levels}
 
     async def _counts(self) -> tuple[int, int, int]:
         """Returns calls of the shards, and tokens looked up and found in the prefix cache, since the server's start."""
@@ -90,7 +98,7 @@ async def measure(url: str, arguments: Namespace) -> list[Decided]:
     found = []
     model = arguments.model or await first_model(url, None)
     with closing(Connection(url)) as connection:
-        client = Client(connection, model, f"{time_ns()}")
+        client = DecisionClient(connection, model, arguments.kinds, f"{time_ns()}")
         for round_ in range(-1, arguments.rounds):  # the first is not counted
             texts = [client.new_text(arguments.words) for _ in range(2)]
             asked = [
@@ -138,6 +146,14 @@ def main() -> None:
     add_server_arguments(parser)
     parser.add_argument("--words", type=positive, default=1_500, help="of a text (default: %(default)s)")
     parser.add_argument("--questions", type=positive, default=20, help="about one text (default: %(default)s)")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=_KINDS,
+        default=_KINDS,
+        help="of questions, in turn (default: all); a predicate takes several sequences with a tokenizer, such as the "
+        "synthetic one, in which Yes and No have several tokens",
+    )
     parser.add_argument("--rounds", type=positive, default=5, help="default: %(default)s")
     arguments = parser.parse_args()
     try:
