@@ -1,4 +1,4 @@
-"""The mappings of this process's memory, as Linux lists them."""
+"""The memory mappings of this process, from /proc/self/smaps."""
 
 import re
 from bisect import bisect
@@ -11,10 +11,10 @@ _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ \d+ *(.*)")
 
 @dataclass(slots=True)
 class Mapping:
-    """A mapping, from its first byte to behind its last one.
+    """A mapping: the addresses from `first` to `last`, which is the end (exclusive).
 
-    path: of a file; else empty, or a name in brackets. offset: of the first byte in the file. private: what is written
-    stays in this process. changed: pages of a file were written by this process. huge_pages: it was asked for them.
+    path: path of the file, a name in brackets, or empty. offset: offset of the first byte in the file. private: True
+    for MAP_PRIVATE. changed: True if this process has written to the pages. huge_pages: True with MADV_HUGEPAGE.
     """
 
     first: int
@@ -32,10 +32,10 @@ class Mapping:
 
 
 class Mappings:
-    """The mappings at one time, in order."""
+    """A snapshot of the mappings, sorted by address."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        """lines: of /proc/PID/smaps (proc_pid_smaps(5))."""
+        """lines: lines of /proc/PID/smaps (proc_pid_smaps(5))."""
         self._mappings: list[Mapping] = []
         for line in lines:
             if head := _HEAD.match(line):
@@ -51,12 +51,12 @@ class Mappings:
 
     @classmethod
     def now(cls) -> "Mappings":
-        """Reads the mappings of this process. Raises OSError on other systems than Linux."""
+        """Returns the current mappings of this process. Raises OSError on systems other than Linux."""
         with Path("/proc/self/smaps").open() as lines:
             return cls(lines)
 
     def anonymous(self, address: int, size: int) -> Mapping | None:
-        """Returns the mapping in which bytes begin that are this process's alone; None for those of a file."""
+        """Returns the first mapping of a range of anonymous writable memory; None for other ranges."""
         number = bisect(self._starts, address) - 1
         found, end = None, address
         while 0 <= number < len(self._mappings) and end < address + size:
@@ -67,13 +67,13 @@ class Mappings:
         return found
 
     def unchanged_file(self, address: int, size: int) -> Path | None:
-        """Returns the file that bytes lie in, and would be read from again; None for other bytes."""
+        """Returns the file that a range is mapped from, unless this process may have changed it; None otherwise."""
         mapping = self._of_file(address, size)
         again = mapping is not None and not mapping.changed and (mapping.private or not mapping.writable)
         return Path(mapping.path) if mapping is not None and again else None
 
     def offset_in(self, path: str, address: int, size: int) -> int | None:
-        """Returns the place of bytes in a file; None if they do not lie there."""
+        """Returns the offset of a range in a file; None if it is not mapped from there."""
         mapping = self._of_file(address, size)
         if mapping is None or mapping.path != path:
             return None

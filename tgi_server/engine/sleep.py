@@ -1,9 +1,9 @@
-"""A sleeping model: its weights lie in files and its KV cache is empty, so that the process holds little memory.
+"""Sleep of a model: its weights are in files, its KV cache is empty, and the process holds little memory.
 
-Weights keep their addresses. The pages below them are returned to the system when the model falls asleep, and filled
-from files when it wakes, so nothing that points to them has to change, and every bit is the same. Packed weights that
-came from the file of an earlier start are read from there. All others are written into a file without a name: nobody
-else can change or delete it, and it goes with the process, however that ends.
+Weights keep their addresses, so pointers to them stay valid: their pages are returned to the system when the model
+falls asleep, and filled from files, with the same bits, when it wakes. Packed weights that were loaded from a file are
+read from that file again. All others are written to an unnamed file (O_TMPFILE), which no other process can change, and
+which the system deletes when the process ends.
 """
 
 import ctypes
@@ -34,9 +34,9 @@ from tgi_server.engine.memory_map import Mappings
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.paged_batch import PagedBatch
 
-# Bytes of the least weight that is worth a place in the file, and of what a thread reads or writes at once.
+# Bytes of the smallest weight that is written to a file, and of one read or write of a thread.
 _LEAST, _PIECE = 256 << 10, 8 << 20
-# Bytes between two weights side by side in huge pages.
+# Maximum gap in bytes between two adjacent weights in huge pages.
 _GAP = 64
 _NOT_WEIGHTS = (
     *(str, bytes, int, float, type, ModuleType, BuiltinFunctionType),
@@ -46,7 +46,7 @@ _NOT_WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of this process's memory, from an address on, and their place in a file. file: a descriptor."""
+    """A range of this process's memory, and its offset in a file. file: a descriptor."""
 
     address: int
     size: int
@@ -64,7 +64,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight: where it is in memory, which it keeps, and in a file. place: None: in none, as far as is known."""
+    """The memory of a weight, which it keeps, and its place in a file. place: None if it is in no known file."""
 
     storage: UntypedStorage
     place: StoredPlace | None
@@ -79,14 +79,13 @@ class _Weight:
 
 
 class _Copies:
-    """The weights in files: those of later starts, and a nameless one with all others.
+    """Copies of the weights in files: packed weights of later starts, and an unnamed file with all others.
 
-    pages: of memory that can be given up, as address and size. The weights stay where they are while this exists, and
-    their contents never change.
+    pages: address and size of the memory that can be freed. The weights must not move or change while this exists.
     """
 
     def __init__(self, weights: Iterable[_Weight], memory: Mappings, folder: Path) -> None:
-        """Writes what is in no file into a new one in the folder. Raises OSError."""
+        """Writes the weights that are in no file to a new one in the folder. Raises OSError."""
         self._weights = sorted(weights, key=lambda weight: weight.first)
         self._files: dict[Path, int] = {}
         self._states: dict[Path, FileState] = {}
@@ -116,7 +115,7 @@ class _Copies:
         _move(os.preadv, self._pieces)
 
     def changed_file(self) -> Path | None:
-        """Returns a file that is not as it was any more. One that was deleted is: it is open here, or mapped."""
+        """Returns a file that has been changed; None if there is none. Deleted files are still open here, or mapped."""
         for path, state in self._states.items():
             with suppress(FileNotFoundError):
                 now = FileState.of(path)
@@ -129,7 +128,7 @@ class _Copies:
             os.close(file)
 
     def _add_pages(self, group: Sequence[_Weight], own: list[_Piece]) -> None:
-        """Adds the whole pages of weights that lie side by side. own: pieces of the nameless file."""
+        """Adds the whole pages of adjacent weights. own: pieces of the unnamed file."""
         first, last = -(-group[0].first // PAGESIZE) * PAGESIZE, max(each.last for each in group) // PAGESIZE * PAGESIZE
         if first >= last:
             return
@@ -146,7 +145,7 @@ class _Copies:
                 own.append(_Piece(start, end - start, self._own, offset))
 
     def _open(self, place: StoredPlace | None) -> int | None:
-        """Returns a descriptor of the file, if it is still the same; None otherwise."""
+        """Returns a descriptor of the file; None if it has been replaced or changed."""
         if place is None:
             return None
         if place.path not in self._files:
@@ -162,13 +161,13 @@ class _Copies:
 
 
 class SleepingModel:
-    """Puts the models of a process to sleep, and wakes them. Nothing may compute with them meanwhile.
+    """Puts the models of a process to sleep, and wakes them. They must not be used concurrently.
 
-    asleep: they sleep now.
+    asleep: True while they sleep.
     """
 
     def __init__(self, engine: Engine | None, encoders: Iterable[Encoder], folder: Path | None) -> None:
-        """folder: where the file is written; None: the models cannot sleep."""
+        """folder: folder of the unnamed file; None: the models cannot sleep."""
         self.asleep = False
         self._engine = engine
         self._encoders = list(encoders)
@@ -177,9 +176,9 @@ class SleepingModel:
         self._capacity: CacheCapacity | None = None
 
     def sleep(self) -> int:
-        """Returns the bytes of memory that the process holds less. Does nothing if the models sleep already.
+        """Puts the models to sleep, if they are awake. Returns the bytes of memory that were freed.
 
-        Raises InvalidCall for models that cannot sleep, with the reason, and while sequences run.
+        Raises InvalidCall, with the reason, if the models cannot sleep, or if sequences are running.
         """
         if self.asleep:
             return 0
@@ -213,7 +212,7 @@ class SleepingModel:
         return max(0, before - resident_bytes())
 
     def wake(self) -> None:
-        """Reads the weights back. Does nothing for models that are awake. Raises OSError: they are lost then."""
+        """Reads the weights back, if the models sleep. Raises OSError; the weights are lost then."""
         if not self.asleep:
             return
         assert self._copies is not None
@@ -227,9 +226,9 @@ class SleepingModel:
         return [*self._encoders, *(() if engine is None else (engine._runner, engine.speculation, engine.tower))]
 
     def _write(self, weights: Iterable[_Weight], memory: Mappings) -> _Copies:
-        """Writes the weights that lie in no file. Raises InvalidCall."""
+        """Writes the weights that are in no file. Raises InvalidCall."""
         if self._folder is None:
-            raise InvalidCall("the model cannot sleep: --packed-weights-cache is none, so its weights have no place")
+            raise InvalidCall("the model cannot sleep: --packed-weights-cache is none, so its weights cannot be stored")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _Copies(weights, memory, self._folder)
@@ -239,7 +238,7 @@ class SleepingModel:
 
 @dataclass(slots=True)
 class _Found:
-    """The memory of models. weights: by address."""
+    """Weights and caches of models. weights: by address."""
 
     weights: dict[int, _Weight] = field(default_factory=dict)
     attentions: list[AttentionBackend] = field(default_factory=list)
@@ -247,7 +246,7 @@ class _Found:
 
     @classmethod
     def below(cls, roots: Iterable[object]) -> "_Found":
-        """Returns all that objects, and those that they refer to, have."""
+        """Returns the weights and caches that are reachable from the roots."""
         found, seen, stack = cls(), set[int](), list(roots)
         while stack:
             value = stack.pop()
@@ -258,7 +257,7 @@ class _Found:
                 found.attentions.append(value)
             elif isinstance(value, SequenceStates):
                 found.states.append(value)
-            elif isinstance(value, FunctionType):  # whose module leads everywhere
+            elif isinstance(value, FunctionType):  # its module would reach all modules
                 stack.extend(value.__closure__ or ())
             else:
                 if isinstance(value, Tensor) and value.device == HOST:
@@ -269,20 +268,20 @@ class _Found:
         return found
 
     def add(self, storage: UntypedStorage, place: StoredPlace | None) -> None:
-        """Adds a weight, unless one at the same address is at least as large, and its place as well known."""
+        """Adds a weight. At each address the largest one is kept; of equal ones, one with a known place."""
         known = self.weights.get(storage.data_ptr())
         if known is None or (known.storage.nbytes(), known.place is not None) < (storage.nbytes(), place is not None):
             self.weights[storage.data_ptr()] = _Weight(storage, place)
 
 
 def _side_by_side(weights: Iterable[_Weight], memory: Mappings) -> Iterator[list[_Weight]]:
-    """Yields weights that lie in no mapped file, those together whose pages have nothing else. weights: in order."""
+    """Yields groups of adjacent weights in anonymous memory, whose pages have no other contents. weights: sorted."""
     group: list[_Weight] = []
     for weight in weights:
         mapping = memory.anonymous(weight.first, weight.last - weight.first)
         if mapping is None:
             continue
-        gap = _GAP if mapping.huge_pages else 0  # an arena of weights; elsewhere something else may lie between
+        gap = _GAP if mapping.huge_pages else 0  # an arena has weights only; elsewhere a gap may have other contents
         if group and weight.first > max(each.last for each in group[-2:]) + gap:
             yield group
             group = []
@@ -292,17 +291,17 @@ def _side_by_side(weights: Iterable[_Weight], memory: Mappings) -> Iterator[list
 
 
 def _nameless_file(folder: Path) -> int:
-    """Returns the descriptor of a new file that has no name. Raises OSError."""
+    """Returns the descriptor of a new unnamed file. Raises OSError."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system that cannot
+    except OSError:  # the file system has no O_TMPFILE
         file, path = tempfile.mkstemp(dir=folder, suffix=".unfinished", prefix="")
         os.unlink(path)
         return file
 
 
 def _move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[_Piece]) -> None:
-    """Reads or writes pieces, in as many threads as there are cores. Raises OSError."""
+    """Reads or writes pieces, with one thread per core. Raises OSError."""
 
     def move(piece: _Piece) -> None:
         memory, done = piece.memory, 0

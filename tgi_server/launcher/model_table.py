@@ -1,4 +1,4 @@
-"""The table of models of a server that has several: from `--models`, or a TOML file."""
+"""The table of models of a server of several models: from `--models`, or a TOML file."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ from tgi_server.router.settings import RequestSettings
 from tgi_server.shard.settings import ModelSettings
 
 _SUFFIX = ".toml"
-# Flags that can only mean one model, so that they stand in the table.
+# Flags of one model, which must be in the table.
 _OF_ONE_MODEL = frozenset(
     {
         *("model_id", "revision", "gguf_file", "tokenizer_name", "tokenizer_config_path", "served_model_name"),
         *("lora_adapters", "speculative_model", "num_shard", "sharded", "master_port"),
     }
 )
-# What an entry does not have: further models, which are entries, too.
+# Settings that an entry does not have: further models are entries, too.
 _BESIDE: Mapping[str, Any] = {"models": [], "models_memory": None, "embedding_model_id": None, "rerank_model_id": None}
 _SETTINGS = {*RequestSettings.model_fields, *ModelSettings.model_fields, "num_shard"} - {
     *_BESIDE,
@@ -33,10 +33,10 @@ _SETTINGS = {*RequestSettings.model_fields, *ModelSettings.model_fields, "num_sh
     "json_output",
 }
 _OWN: Mapping[str, type[Any]] = {"pinned": bool, "idle_seconds": float, "priority": int}
-# Parts of the available memory that models may take together, and of those that their KV caches take.
+# Share of the available memory for all models, and share of that for their KV caches.
 _MEMORY_SHARE, _KV_SHARE = 0.8, 0.3
 _GIB = 1 << 30
-# Bytes that the processes of a model take besides, also while it sleeps: from 0.35 to 1.1 GiB.
+# Memory of a model's processes, also while it sleeps: from 0.35 to 1.1 GiB.
 _PROCESS_BYTES = 3 * _GIB // 4
 
 
@@ -44,9 +44,9 @@ _PROCESS_BYTES = 3 * _GIB // 4
 class ModelEntry:
     """One of the models of a server.
 
-    label: its name in the log. settings: the launcher's, for this model. pinned: it never sleeps. idle_seconds: it
-    sleeps after so long without requests; None: only to make room for others. priority: of models that could make
-    room, those with the largest number sleep first. weight_bytes: of its weights once they are loaded.
+    label: its name in the log. settings: the launcher's settings for this model. pinned: True if it never sleeps.
+    idle_seconds: time without requests after which it sleeps; None: it sleeps only to free memory for others. priority:
+    models with larger numbers are put to sleep first. weight_bytes: size of the loaded weights.
     """
 
     label: str
@@ -63,7 +63,7 @@ class ModelEntry:
 
     @property
     def task(self) -> str | None:
-        """Returns embed or rank for a model that does that; None for one that generates."""
+        """Returns embed or rank for an encoder, None for a model that generates."""
         own = self.settings
         return None if own.generates else "embed" if own.model_id == own.embedding_model_id else "rank"
 
@@ -71,13 +71,13 @@ class ModelEntry:
 def read_models(settings: LauncherSettings) -> list[ModelEntry]:
     """Returns the models of `--models`, and those of `--embedding-model-id` and `--rerank-model-id`.
 
-    Raises CannotStartError that names the entry and the key.
+    Raises CannotStartError, which names the entry and the key.
     """
     if given := sorted(_OF_ONE_MODEL & settings.model_fields_set):
         flag = given[0].replace("_", "-")
         raise CannotStartError(
-            f"--{flag} (or {given[0].upper()}) is of one model, and --models names several: write it into the table "
-            f"as `{flag}`"
+            f"--{flag} (or {given[0].upper()}) is a flag of one model, and --models names several: use a table "
+            f"(FILE.toml) with the key `{flag}`"
             if given[0] != "model_id"
             else "--model-id (or MODEL_ID) and --models are both set; leave one of them out"
         )
@@ -94,7 +94,7 @@ def read_models(settings: LauncherSettings) -> list[ModelEntry]:
 
 
 def _tables(given: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields each entry with the words that errors have for it."""
+    """Yields the entries, each with its name in error messages."""
     if len(given) == 1 and given[0].endswith(_SUFFIX):
         yield from _tables_of(Path(given[0]).expanduser())
         return
@@ -103,7 +103,7 @@ def _tables(given: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not (model_id if equals else name):
             raise CannotStartError(f"--models: {text!r} is not MODEL or NAME=MODEL")
         if text.endswith(_SUFFIX):
-            raise CannotStartError(f"--models: {text} is a table of models, and stands alone")
+            raise CannotStartError(f"--models: {text} is a table of models; it must be the only argument")
         yield f"--models: {text}", {"id": model_id, "name": name} if equals else {"id": name}
 
 
@@ -171,11 +171,11 @@ def _label(model_id: str) -> str:
 
 
 def within_memory(entries: Sequence[ModelEntry], limit: int | None) -> tuple[list[ModelEntry], int | None]:
-    """Returns the entries with the sizes of their KV caches, and the bytes for all models that are awake.
+    """Returns the entries with the sizes of their KV caches, and the limit in bytes for all models that are awake.
 
-    limit: `--models-memory`. On GPUs there is no limit (None): each model's memory is its `cuda-memory-fraction`.
+    limit: `--models-memory`. On GPUs the limit is None: the memory of each model is its `cuda-memory-fraction`.
 
-    Raises CannotStartError if a model does not fit, beside those that never sleep.
+    Raises CannotStartError if a model does not fit beside the pinned ones.
     """
     if has_gpu():
         if limit is not None:
@@ -198,8 +198,8 @@ def within_memory(entries: Sequence[ModelEntry], limit: int | None) -> tuple[lis
         if needed > most:
             beside = "" if entry.bytes == needed else f" beside {pinned / _GIB:.2f} GiB of pinned models"
             raise CannotStartError(
-                f"{entry.label} takes {entry.bytes / _GIB:.2f} GiB of weights and KV cache{beside}, and models may "
-                f"take {most / _GIB:.2f} GiB (--models-memory); raise that, lower the model's `cpu-memory`, or "
+                f"{entry.label} needs {entry.bytes / _GIB:.2f} GiB for weights and KV cache{beside}, and the limit of "
+                f"all models is {most / _GIB:.2f} GiB; raise --models-memory, lower the model's `cpu-memory`, or "
                 "quantize it"
             )
     return sized, most

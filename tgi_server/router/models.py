@@ -1,4 +1,4 @@
-"""The models of a server that has several: each is loaded, woken and put to sleep as `residency.py` decides."""
+"""The models of a server of several models: loads, wakes and puts them to sleep as `residency.py` decides."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ from tgi_server.router.text.prefix_miss import ExplainedRequests
 
 logger = logging.getLogger(__name__)
 
-# For so long, and so often, the requests of a model whose shards have ended may take to get their errors.
+# Interval and maximum number of checks whether the requests of a lost model have got their errors.
 _POLL_SECONDS, _END_POLLS = 0.05, 100
 _STATES: dict[State, ModelState] = {
     State.ABSENT: "asleep",
@@ -51,9 +51,10 @@ _STATES: dict[State, ModelState] = {
 class HostedModel:
     """One of the models.
 
-    names: by which requests call it. task: embed or rank; None: it generates. service: None while it is not loaded.
-    metrics: outlive its shards. sleep_mode: of its shards. gives_up_grammars: when it sleeps next. chats: it has a chat
-    template. serving: serves it, until `lost` is set.
+    names: its names in requests. task: embed or rank; None for a model that generates. service: None while the model is
+    not loaded. metrics: kept when the shards are restarted. sleep_mode: sleep of its shards. gives_up_grammars: True if
+    the next sleep also frees the tables for grammars. chats: True if it has a chat template. serving: task that serves
+    the model until `lost` is set.
     """
 
     names: Sequence[str]
@@ -85,14 +86,14 @@ class HostedModel:
         return self.service is not None and self.service.is_served(name)
 
 
-# Opens the service of a model whose shards are loaded.
+# Opens the service of a model whose shards have loaded it.
 Open = Callable[[HostedModel], AbstractAsyncContextManager[Service]]
 
 
 class Models:
     """All models of a server. The first one is the default.
 
-    The launcher runs the shards: `load` asks it to start those of a model, and it reports to `told`.
+    The launcher runs the shards: `load` asks it to start the shards of a model, and its reports go to `told`.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Models:
         load: Callable[[int], None],
         max_stored_responses: int,
     ) -> None:
-        """most_bytes: as for Residency. open_service: gives a model's service while its context is open."""
+        """most_bytes: see Residency. open_service: context manager with the service of a model."""
         self.models = models
         self.metrics = ModelMetrics([model.name for model in models])
         self.changed = asyncio.Event()
@@ -125,14 +126,14 @@ class Models:
         return self.models[0] if found is None and name == "tgi" else found
 
     def listed(self) -> list[ListedModel]:
-        """Returns what lists of models say of each."""
+        """Returns the entries of lists of models."""
         return [
             ListedModel(model.names, model.service, model.state, model.resident.reason or None, model.task is None)
             for model in self.models
         ]
 
     def told(self, index: int, state: str, reason: str) -> None:
-        """Takes a report of the launcher: the shards of a model are stopped, loading, loaded or failed."""
+        """Handles a report of the launcher: the shards of a model are stopped, loading, loaded or failed."""
         model, now = self.models[index], perf_counter()
         if state == "loading" and model.resident.state is State.ABSENT:
             model.resident.state, model.resident.began_at = State.LOADING, now
@@ -154,7 +155,7 @@ class Models:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def loaded(self, model: HostedModel, deadline: float = inf) -> Service:
-        """Returns the service of a model. If it has not been loaded yet, that is done first, as for any request.
+        """Returns the service of a model, and loads the model before if necessary, in turn with other requests.
 
         Raises ModelNotReady, CannotBeInTime or RequestTimedOut.
         """
@@ -165,7 +166,7 @@ class Models:
 
     @asynccontextmanager
     async def use(self, model: HostedModel, deadline: float = inf) -> AsyncIterator[None]:
-        """Waits until the model is awake, as a request does, and keeps it so. Raises as `loaded` does."""
+        """Waits like a request until the model is awake, and keeps it awake. Raises the errors of `loaded`."""
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def begin(error: RouterError | None) -> None:
@@ -187,22 +188,22 @@ class Models:
     def ask(
         self, model: HostedModel, request: int, begin: Callable[[RouterError | None], None], deadline: float
     ) -> None:
-        """Queues a request until its model is awake, perhaps for no time at all.
+        """Queues a request until its model is awake.
 
-        begin: called once, also before this returns, with the error if the request is refused.
+        begin: called once, possibly before this returns; its argument is the error if the request is refused.
         """
         self._held[request] = begin
         self._rules.ask(model.resident, request, perf_counter(), deadline)
         self._decide()
 
     def leave(self, model: HostedModel, request: int) -> None:
-        """Forgets a request that has ended, or whose client has left."""
+        """Removes a request that has ended, or whose client has disconnected."""
         self._held.pop(request, None)
         self._rules.leave(model.resident, request, perf_counter())
         self.decide_soon()
 
     def decide_soon(self) -> None:
-        """Has what has changed looked at in the next turn of the event loop."""
+        """Schedules decisions for the next turn of the event loop."""
         if self._soon is None:
             self._soon = asyncio.get_running_loop().call_soon(self._decide)
 
@@ -251,7 +252,7 @@ class Models:
         self._rules.failed(model.resident, perf_counter(), reason, lost=lost)
 
     async def _serve(self, model: HostedModel, lost: asyncio.Event, earlier: asyncio.Task[None] | None) -> None:
-        """Serves a model until its shards have ended. earlier: has done so until now."""
+        """Serves a model until its shards have ended. earlier: the task of the shards before, which must end first."""
         if earlier is not None:
             await asyncio.wait((earlier,))
         serving = asyncio.ensure_future(self._serve_opened(model, lost))
@@ -294,17 +295,17 @@ class Models:
             self.decide_soon()
             await lost.wait()
             model.service = None
-            # The scheduler fails what runs; those requests get their errors before it is stopped.
+            # The scheduler fails the running requests; they get their errors before it is stopped.
             for _ in range(_END_POLLS):
                 if not opened.capacity.in_flight:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
 
     def _want(self, model: HostedModel) -> None:
-        """Wakes a model for work that has not asked before."""
+        """Wakes a model for work that is not a queued request."""
 
         async def wake() -> None:
-            with suppress(RouterError):  # is logged
+            with suppress(RouterError):  # it is logged
                 async with self.use(model):
                     pass
 
@@ -312,9 +313,9 @@ class Models:
             self._start(wake())
 
     async def dismiss(self, model: HostedModel, *, grammars: bool) -> None:
-        """Has a model sleep, once the requests that run have ended; the next one wakes it. Raises CannotSleep.
+        """Returns when the model sleeps, after its running requests have ended. Raises CannotSleep.
 
-        grammars: it gives up the tables for grammars, too.
+        grammars: True if the tables for grammars are freed, too.
         """
         resident, model.gives_up_grammars = model.resident, grammars
         while resident.state is not State.ASLEEP:
@@ -358,13 +359,13 @@ class Models:
 
 
 class _Managed:
-    """Sleep and waking of one model by callers (`service.Sleeping`), among all models of the server."""
+    """Sleep of one model by `/sleep` and `/wake_up` (`service.Sleeping`) on a server of several models."""
 
     def __init__(self, models: Models, model: HostedModel) -> None:
         self._models = models
         self._model = model
-        self.on_wanted: Callable[[], None] = lambda: None  # requests ask first
-        self.log: Callable[[str], None] = lambda done: None  # that of the shards' sleep mode is used
+        self.on_wanted: Callable[[], None] = lambda: None  # requests wake the model before they reach the scheduler
+        self.log: Callable[[str], None] = lambda done: None  # the sleep mode of the shards logs
 
     @property
     def awake(self) -> bool:
@@ -380,7 +381,7 @@ class _Managed:
 
 
 class WakingSubmitter:
-    """Hands requests to the scheduler of a model once it is awake (`submission.Submitter`)."""
+    """Passes requests to the scheduler of a model once the model is awake (`submission.Submitter`)."""
 
     def __init__(self, models: Models, model: HostedModel, scheduler: Submitter) -> None:
         self._models = models
@@ -389,7 +390,7 @@ class WakingSubmitter:
         self._begun: set[int] = set()
 
     def submit(self, request: PreparedRequest, sink: Sink) -> None:
-        """Queues the request; wakes its model if it sleeps."""
+        """Queues the request, and wakes its model if that sleeps."""
 
         def begin(error: RouterError | None) -> None:
             if error is not None:
@@ -401,7 +402,7 @@ class WakingSubmitter:
         self._models.ask(self._model, request.id, begin, min(request.deadline, request.first_token_by))
 
     def cancel(self, request_id: int) -> str:
-        """Forgets the request, whether it waits for its model or runs."""
+        """Cancels the request, waiting or running. Returns its progress for the log."""
         begun = request_id in self._begun
         progress = self._scheduler.cancel(request_id) if begun else f"it waited for {self._model.name} to be awake"
         self._end(request_id)
@@ -413,7 +414,7 @@ class WakingSubmitter:
 
 
 class _WatchedSink:
-    """Passes everything on to a sink, and reports the end."""
+    """A sink that also reports the end of its request."""
 
     def __init__(self, sink: Sink, ended: Callable[[], None]) -> None:
         self._sink = sink

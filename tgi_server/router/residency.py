@@ -1,8 +1,8 @@
-"""Decides which of several models are in memory, and when: pure rules over events and times, without I/O.
+"""Decides which of several models are in memory: rules over events and times, without I/O.
 
-A model whose requests wait is woken when there is memory for it. Otherwise others sleep for it: those without requests
-first, of these the ones with the largest `priority`, of these the one idle for longest. A busy model gives way once it
-had its turn, or at once to a model with a smaller `priority`: its new requests wait, the running ones finish.
+A model with waiting requests is woken as soon as there is memory for it. If there is not, other models are put to
+sleep: first models without requests, by the largest `priority`, then the longest idle time. Busy models follow, after
+their turn: their running requests finish, and new ones wait. A smaller `priority` of the waiting model ends a turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from math import ceil, inf
 
 from tgi_server.router.errors import CannotBeInTime, ModelNotReady, RequestTimedOut, RouterError
 
-# A model that has been woken stays awake for at least so many times as long as waking took.
+# Minimum time awake, as a multiple of the time that waking took.
 _AWAKE_RATIO = 2.0
-# Seconds for which a busy model may go on while others wait for its memory, and times as long as waking took.
+# The turn of a busy model while others wait for its memory: seconds, and a multiple of the time that waking took.
 _TURN_SECONDS, _TURN_RATIO = 8.0, 8.0
-# Seconds until a model that failed is tried again: the first time, and at most.
+# Back-off of a model that failed, in seconds: the first one, and the maximum.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 5.0, 300.0
 
 
 class State(Enum):
-    """Where a model is. ABSENT: it has not been loaded yet, or its shards have ended."""
+    """The state of a model. ABSENT: it has not been loaded yet, or its shards have ended."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -36,14 +36,15 @@ _IN_MEMORY = frozenset({State.LOADING, State.WAKING, State.AWAKE, State.FALLING_
 
 @dataclass(slots=True)
 class Resident:
-    """One model, as the rules see it. Times are in seconds of the caller's clock.
+    """One model and its requests. Times are in seconds of the caller's clock.
 
-    bytes: of weights and KV cache while it is awake. preload: it is loaded as soon as there is memory, without a
-    request. can_sleep: False for a model whose shards have no way to. waiting: the deadline of each waiting request,
-    by id. running: ids. dismissed: it is to sleep once nothing runs, though nobody needs its memory. yields: its new
-    requests wait, because it is dismissed, or another model is to have its memory. used_at: when its last request
-    ended. awake_at: since when it is awake. load_seconds, wake_seconds, sleep_seconds: how long it took last; 0: not
-    known yet. failures: in a row. reason: of the last one. retry_at: not before.
+    bytes: size of weights and KV cache while the model is awake. preload: True if the model is loaded without a request
+    as soon as there is memory. can_sleep: False for models that cannot sleep. waiting: deadlines of the waiting
+    requests, by id. running: ids of the running requests. dismissed: True if a client has put the model to sleep, until
+    its running requests have ended. yields: True while new requests wait, because the model is dismissed, or gives way
+    to another one. used_at: time at which the last request ended. awake_at, began_at: start of the time awake, and of
+    the last change of state. load_seconds, wake_seconds, sleep_seconds: last durations; 0: not known yet. failures:
+    number of consecutive failures. reason: message of the last failure. retry_at: earliest time of the next attempt.
     """
 
     name: str
@@ -70,12 +71,12 @@ class Resident:
 
     @property
     def failed(self) -> bool:
-        """Returns True if the model could not be loaded or woken, or was lost, and has not been tried again since."""
+        """Returns True after a failure, until the next attempt to load or wake the model."""
         return self.failures > 0 and self.state in (State.ABSENT, State.ASLEEP)
 
     @property
     def seconds_to_wake(self) -> float:
-        """Returns how long it took to load or wake it, whichever it needs."""
+        """Returns the seconds that loading or waking took last, whichever the model needs now."""
         return self.load_seconds if self.state in (State.ABSENT, State.LOADING) else self.wake_seconds
 
     @property
@@ -83,7 +84,7 @@ class Resident:
         return max(_TURN_SECONDS, _TURN_RATIO * self.wake_seconds)
 
     def free_at(self, waker: "Resident") -> float:
-        """Returns when the model, which is awake, may give way to another one; inf: never."""
+        """Returns the time from which the model, which is awake, gives way to another one; inf: never."""
         if self.pinned or not self.can_sleep:
             return inf
         rested = self.awake_at + _AWAKE_RATIO * self.wake_seconds
@@ -94,21 +95,21 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """The model's shards are to be started."""
+    """Start the shards of the model."""
 
     model: Resident
 
 
 @dataclass(frozen=True, slots=True)
 class WakeModel:
-    """The model is to be woken."""
+    """Wake the model."""
 
     model: Resident
 
 
 @dataclass(frozen=True, slots=True)
 class SleepModel:
-    """The model, for which nothing runs, is to be put to sleep. reason: for the log."""
+    """Put the model, which has no running requests, to sleep. reason: text for the log."""
 
     model: Resident
     reason: str
@@ -116,14 +117,14 @@ class SleepModel:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A waiting request is to begin."""
+    """Start a waiting request."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A waiting request is to fail."""
+    """Fail a waiting request."""
 
     request: int
     error: RouterError
@@ -135,27 +136,28 @@ Action = LoadModel | WakeModel | SleepModel | Admit | Refuse
 class Residency:
     """The models of a server and the memory that they share.
 
-    Events are reported by methods; after each of them, and at `next_time`, `decide` says what is to be done.
+    Events are reported by methods. The caller executes the actions that `decide` returns after an event, and at
+    `next_time`.
     """
 
     def __init__(self, models: Sequence[Resident], most_bytes: int | None) -> None:
-        """most_bytes: of all models in memory; None: no limit."""
+        """most_bytes: limit for the bytes of all models in memory; None: no limit."""
         self.models = models
         self._most = inf if most_bytes is None else most_bytes
         self._since: dict[int, float] = {}  # when each waiting request came
 
     @property
     def held(self) -> int:
-        """Returns the bytes of all models that are in memory, on their way to it, or out of it."""
+        """Returns the bytes of all models that are awake, or are being loaded, woken or put to sleep."""
         return sum(model.bytes for model in self.models if model.state in _IN_MEMORY)
 
     def ask(self, model: Resident, request: int, now: float, deadline: float = inf) -> None:
-        """Reports that a request has come. deadline: the time after which its answer is useless."""
+        """Reports a new request. deadline: time after which its answer is useless."""
         model.waiting[request] = deadline
         self._since[request] = now
 
     def leave(self, model: Resident, request: int, now: float) -> None:
-        """Reports that a request has ended, or does not wait any more."""
+        """Reports that a request has ended, or was cancelled while it waited."""
         self._since.pop(request, None)
         model.waiting.pop(request, None)
         if request in model.running:
@@ -163,7 +165,7 @@ class Residency:
             model.used_at = now
 
     def loaded(self, model: Resident, now: float) -> None:
-        """Reports that the model is in memory for the first time, or again after its shards had ended."""
+        """Reports that the shards of the model have loaded it."""
         model.load_seconds = now - model.began_at
         self._awake(model, now)
 
@@ -173,19 +175,19 @@ class Residency:
         self._awake(model, now)
 
     def slept(self, model: Resident, now: float, released: int = 0) -> None:
-        """Reports that the model has given its memory back. released: bytes, which may be more than was estimated."""
+        """Reports that the model sleeps. released: freed bytes; `bytes` is raised to that number."""
         model.bytes = int(min(max(model.bytes, released), self._most))
         model.sleep_seconds = now - model.began_at
         model.state, model.dismissed = State.ASLEEP, False
 
     def stayed_awake(self, model: Resident) -> None:
-        """Reports that the model could not be put to sleep, and will not be."""
+        """Reports that the model could not be put to sleep; this is not tried again."""
         model.state, model.can_sleep, model.dismissed = State.AWAKE, False, False
 
     def failed(self, model: Resident, now: float, reason: str, *, lost: bool = True) -> None:
         """Reports that the model could not be loaded or woken, or that its shards have ended.
 
-        lost: its shards have ended; False: it still sleeps.
+        lost: True if the shards have ended, False if the model still sleeps.
         """
         model.state = State.ABSENT if lost else State.ASLEEP
         model.failures += 1
@@ -200,12 +202,12 @@ class Residency:
         model.awake_at = model.used_at = now
 
     def decide(self, now: float) -> list[Action]:
-        """Returns what is to be done now, in this order. The states of the models show it as begun."""
+        """Returns the actions to execute now, in order. The states of the models already include them."""
         refusals, changes = list(self._refusals(now)), list(self._make_room(now))
         return [*refusals, *self._admissions(), *changes, *self._idle_ones(now), *self._preloads(now)]
 
     def next_time(self, now: float) -> float:
-        """Returns when `decide` is to be called again, if nothing is reported before; inf: not at all."""
+        """Returns the next time at which `decide` must be called although no event is reported; inf: none."""
         times = [inf]
         for model in self.models:
             for deadline in model.waiting.values():
@@ -217,7 +219,7 @@ class Residency:
         return min((time for time in times if time > now), default=inf)
 
     def _wakers(self, now: float) -> list[Resident]:
-        """Returns the models that are to be loaded or woken for waiting requests, the one that waits longest first."""
+        """Returns the models to load or wake for waiting requests, in the order of their oldest request."""
         wanted = [
             model
             for model in self.models
@@ -226,7 +228,7 @@ class Residency:
         return sorted(wanted, key=lambda model: min(self._since[each] for each in model.waiting))
 
     def _make_room(self, now: float) -> Iterator[Action]:
-        """Begins what fits, in the order of the waiting, and has others give way for what does not."""
+        """Loads or wakes the models that fit, in the order of their oldest request. For others, victims give way."""
         for model in self.models:
             model.yields = model.dismissed
         free = self._most - self.held
@@ -250,19 +252,19 @@ class Residency:
                     victim.yields = True
                 else:
                     yield self._put_to_sleep(victim, now, f"{waker.name} needs its memory")
-            # Those that have waited for less time may have what this one leaves.
+            # Models whose requests are newer may use the memory that is left.
             left = free + coming - waker.bytes
             free = min(free, left)
             coming = left - free
 
     def _victims(self, waker: Resident, missing: float, chosen: set[str], now: float) -> list[Resident] | None:
-        """Returns the models that are to make room for another one; None if they could not."""
+        """Returns the models whose memory another one gets; None if that is not enough."""
         candidates = [
             model
             for model in self.models
             if model.state is State.AWAKE and model.name not in chosen and model.free_at(waker) < inf
         ]
-        # Those that have waiting requests are awake, and yield: they are busy, too.
+        # A model that is awake and yields may have waiting requests only: it is busy, too.
         candidates.sort(
             key=lambda each: (
                 bool(each.running or each.waiting),
@@ -279,7 +281,7 @@ class Residency:
             missing -= candidate.bytes
         if missing > 0:
             return None
-        for victim in list(victims):  # the last ones may be enough
+        for victim in list(victims):  # the last victims may be enough
             if victim.bytes <= -missing:
                 victims.remove(victim)
                 missing += victim.bytes
@@ -345,7 +347,7 @@ class Residency:
         return None
 
     def seconds_until_awake(self, model: Resident, now: float) -> float:
-        """Returns how long it takes at least until the model is awake, as far as that is known; inf: never."""
+        """Returns a lower bound of the seconds until the model is awake, by measured times; inf: never."""
         if model.state is State.AWAKE:
             return 0.0
         if model.state in (State.LOADING, State.WAKING):
@@ -380,7 +382,7 @@ class Residency:
                 yield self._put_to_sleep(model, now, f"idle for {model.idle_seconds:g} s")
 
     def _preloads(self, now: float) -> Iterator[LoadModel | WakeModel]:
-        """Loads a model without requests, if it fits beside all others and nobody waits for memory."""
+        """Loads the next model with `preload`, if it fits beside all others and no request waits for memory."""
         if self._wakers(now) or not self._loads_next:
             return
         for model in self.models:

@@ -61,9 +61,9 @@ class ReadOnce:
 
 @asynccontextmanager
 async def several_models(settings: RouterSettings) -> AsyncIterator[Front]:
-    """Gives the front of a server of several models, once the first of them is loaded. Raises StartupError.
+    """Yields the front of a server of several models when the first model is loaded. Raises StartupError.
 
-    By then the tokenizers of all have been read.
+    By then the tokenizers of all models have been read.
     """
     assert settings.models_file is not None
     described = json.loads(await asyncio.to_thread(settings.models_file.read_text))
@@ -122,23 +122,23 @@ def _hosted(described: dict[str, Any], settings: RouterSettings) -> HostedModel:
 
 
 def _check_names(models: Sequence[HostedModel]) -> None:
-    """Raises StartupError for a name that two models have."""
+    """Raises StartupError if two models have the same name."""
     names = [name for model in models for name in model.names]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise StartupError(f"--models: two models are called {twice!r}; name them: --models a=MODEL,b=MODEL")
 
 
 async def _listen(reader: asyncio.StreamReader, models: Models) -> None:
-    """Passes on what the launcher reports."""
+    """Passes the launcher's reports to `models`."""
     while line := await reader.readline():
         report = json.loads(line)
         models.told(report["model"], report["state"], report["reason"])
 
 
 async def _first_service(models: Models) -> Service:
-    """Returns the first service that is there: the default model's, unless that cannot be loaded.
+    """Returns the service of the default model or, if that cannot be loaded, of the next model that is.
 
-    Raises StartupError once all models have failed.
+    Raises StartupError if no model can be loaded.
     """
     while True:
         for model in models.models:

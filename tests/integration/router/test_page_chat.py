@@ -418,6 +418,73 @@ def test_an_adapter_may_be_chosen(browser, demo_server) -> None:
     assert [body["parameters"].get("adapter_id") for body in sent[2:]] == ["diy", None]
 
 
+def test_a_model_that_another_server_had_is_not_requested(page) -> None:
+    page.evaluate("localStorage.setItem('oatmill-options', JSON.stringify({adapter: 'gone', max_tokens: 3}))")
+    page.reload()
+    sent = requests_of(page)
+    say(page, "Hello")
+    assert [body["model"] for body in sent] == ["tgi"]
+    assert page.locator("#messages .failure").all_inner_texts() == []
+
+
+def test_models_are_chosen_and_shown_with_their_states(browser, demo_server) -> None:
+    info = httpx.get(f"{demo_server.url}/info").json()
+    states = {"large": "awake", "small": "asleep", "broken": "failed"}
+    names = list(states)
+    with opened(browser, demo_server.url, failures=1) as page:
+        described = {name: {**info, "models": names, "reads_images": name == "small"} for name in names}
+        page.route("**/info", lambda route: route.fulfill(json=described["large"]))
+        page.route("**/info?model=*", lambda route: route.fulfill(json=described[route.request.url.partition("=")[2]]))
+
+        def models(route) -> None:
+            listed = [{"id": name, "state": state, "reason": "no memory"} for name, state in states.items()]
+            route.fulfill(json={"data": listed})
+
+        page.route("**/v1/models", models)
+        waiting: list[Any] = []
+        page.route("**/v1/chat/completions", lambda route: waiting.append(route))
+        page.reload()
+        options = page.locator("#adapter option")
+        expect(options).to_have_text(["large", "small (asleep)", "broken (failed)"])
+        assert options.nth(2).get_attribute("title") == "no memory"
+        page.select_option("#adapter", "small")
+        expect(page.locator(".attach")).to_be_hidden()
+        page.fill("#prompt", "Hello")
+        page.press("#prompt", "Enter")
+        expect(page.locator(".waiting")).to_have_text("small is asleep, and wakes as soon as there is memory for it")
+        states["small"] = "loading"
+        expect(page.locator(".waiting")).to_have_text("small is loading")
+        states["small"] = "awake"
+        expect(page.locator(".waiting")).to_have_text("")
+        expect(page.locator(".attach")).to_be_visible()
+        expect(options.nth(1)).to_have_text("small")
+        waiting[0].fulfill(body="data: [DONE]\n\n", content_type="text/event-stream")
+        answered(page)
+        page.select_option("#adapter", "broken")
+        page.fill("#prompt", "Hello")
+        page.press("#prompt", "Enter")
+        expect(page.locator(".waiting")).to_have_text("broken has failed, and is loaded again")
+        refusal = {"error": {"message": "no memory", "code": "model_unavailable"}, "error_type": "model_unavailable"}
+        waiting[1].fulfill(status=503, json=refusal)
+        expect(page.locator("#messages .failure")).to_contain_text("Choose another model")
+        assert [each.request.post_data_json["model"] for each in waiting] == ["small", "broken"]
+
+
+def test_a_model_that_generates_has_the_chat_although_the_default_model_embeds(browser, demo_server) -> None:
+    info = httpx.get(f"{demo_server.url}/info").json()
+    embeds = {**info, "model_pipeline_tag": "feature-extraction", "models": ["small"], "model_id": "embedder"}
+    with opened(browser, demo_server.url) as page:
+        page.route("**/info", lambda route: route.fulfill(json=embeds))
+        page.route("**/info?model=small", lambda route: route.fulfill(json={**info, "models": ["small"]}))
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "small", "state": "awake"}]}))
+        done = "data: [DONE]\n\n"
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=done, content_type="text/event-stream"))
+        page.reload()
+        sent = requests_of(page)
+        say(page, "Hello")
+        assert [body["model"] for body in sent] == ["small"]
+
+
 def test_screen_readers_get_a_log_and_names(page) -> None:
     set_options(page, max_tokens=3)
     say(page, "Hello")

@@ -71,9 +71,9 @@ def test_embedding_and_rerank_models_are_models_of_the_table() -> None:
     [
         ("--models=a=x,b=", "--models: 'b=' is not MODEL or NAME=MODEL"),
         ("--models=a=x,a=y", "--models: two models are called 'a'; name them: --models a=MODEL,b=MODEL"),
-        ("--models=x,y.toml", "--models: y.toml is a table of models, and stands alone"),
+        ("--models=x,y.toml", "--models: y.toml is a table of models; it must be the only argument"),
         ("--models=x --model-id=y", "--model-id (or MODEL_ID) and --models are both set; leave one of them out"),
-        ("--models=x --revision=main", "--revision (or REVISION) is of one model, and --models names several"),
+        ("--models=x --revision=main", "--revision (or REVISION) is a flag of one model, and --models names several"),
         ("--models=missing.toml", "missing.toml cannot be read as TOML: No such file or directory"),
     ],
 )
@@ -128,7 +128,7 @@ def test_by_default_models_leave_memory_for_their_processes(monkeypatch: pytest.
 
 def test_a_model_that_cannot_fit_is_refused() -> None:
     first, second = (replace(each, weight_bytes=GIB) for each in models("--models=a=x,b=y"))
-    with pytest.raises(CannotStartError, match=r"^a takes 1.15 GiB .+, and models may take 1.00 GiB"):
+    with pytest.raises(CannotStartError, match=r"^a needs 1.15 GiB .+, and the limit of all models is 1.00 GiB"):
         within_memory([first, second], GIB)
-    with pytest.raises(CannotStartError, match=r"^b takes 1.30 GiB .+ beside 1.30 GiB of pinned models"):
+    with pytest.raises(CannotStartError, match=r"^b needs 1.30 GiB .+ beside 1.30 GiB of pinned models"):
         within_memory([replace(first, pinned=True), second], 2 * GIB)

@@ -1,4 +1,4 @@
-"""Runs a server of several models: a group of shards for each, and one router. A group that ends harms no other."""
+"""Runs a server of several models: one group of shards per model, and one router. If a group ends, others go on."""
 
 import asyncio
 import json
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 class ModelShards:
     """The shards of one model.
 
-    label: the model's name. state: as the router is told: stopped, loading, loaded or failed. reason: why it failed.
+    label: the model's name. state: stopped, loading, loaded or failed, as reported to the router. reason: message of
+    the failure. seconds: time that loading took.
     """
 
     label: str
@@ -45,13 +46,13 @@ class ModelShards:
     children: list[Child] = field(default_factory=list)
 
     async def run(self, changed: Callable[["ModelShards"], None]) -> None:
-        """Starts the shards, and returns once one of them has ended, and the others have been stopped.
+        """Starts the shards. Returns when one of them has ended and the others have been stopped.
 
-        changed: called whenever `state` has changed.
+        changed: called after each change of `state`.
         """
         started = time.monotonic()
         try:
-            for socket in self.sockets:  # a dead shard's
+            for socket in self.sockets:  # of shards that have ended
                 socket.unlink(missing_ok=True)
                 remove_progress(socket)
             self._change("loading", changed)
@@ -73,7 +74,7 @@ class ModelShards:
         self._change("failed", changed)
 
     async def stop(self, grace: float) -> None:
-        """Ends the shards, and waits for it."""
+        """Returns when the shards have ended. grace: seconds until they are killed."""
         await asyncio.gather(*(child.stop(grace) for child in self.children))
         self.children = []
 
@@ -83,10 +84,10 @@ class ModelShards:
 
 
 class GroupSupervisor:
-    """Runs the groups and the router. The router says which groups it wants, over the Unix socket `control`.
+    """Runs the groups and the router. The router requests groups over the Unix socket `control`.
 
-    Both ends send lines of JSON: the router `{"load": INDEX}`, the launcher `{"model": INDEX, "state": STATE,
-    "reason": TEXT, "seconds": SECONDS}` whenever that changes, and for all models once the router connects.
+    Both ends send lines of JSON. The router sends `{"load": INDEX}`; the launcher sends `{"model": INDEX, "state":
+    STATE, "reason": TEXT, "seconds": SECONDS}` after each change, and for all models when the router connects.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GroupSupervisor:
         graceful_termination_timeout: float,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """address: host and port that the router listens on. The other parameters are as for `Supervisor`."""
+        """address: host and port that the router listens on. For the other parameters see `Supervisor`."""
         self._groups = groups
         self._router = router
         self._control = control
@@ -111,7 +112,7 @@ class GroupSupervisor:
         self._children: list[Child] = []
 
     def stop(self) -> None:
-        """Makes `run` end all processes in order; a second call makes it end them at once."""
+        """Makes `run` stop all processes in order; a second call kills them."""
         if self._stopping.is_set():
             for child in (*self._children, *(each for group in self._groups for each in group.children)):
                 child.kill()
@@ -120,9 +121,9 @@ class GroupSupervisor:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Returns when everything has ended because `stop` was called.
+        """Returns when all processes have ended after `stop`.
 
-        Raises ProcessEndedError, once all groups have been stopped, when the router ends by itself.
+        Raises ProcessEndedError if the router ends by itself, after all groups have been stopped.
         """
         server = await asyncio.start_unix_server(self._talk, self._control)
         stopping = asyncio.create_task(self._stopping.wait())
@@ -149,14 +150,14 @@ class GroupSupervisor:
             self._control.unlink(missing_ok=True)
 
     def _load(self, index: int) -> None:
-        """Starts a group. If it runs, the router is told that again."""
+        """Starts a group. If it already runs, its state is reported again."""
         if index in self._running and not self._running[index].done():
             self._tell(self._groups[index])
         elif not self._stopping.is_set():
             self._running[index] = asyncio.create_task(self._groups[index].run(self._tell))
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves the router's end of the socket."""
+        """Reads the requests of the router from the socket."""
         self._peer = writer
         for group in self._groups:
             self._tell(group)
@@ -172,7 +173,7 @@ class GroupSupervisor:
             self._peer.write(json.dumps(told).encode() + b"\n")
 
     async def _report(self) -> None:
-        """Logs now and then how far a model is with loading, and when the router serves."""
+        """Logs the progress of loading at intervals, and when the router is ready."""
         start = time.monotonic()
         report = start + REPORT_SECONDS
         bar = LoadingBar(sys.stderr)

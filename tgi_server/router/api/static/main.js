@@ -6,11 +6,9 @@ import { element, make } from "./core/dom.js";
 import { drawIcons } from "./core/icons.js";
 import { showCode } from "./views/code.js";
 import { showLoad } from "./views/load.js";
-import { whenReady } from "./views/loading.js";
+import { generates, whenReady } from "./views/loading.js";
 import { labelsView, rankingView } from "./views/ranking.js";
 import { similarityView } from "./views/similarity.js";
-
-const generates = ({ model_pipeline_tag: pipeline }) => /generation$/.test(pipeline);
 
 /** Has buttons with `data-opens` open their dialogs, which a click beside them closes. */
 function connectDialogs() {
@@ -36,13 +34,9 @@ function connectTheme() {
   });
 }
 
-function showModels(info) {
+function showName(info) {
   element("model").textContent = info.model_id;
   document.title = info.model_id;
-  const others = [...(info.models ?? []).slice(1), ...info.adapters.map(({ id }) => id)];
-  element("adapter").append(new Option(info.models?.[0] ?? info.model_id, ""), ...others.map((id) => new Option(id)));
-  element("adapter").hidden = !others.length || !generates(info);
-  element("model").hidden = !element("adapter").hidden;
 }
 
 /** Shows or hides what belongs to the chat only, such as the list of conversations. */
@@ -86,7 +80,7 @@ async function start() {
   connectTheme();
   showChatParts(false);
   const info = await whenReady();
-  showModels(info);
+  showName(info);
   showLoad(element("load-dialog"), info);
   const views = encoderViews(info);
   if (generates(info)) {

@@ -4,6 +4,7 @@ import { announce, element, notify, saveFile } from "../core/dom.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { Generation } from "./generation.js";
+import { ModelMenu } from "./model_menu.js";
 import { Options, remarkable } from "./options.js";
 import { requestFor } from "./request.js";
 import { Sidebar } from "./sidebar.js";
@@ -14,7 +15,7 @@ import { welcome } from "./welcome.js";
 export class ChatView {
   /** info: of the server. storage: see storage.js. openOptions: shows the options. */
   constructor(info, storage, openOptions) {
-    Object.assign(this, { info, storage });
+    this.storage = storage;
     this.generations = new Map();
     this.options = new Options(element("options-form"), (options) => this.setOptions(options));
     const actions = {
@@ -32,7 +33,9 @@ export class ChatView {
       stop: () => this.stop(),
       editLast: () => this.editLast(),
     });
-    this.composer.readsImages = info.reads_images;
+    this.models = new ModelMenu(element("adapter"), info, () => this.showAll());
+    element("adapter").hidden = !this.models.several;
+    element("model").hidden = this.models.several;
     const parts = { panel: "sidebar", list: "conversations", search: "search", backdrop: "backdrop" };
     const controls = { importFile: "import-file", importButton: "import", exportButton: "export-all" };
     const elements = Object.fromEntries(Object.entries({ ...parts, ...controls }).map(([name, id]) => [name, element(id)]));
@@ -57,6 +60,7 @@ export class ChatView {
   async start() {
     if (!this.storage.keeps) notify("This browser refuses to keep conversations: they are gone when the page is closed.");
     await this.open(location.hash.slice(1));
+    this.models.start();
   }
 
   key(event) {
@@ -90,8 +94,8 @@ export class ChatView {
   present(conversation) {
     this.conversation = conversation;
     if (conversation.messages.length) location.hash = conversation.id;
+    conversation.options = { ...conversation.options, adapter: this.models.choose(conversation.options.adapter) };
     this.options.show(conversation.options);
-    element("adapter").value = conversation.options.adapter ?? "";
     this.transcript.follows = true;
     this.showAll();
     this.sidebar.refresh(conversation.id);
@@ -99,17 +103,20 @@ export class ChatView {
 
   showAll() {
     const { conversation } = this;
+    const info = this.models.chosenInfo;
     const path = conversation.path();
     const generation = this.generations.get(conversation.id);
     this.transcript.show(path, (message) => ({
       running: generation?.message === message && this.generations.get(conversation.id) === generation,
       siblings: conversation.siblings(message),
       last: message.id === conversation.leaf,
-      drafts: this.info.speculate > 0,
+      drafts: info.speculate > 0,
+      waiting: this.models.waiting,
       probabilities: Boolean(conversation.options.probabilities),
     }));
     this.composer.run(Boolean(generation));
-    welcome(element("welcome"), this.info, path.length > 0, (text) => this.send(text, []));
+    this.composer.readsImages = info.reads_images;
+    welcome(element("welcome"), info, path.length > 0, (text) => this.send(text, []));
     const marks = remarkable(conversation.options);
     element("active-options").textContent = marks.join(" \u00b7 ");
     element("active-options").hidden = !marks.length;

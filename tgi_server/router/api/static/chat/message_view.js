@@ -37,7 +37,7 @@ export class MessageView {
     this.update(context);
   }
 
-  /** context: {running, siblings, last, drafts, probabilities}: the message is generated now, and is the last one. */
+  /** context: {running, siblings, last, drafts, waiting, probabilities}; waiting: why the model does not answer yet. */
   update(context) {
     this.context = context;
     if (this.editing) return;
@@ -66,7 +66,7 @@ export class MessageView {
     const calls = (message.calls ?? []).filter(Boolean);
     this.part("calls", calls.length, () => callView(this.actions, message))?.update(calls, context);
     const silent = context.running && !message.text && !message.thoughts && !calls.length;
-    this.part("waiting", silent, () => ({ element: waiting(), update: () => {} }));
+    this.part("waiting", silent, waitingView)?.update(context.waiting);
     this.part("ending", !context.running && this.ending, () => this.endingView())?.update(this.ending);
     this.part("failure", !context.running && message.error, () => failureView(this.actions, message));
   }
@@ -186,4 +186,9 @@ export class MessageView {
   }
 }
 
-const waiting = () => make("p", { className: "waiting" }, make("span"), make("span"), make("span"));
+/** Shows that an answer has not begun, and why, if that is known. */
+function waitingView() {
+  const reason = make("em");
+  const element = make("p", { className: "waiting" }, make("span"), make("span"), make("span"), reason);
+  return { element, update: (text) => (reason.textContent = text) };
+}

@@ -10,7 +10,10 @@ const ADVICE = {
   503: "The server is loading or stopping. Try again in a moment.",
   504: "The request took too long. Try again, or ask for a shorter answer.",
 };
-const ADVICE_BY_CODE = { context_length_exceeded: TOO_LONG };
+const ADVICE_BY_CODE = {
+  context_length_exceeded: TOO_LONG,
+  model_unavailable: "Choose another model, or try again later.",
+};
 const ADVICE_BY_TYPE = {
   template_error: "Send it as plain text (Options, Send as), or change the messages.",
   tool_error: "Change the tools in the options.",

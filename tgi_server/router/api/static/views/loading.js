@@ -5,18 +5,31 @@ import { get, loadingProgress } from "../core/server.js";
 
 const EVERY_MS = 1000;
 
-/** Returns the server's /info as soon as it gives it; shows meanwhile how far it is. */
+export const generates = ({ model_pipeline_tag: pipeline }) => /generation$/.test(pipeline);
+
+/** Returns the server's /info, or that of its first model that generates, once loaded; meanwhile shows the progress. */
 export async function whenReady() {
   for (;;) {
     try {
       const info = await get("info");
+      const generating = !generates(info) && info.models?.[0];
+      const found = generating ? await whenLoaded(generating, info) : info;
       element("loading").hidden = true;
-      return info;
+      return found;
     } catch (error) {
       show(error);
       await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
     }
   }
+}
+
+/** Returns the /info of a model; `otherwise` if the model cannot be loaded. */
+async function whenLoaded(name, otherwise) {
+  element("loading").hidden = false;
+  element("loading-title").textContent = "The model is loading";
+  element("loading-detail").textContent = name;
+  element("loading-bar").removeAttribute("value");
+  return get(`info?model=${encodeURIComponent(name)}`).catch(() => otherwise);
 }
 
 function show(error) {
