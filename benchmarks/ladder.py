@@ -42,7 +42,7 @@ WORDS = ("a lighthouse", "a baker", "the night train", "the sea in winter", "an 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """How a call ended. seconds: after its beginning. model: "" without an answer."""
+    """The outcome of a call. seconds: its duration. model: the model that answered, or ""."""
 
     model: str
     seconds: float
@@ -51,7 +51,7 @@ class CallOutcome:
 
 
 def prompt(number: int, words: int) -> str:
-    """Returns a prompt that no other begins with, and that is answered at length."""
+    """Returns a prompt without a common prefix with others, whose answer is long."""
     draw = random.Random(number)
     return f"Story {RUN}/{number}: " + ", ".join(draw.choice(WORDS) for _ in range(words // 3)) + ". Once upon a time"
 

@@ -88,8 +88,8 @@ class LLM:
     """A model in this process, until it is closed. Any thread may call it, also while an event loop runs."""
 
     def __init__(self, model: str | PathLike[str] | None = None, **settings: Any) -> None:
-        """model: an id of the hub, a folder or a GGUF file; None: the bundled demo model. settings: by the names of the
-        launcher's flags (docs/reference/flags.md), such as `max_total_tokens`. Variables are not read.
+        """model: an id of the hub, a folder or a GGUF file; None: the bundled demo model. settings: flags of the
+        launcher (docs/reference/flags.md), such as `max_total_tokens`. Environment variables are not read.
 
         Raises InvalidInput for a wrong setting, and LLMError for a model that cannot be loaded.
         """
@@ -111,7 +111,7 @@ class LLM:
         self._close = weakref.finalize(self, self._pipeline.close)
 
     def close(self) -> None:
-        """Ends what is generated, and frees the model's memory. At the end of the program this happens by itself."""
+        """Stops generating, and frees the model's memory. Called automatically at the end of the program."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -121,10 +121,11 @@ class LLM:
         self.close()
 
     def generate(self, prompts: Any, *, schema: Any = None, progress: bool = True, **options: Any) -> Any:
-        """Returns a Result for each prompt, in their order; for one prompt, a text or a list of token ids, just that.
+        """Returns a list of Results in the order of the prompts; for a single prompt, one Result.
 
-        schema: a JSON schema, or a class of pydantic, that the answers match. progress: shows a bar for several.
-        options: of /v1/completions (docs/reference/options.md).
+        prompts: a text, a list of token ids, or a list of such prompts. schema: a JSON schema, or a pydantic class,
+        that the answers match. progress: True shows a progress bar for several prompts. options: fields of requests to
+        /v1/completions (docs/reference/options.md).
         """
         several = not isinstance(prompts, str) and not _are_ids(prompts)
         bodies = [_body(options, schema, prompt=each) for each in (prompts if several else [prompts])]
@@ -134,9 +135,10 @@ class LLM:
     def chat(
         self, messages: Any, *, tools: Any = None, schema: Any = None, progress: bool = True, **options: Any
     ) -> Any:
-        """Returns the Result of a conversation, a list of messages; for a list of conversations a list.
+        """Returns the Result of a conversation, which is a list of messages; for a list of conversations, a list.
 
-        tools: functions that the model may call, as in OpenAI's API. options: of /v1/chat/completions.
+        tools: functions that the model may call, as in OpenAI's API. schema, progress: see `generate`. options: fields
+        of requests to /v1/chat/completions.
         """
         several = not (messages and isinstance(messages[0], Mapping))
         given = messages if several else [messages]
@@ -145,9 +147,9 @@ class LLM:
         return results if several else results[0]
 
     def stream(self, prompt: Any, *, tools: Any = None, schema: Any = None, **options: Any) -> Iterator[Result]:
-        """Yields the pieces of an answer as they come: to a prompt as `generate` takes it, or to a conversation.
+        """Yields the pieces of an answer as they are generated. The last piece has the finish reason.
 
-        The last piece has the finish reason; each has the usage so far.
+        prompt: a text, a list of token ids, or a conversation. Each piece has the usage so far.
         """
         is_prompt = isinstance(prompt, str) or _are_ids(prompt)
         path, asked = (_COMPLETIONS, {"prompt": prompt}) if is_prompt else (_CHAT, {"messages": prompt, "tools": tools})
@@ -169,9 +171,9 @@ class LLM:
             running.cancel()
 
     def embed(self, texts: Any, *, progress: bool = True, **options: Any) -> "np.ndarray[Any, np.dtype[np.float32]]":
-        """Returns the embeddings of texts as [texts, columns]; of one text as [columns].
+        """Returns the embeddings of texts as [texts, columns]; of a single text as [columns].
 
-        options: of /v1/embeddings.
+        options: fields of requests to /v1/embeddings.
         """
         import numpy as np
 
@@ -263,7 +265,7 @@ def _result(answer: Mapping[str, Any]) -> Result:
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
-    """choice: of a chat, whole or a piece, or of a completion."""
+    """choice: a choice of a chat, of a chunk of a chat, or of a completion."""
     message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
     return Choice(
         message.get("content") or "",
@@ -281,7 +283,7 @@ def _rows(answer: Mapping[str, Any]) -> bytes:
 
 
 def _value(running: "Future[Any]") -> Any:
-    """Returns the result of what runs in the pipeline; it ends when its caller stops waiting. Raises LLMError."""
+    """Returns the result of a call in the pipeline, which is cancelled with its caller. Raises LLMError."""
     try:
         return running.result()
     except CancelledError:
@@ -294,6 +296,6 @@ def _value(running: "Future[Any]") -> Any:
 
 
 def _explained(error: RouterError, place: str = "") -> LLMError:
-    """Returns the error for the program. place: of the prompt among several."""
+    """Returns the error for the caller. place: the beginning of the message: which of several prompts it is about."""
     kind = InvalidInput if isinstance(error, InvalidRequest | NoSuchModel | NotSupported) else LLMError
     return kind(f"{place}{error.openai_message if isinstance(error, ContextOverflow) else error}")

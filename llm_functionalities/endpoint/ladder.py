@@ -1,8 +1,8 @@
-"""Chooses the model for each request of a call that names several: the largest one that will be in time.
+"""Chooses a model for each request of a call that lists several: the largest one that is predicted to be in time.
 
-The models are named from the largest to the smallest. The time that each needs is predicted from its last answers
-(`pace.py`). While a larger one has not begun its answer, the smallest one is the fallback: it is asked if the larger
-one fails or refuses, and, as a hedge, when no more time is left than it needs itself.
+The models are listed from the largest to the smallest; their times are predicted from their latest answers (`pace.py`).
+If the chosen model fails or refuses the request, smaller models get it, then larger ones. The smallest model also gets
+it, as a hedge, when the time left is what it needs itself.
 """
 
 import threading
@@ -26,28 +26,28 @@ from llm_functionalities.errors import (
     NotServed,
 )
 
-# A model is chosen if it would be in time in this share of cases: the fallback is there for the others.
+# Minimum predicted probability of being in time for the chosen model.
 LIKELY = 0.6
 
-# The fallback is asked when it needs all the time that is left, in this share of cases.
+# Probability with which the hedge to the smallest model should be in time.
 SAFE = 0.95
 
-# An answer is to be complete so many seconds before its deadline, or with this share of the time left if that is less.
+# Margin before the deadline in seconds, and as a share of the time left; the smaller one is used.
 MARGIN_SECONDS, MARGIN_SHARE = 0.03, 0.05
 
-# Why a model gets a request: it was chosen, another one failed, or another one is late.
+# Reasons for which a model gets a request: it was chosen, another one failed, or another one is late.
 CHOSEN, FALLBACK, LATE = "chosen", "fallback", "late"
 
-# The time for an image has little to do with the characters of its data.
+# Prompts with images are measured separately: the characters of an image's data do not determine its time.
 _IMAGE, _BEGINNING = "data:image/", 200
 
-# After one of these errors another model may have the request.
+# Errors after which another model gets the request.
 _NEXT = (EndpointDown, EndpointFailed, NotServed)
 
 
 @dataclass(frozen=True, eq=False)
 class LadderModel:
-    """A model by the name that callers know it by, and the endpoints that have it."""
+    """A model: its name in calls, and the endpoints that serve it."""
 
     name: str
     balancer: Balancer
@@ -64,7 +64,7 @@ class Ladder(Sender):
         count: Callable[[str, str], None],
         count_answer: Callable[[str], None],
     ) -> None:
-        """hedging: without a budget. count: called with the name of a model that gets a request, and why.
+        """hedging: has no budget. count: called with the name of a model that gets a request, and the reason.
 
         count_answer: called with the name of the model that answered.
         """
@@ -125,7 +125,7 @@ class Ladder(Sender):
     def choose(self, work: Work, left: float) -> LadderModel:
         """Returns the largest model that needs at most `left` seconds, or the fastest one if all need more.
 
-        One that is not measured yet gets a few requests at a time. One that is down is chosen only if all are.
+        A model without measurements gets a few requests at a time. A model that is down is chosen only if all are.
         """
         models = [model for model in self._models if model.balancer.healthy] or self._models
         seconds: dict[LadderModel, float] = {}
@@ -138,15 +138,15 @@ class Ladder(Sender):
         return smallest if seconds[smallest] == inf else min(models, key=seconds.__getitem__)
 
     def fallback_after(self, work: Work, left: float, chosen: LadderModel) -> float:
-        """Returns in how many seconds the smallest model has to be asked so that its answer is in time.
+        """Returns the seconds after which the smallest model must get the request to be in time.
 
-        It may have to answer all that the chosen model works on. An unknown model gets half of the time.
+        The requests in progress at the chosen model are added to its load. Without measurements: half of the time.
         """
         needed = self._models[-1].pace.seconds(work, SAFE, more=chosen.pace.in_progress)
         return left / 2 if needed is None or needed == inf else max(0.0, left - needed)
 
     def _send(self, work: Work, kind: str, prompt: str, ask: Ask, model: LadderModel, why: str, call: Call) -> Pieces:
-        """Yields what a model answers, with its name, and measures how long it takes."""
+        """Yields the pieces of a model's answer, with its name, and measures its time."""
         self._count(model.name, why)
         running = model.pace.began(work)
         tokens: int | None = None
@@ -165,7 +165,7 @@ class Ladder(Sender):
 
 
 class Ladders:
-    """The models that calls may name."""
+    """The models that calls can list."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Ladders:
         count: Callable[[str, str], None],
         count_answer: Callable[[str], None],
     ) -> None:
-        """hedging, count, count_answer: as for `Ladder`."""
+        """hedging, count, count_answer: see `Ladder`."""
         self._models = models
         self._made = partial(Ladder, hedging=hedging, count=count, count_answer=count_answer)
         self._hedging = hedging

@@ -1,10 +1,9 @@
-"""Measures how long a model takes for its answers, and predicts how long the next one will take.
+"""Measures the time that a model needs for its answers, and predicts the time of the next one.
 
-A server computes the answers of a batch together, so an answer takes longer the more others are in progress. The time
-is taken as a sum of terms that no answer makes smaller: a constant, the characters of the prompt, the tokens of the
-answer, and both of these again for each other request that is in progress meanwhile. The factors are fitted to the last
-answers (least squares of relative errors, none below zero), and the error of the last predictions says how far to trust
-the next one.
+A server computes the answers of a batch together, so an answer takes longer if others are in progress. The prediction
+is a sum of five terms: a constant, the characters of the prompt, the tokens of the answer, and the last two again times
+the mean number of concurrent requests. The factors are fitted to the latest answers (non-negative least squares of
+relative errors). Quantiles of the latest prediction errors give the time that is exceeded with a given probability.
 """
 
 import threading
@@ -14,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-# Answers of a kind before its times are predicted.
+# Number of answers of a kind before its times are predicted.
 ENOUGH_ANSWERS = 3
 
-# The weight of an answer in the fit falls by this factor with each later one: about the last 50 count.
+# The weight of an answer in the fit is multiplied by this factor with each later answer: about the last 50 count.
 FORGETTING = 0.98
 
-# Prediction errors and lengths that are kept, and limits of answers (`max_tokens`) for which lengths are.
+# Number of latest prediction errors and answer lengths, and of values of `max_tokens` with separate lengths.
 RECENT, MOST_LIMITS = 16, 64
 
-# Without any answer for so long, a prediction that fades is halved: the model may have become faster.
+# Half-life of a fading prediction while there are no answers: the model may have become faster.
 HALVED_SECONDS = 10.0
 
 _SWEEPS = 60
@@ -32,7 +31,7 @@ _TERMS = 5
 
 @dataclass(frozen=True)
 class Work:
-    """A request as its duration depends on it. kind: requests of different kinds are measured apart."""
+    """The properties of a request that determine its duration. kind: each kind of request is measured separately."""
 
     kind: str
     characters: int
@@ -40,18 +39,18 @@ class Work:
 
 
 class Running:
-    """A request in progress. alone: predicted seconds with no other one; predicted: with those that there are."""
+    """A request in progress. alone: predicted seconds without other requests; predicted: with the concurrent ones."""
 
     def __init__(self, work: Work, begun: float, others: float, alone: float, predicted: float | None) -> None:
         self.work = work
         self.begun = begun
-        self.others = others  # area below the number of other requests, until the request begins; then until it ends
+        self.others = others  # integral of the number of requests over time, at the beginning of this one
         self.alone = alone
         self.predicted = predicted
 
 
 class ModelPace:
-    """The pace of one model, measured by the requests that this service sends it. Used from many threads."""
+    """Measured times of one model, from the requests that this service sends to it. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
@@ -66,10 +65,11 @@ class ModelPace:
         return len(self._running)
 
     def seconds(self, work: Work, quantile: float, more: int = 0, *, fades: bool = False) -> float | None:
-        """Returns the seconds within which a request that begins now ends, in `quantile` (0 to 1) of all cases.
+        """Returns the predicted seconds of a request that begins now, for a probability of `quantile` (0 to 1).
 
-        None: there have been too few answers; `inf`: so there have, but enough are in progress. more: other requests
-        that are expected to begin as well. fades: the longer the model has been idle, the shorter the time.
+        None: there have been too few answers for a prediction; `inf`: the same, but enough requests are in progress.
+        more: number of further requests that will begin at the same time. fades: True if the prediction decays while
+        the model is idle.
         """
         with self._lock:
             now = self._clock()
@@ -81,7 +81,7 @@ class ModelPace:
             return predicted * fit.error(quantile) * 0.5 ** (idle / HALVED_SECONDS)
 
     def began(self, work: Work) -> Running:
-        """Notes that a request was sent. `ended` is to be called with what this returns."""
+        """Reports that a request was sent. `ended` must be called with the returned object."""
         with self._lock:
             now = self._clock()
             alone, predicted = self._predicted(work, now)
@@ -91,10 +91,10 @@ class ModelPace:
             return running
 
     def ended(self, running: Running, tokens: int | None, *, failed: bool = False) -> None:
-        """Notes that a request has ended. tokens: of its answer, 0 if not known; None: it was cancelled before its end.
+        """Reports that a request has ended. tokens: length of its answer, 0 if not known; None: it was cancelled.
 
-        A cancelled one counts if it took longer than predicted: its answer would have come later still. One that
-        failed does not count.
+        A cancelled request counts if it took longer than predicted, because its answer would have come even later. A
+        failed one does not count.
         """
         with self._lock:
             now = self._clock()
@@ -120,9 +120,9 @@ class ModelPace:
         self._area_at = now
 
     def _predicted(self, work: Work, now: float, more: int = 0) -> tuple[float, float | None]:
-        """Returns the mean seconds of a request alone and beside those in progress; 0 and None if not known.
+        """Returns the predicted seconds of a request alone, and with those in progress; 0 and None if not known.
 
-        Those that end before it slow it for a part of its time only.
+        A request in progress counts with the share of the time for which it will overlap.
         """
         fit = self._kinds.get(work.kind)
         if fit is None or fit.count < ENOUGH_ANSWERS:
@@ -137,7 +137,7 @@ class ModelPace:
 
 
 class _Fit:
-    """The factors of one kind of requests, from the last answers."""
+    """The fitted factors for one kind of request."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -168,7 +168,7 @@ class _Fit:
         self._errors.append(ratio)
 
     def error(self, quantile: float) -> float:
-        """Returns the ratio of a duration to its prediction that `quantile` of the last ones did not exceed."""
+        """Returns the quantile of the latest ratios of durations to predictions."""
         errors = sorted(self._errors)
         return errors[min(len(errors) - 1, int(quantile * len(errors)))] if errors else 1.0
 
@@ -179,7 +179,7 @@ class _Fit:
             self._lengths.popitem(last=False)
 
     def length(self, max_tokens: int) -> float:
-        """Returns the mean number of tokens of the last answers with this limit; the limit if there is none."""
+        """Returns the mean number of tokens of the latest answers with this limit; the limit if there are none."""
         lengths = self._lengths.get(max_tokens)
         return sum(lengths) / len(lengths) if lengths else float(max_tokens)
 

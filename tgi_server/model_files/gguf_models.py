@@ -35,10 +35,10 @@ _POOLING = PurePath("1_Pooling/config.json")
 
 @dataclass(frozen=True, slots=True)
 class GgufChoice:
-    """Which GGUF file of a folder or a repository is the model.
+    """Chooses the GGUF file of a folder or a repository.
 
-    name: of the file (`--gguf-file`). kind: how it is quantized, as file names say it (OWNER/REPOSITORY:KIND). None:
-    there has to be one file.
+    name: name of the file (`--gguf-file`). kind: its quantization as in file names (OWNER/REPOSITORY:KIND). If both are
+    None, there must be only one file.
     """
 
     name: str | None = None

@@ -37,12 +37,12 @@ UNLIMITED = 2**40
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    model_type: of the model's configuration, such as llama. names: by which OpenAI's routes call it; answers have the
-    first. compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a
-    slower way than the device has. quantization: of the weights. weight_bytes: of the model's files; 0: not known.
-    kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers. forward_pass: how a step is
-    computed. speculate: tokens drafted for a sequence in one step, at most. device: cpu or cuda. dtype: of activations.
-    paged: the KV cache is in blocks that sequences share; else batches are padded.
+    model_type: the `model_type` of config.json, such as llama. names: names on OpenAI's routes; responses have the
+    first. compute_type: the value of the header `x-compute-type`. fallbacks: reasons for parts that run on slower code
+    than the device allows. quantization: format of the weights. weight_bytes: size of the model's files; 0: not known.
+    kv_cache_dtype: dtype of keys and values. linear_kernels: names of the kernels of linear layers. forward_pass:
+    description of the code that computes a step. speculate: maximum number of tokens drafted for a sequence in a step.
+    device: cpu or cuda. dtype: dtype of activations. paged: True for a paged KV cache, False for padded batches.
     """
 
     model_id: str
@@ -116,9 +116,9 @@ class Capacity:
 class TextParts:
     """The parts that make tokens of conversations, and text of tokens.
 
-    special_tokens: that only the chat template may write; None: messages may, too. answer_form: the form in which
-    the model thinks and calls tools. images: reads those of requests; None: the model reads none, because of
-    `no_images`. config: what the model's folder says of the tokenizer.
+    special_tokens: tokens that only the chat template may write; None: messages may, too. answer_form: the format of
+    the model's reasoning and tool calls. images: reader of the images of requests; None: the model reads none, for the
+    reason `no_images`. config: the tokenizer's configuration in the model's folder.
     """
 
     tokenizer: TextTokenizer
@@ -161,7 +161,8 @@ ModelState = Literal["awake", "asleep", "loading", "failed"]
 class ListedModel:
     """A model in the lists of a server.
 
-    service: None while it is not loaded. reason: why it failed. generates: it is not an embedding or rerank model.
+    service: None while it is not loaded. reason: message of its failure. generates: False for embedding and rerank
+    models.
     """
 
     names: Sequence[str]
@@ -174,7 +175,7 @@ class ListedModel:
 class Sleeping(Protocol):
     """Puts a model to sleep, and wakes it.
 
-    on_wanted: called when something needs the model while it sleeps. log: told in words what the model has done.
+    on_wanted: called when something needs the model while it sleeps. log: writes a log line about the model.
     """
 
     on_wanted: Callable[[], None]
@@ -185,13 +186,13 @@ class Sleeping(Protocol):
         """True while waiting requests may be computed."""
 
     async def sleep(self, *, grammars: bool = False) -> int:
-        """Returns once the model sleeps. Raises CannotSleep and Unhealthy; it is awake then.
+        """Returns when the model sleeps. Raises CannotSleep and Unhealthy; then it is awake.
 
-        grammars: the tables for grammars are given up, too.
+        grammars: True if the tables for grammars are freed, too.
         """
 
     async def wake(self) -> None:
-        """Returns once the model is awake. Raises Unhealthy."""
+        """Returns when the model is awake. Raises Unhealthy."""
 
 
 async def _forget_nothing(_: str) -> int:
@@ -202,15 +203,15 @@ async def _forget_nothing(_: str) -> int:
 class Service:
     """Everything that answers requests, made once at start-up.
 
-    options, preparer: make the options of requests, and what the scheduler takes. adapters: those that requests may
-    name. check_health: raises Unhealthy when the shards do not answer. decisions: what the model's folder
-    says of them. encoders: the models that embed and rank.
-    generates: False where nothing else is served. caches: there is a prefix cache. tenant_secret: names of tenants are
-    made with it, and stay the same after a restart; None: they need not. forget: forgets what is cached under a
-    namespace, and returns how many files were deleted. sleep_mode: puts the model to sleep; None: it cannot sleep.
-    in_use: entered by what computes beside the submitter; it waits until the model is awake.
-    explained: what the prefix cache had of the latest requests. models: lists all models of a server that has several;
-    None: this is the only one. stored: responses that later ones continue; None: the routes have their own.
+    options, preparer: make the options of requests, and the prepared requests of the scheduler. adapters: adapters that
+    requests can name. check_health: raises Unhealthy if the shards do not answer. decisions: the configuration of
+    decisions in the model's folder. encoders: embedding and rerank models. generates: False if only encoders are
+    served. caches: True if there is a prefix cache. tenant_secret: secret for the names of tenants, which are then the
+    same after a restart; None: they may differ. forget: deletes the cache of a namespace, and returns the number of
+    deleted files. sleep_mode: sleep of the model; None: it cannot sleep. in_use: context of computations that do not go
+    through the submitter; waits until the model is awake. explained: prefix-cache lookups of the latest requests.
+    models: lists the models of a server of several models; None: this is the only one. stored: responses that later
+    ones continue; None: the routes have their own.
     """
 
     model: ModelDescription

@@ -24,26 +24,26 @@ from tgi_server.router.text.folder_texts import FolderTexts
 
 
 class ReadOnce:
-    """What the folders of models have for texts, read once for all services of a model, and one after the other.
+    """The text files of the models' folders, read one model at a time, once for all services of a model.
 
-    It is read before the server is ready, since nothing else runs meanwhile (`read_texts`).
+    They are read before the server is ready, because reading blocks the event loop (`read_texts`).
     """
 
     def __init__(self, settings: Mapping[HostedModel, RouterSettings]) -> None:
-        """Begins to read. settings: of each model."""
+        """Starts reading. settings: settings of each model."""
         self._settings = settings
         self._thread = ThreadPoolExecutor(1, "texts")
         self._reading = {model: self._begin(model) for model in settings}
 
     async def texts(self, model: HostedModel) -> FolderTexts:
-        """Returns what a model has, and reads again what could not be read. Raises StartupError."""
+        """Returns the texts of a model; after a failure they are read again. Raises StartupError."""
         reading = self._reading[model]
         if reading.done() and reading.exception() is not None:
             reading = self._reading[model] = self._begin(model)
         return await asyncio.shield(reading)
 
     async def all_read(self) -> None:
-        """Returns once everything has been read, or cannot be."""
+        """Returns when reading has ended, also if it failed for some models."""
         await asyncio.wait(self._reading.values())
 
     def close(self) -> None:

@@ -68,8 +68,8 @@ _METRICS_CONNECTIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What is served once it can answer. create: makes the application for rules of access. metrics: of the process.
-    tenant_secret: as `Service` has it. computation: what computes, for the log.
+    """A server that is ready. create: makes the application, given the rules of access. metrics: metrics of the
+    process. tenant_secret: see `Service`. computation: description of the model's computation for the log.
     """
 
     create: Callable[[AccessRules], ASGIApp]
@@ -80,7 +80,7 @@ class Front:
 
 @asynccontextmanager
 async def one_model(settings: RouterSettings) -> AsyncIterator[Front]:
-    """Gives the front of a server of one model. Raises StartupError."""
+    """Yields the front of a server of one model. Raises StartupError."""
     async with assembled(settings) as service:
         yield Front(partial(create_app, service), service.metrics, service.tenant_secret, service.model.computation)
 

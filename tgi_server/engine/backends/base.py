@@ -20,16 +20,16 @@ from tgi_server.engine.sampling.masks import PendingMask
 
 # Takes the head's input, [rows, hidden_size], and the inputs of some layers, [tokens, hidden_size] each.
 Keep = Callable[[Sequence[Tensor]], None]
-# Makes what computes a layer's LoRA deltas, from its outputs and the number of the base model's layers that it joins.
+# Creates the LoRA backend of a linear layer, from its outputs and the number of layers of the base model that it fuses.
 MakeLora = Callable[[int, int], LoraBackend]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTokens:
-    """The tokens of a pass whose embeddings are those of images.
+    """The image tokens of a pass.
 
-    rows: [tokens] int64, their indices among the pass's tokens. embeddings: [tokens, hidden_size], which take the place
-    of those of the tokens. added: [tokens, hidden_size] for each of the first layers, to whose output it is added.
+    rows: [tokens] int64, their indices among the pass's tokens. embeddings: [tokens, hidden_size], which replace the
+    token embeddings. added: a tensor [tokens, hidden_size] for each of the first layers, added to its output.
     """
 
     rows: Tensor
@@ -41,8 +41,8 @@ class ImageTokens:
 class TopOnly:
     """Marks a pass that needs only the largest logits of each row; the others may be minus infinity.
 
-    count: how many; those that are equal to the last of them once they are rounded are needed, too. mask: of rows with
-    a grammar; they need the largest of the logits that it allows.
+    count: number of logits; further ones that are equal to the last of them after rounding are needed, too. mask: mask
+    of the rows with a grammar, which need the largest of the allowed logits.
     """
 
     count: int
@@ -53,10 +53,10 @@ class TopOnly:
 class PassInput:
     """The tokens of a step, with their positions, adapters and metadata.
 
-    tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
-    adapters: of the tokens; None: none has one. images: None: there are none.
-    rotary: the positions by which queries and keys are turned, [tokens] int64, or [3, tokens] of time, height and width
-    (Qwen2-VL, arXiv:2409.12191); None: `positions`.
+    tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are needed; None: all.
+    adapters: adapters of the tokens; None: no token has one. images: image tokens; None: none.
+    rotary: rotary positions, [tokens] int64, or [3, tokens] for time, height and width (Qwen2-VL, arXiv:2409.12191);
+    None: `positions`.
     top: None: every logit of the wanted tokens is needed.
     """
 
@@ -74,10 +74,10 @@ class PagedModel(ABC):
     """A model that runs steps over the paged KV cache: a spec on a device, or the forward pass of `transformers`.
 
     source: the model of `transformers` that it was made from; its configuration, embeddings and head stay there.
-    attention: has the KV blocks, and attends over them. kv_shape: of what the layers of `transformers` cache, which
-    may be arranged otherwise there. adapted: rows may have adapters.
-    states: of the layers without keys; None: there are no such layers. positions: of the longest text; None: nothing
-    bounds it. name: how a step is computed, for people.
+    attention: attention backend with the KV blocks. kv_shape: shape of the cache of `transformers`' layers, which may
+    differ from the blocks. adapted: True if rows can have adapters. states: states of the recurrent layers; None: there
+    are none. positions: maximum length of a text in tokens; None: unlimited. name: description of the forward pass for
+    the log.
     """
 
     name = "transformers"
@@ -130,7 +130,7 @@ class PagedModel(ABC):
 
     @property
     def split_head(self) -> VocabParallelHead | None:
-        """The head, if its logits may stay apart by shards; None: they are brought together, or there is one shard."""
+        """The head, if its logits can stay split by shards; None: they are gathered, or there is one shard."""
         return None
 
     def tap(self, layers: Sequence[int], keep: Keep) -> None:
@@ -146,17 +146,17 @@ class PagedModel(ABC):
         return [module for module in self.source.modules() if not any(True for _ in module.children())]
 
     def fix_length(self, tokens: int) -> None:
-        """Makes rotary positions that depend on a text's length those of a text of `tokens` tokens."""
+        """Fixes rotary positions that depend on the length of a text to the length `tokens`."""
         self._rope.fix(tokens)
 
 
 class Backend(ABC):
     """The parts that compute one model on a device: linear layers, attention, LoRA deltas, and whole models of specs.
 
-    linear_kernels: the kernels of linear layers, for people. fallbacks: why parts of the model run in a slower way than
-    the device allows. where: the device, in a sentence. cheap_tokens: tokens that a step computes while it waits for
-    the weights. fixed_memory: the memory of the largest step must be measured before the cache is sized.
-    spare_cores: cores that the model leaves to grammars. samples_on_cpu: the CPU's kernels sample.
+    linear_kernels: names of the kernels of linear layers for the log. fallbacks: reasons for parts that run on slower
+    code than the device allows. where: the device as part of a sentence. cheap_tokens: tokens that a step computes in
+    the time of reading the weights. fixed_memory: True if the memory of the largest step must be measured before the
+    cache is sized. spare_cores: number of cores left to grammars. samples_on_cpu: True if the CPU's kernels sample.
     """
 
     linear_kernels = "torch"
@@ -167,7 +167,7 @@ class Backend(ABC):
     samples_on_cpu = False
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
-        """source: the model of `transformers`. Raises UnsupportedModel for kernels that the device has not."""
+        """source: the model of `transformers`. Raises UnsupportedModel for kernels that the device does not have."""
         self.source = source
         self.config = config
         self.group = config.group
@@ -178,29 +178,29 @@ class Backend(ABC):
         return self.__dict__ | {"config": None, "group": None}
 
     def resume(self, config: EngineConfig) -> None:
-        """Takes the settings of this process, where another one made this backend and stored it."""
+        """Sets the settings of this process in a backend that another process has made and stored."""
         self.config, self.group = config, config.group
 
     @property
     def device_type(self) -> str:
-        """The kind of the device, for people."""
+        """The type of the device, such as cpu or cuda."""
         return self.source.device.type
 
     @abstractmethod
     def create_model(self, family: Family, spec: DecoderSpec | None) -> PagedModel | None:
         """Returns the model on the paged KV cache; None if it has to run in padded batches.
 
-        family, spec: of the model; a spec is used where it is proved to compute what `transformers` does. Raises
-        UnsupportedModel where neither is right. All shards of a model come to the same decision.
+        family, spec: family and spec of the model; a spec is used if its results match those of `transformers`. Raises
+        UnsupportedModel if neither is right. All shards of a model decide alike.
         """
 
     @abstractmethod
     def attention(self, shape: KVShape, kv_format: KVFormat | None = None) -> AttentionBackend:
-        """Returns the fastest attention that is right for a model. kv_format: None: keys and values in its dtype."""
+        """Returns the fastest correct attention for a model. kv_format: None: keys and values in the model's dtype."""
 
     @abstractmethod
     def lora(self, max_rank: int) -> MakeLora:
-        """Returns the function that creates LoRA backends of linear layers. max_rank: of a layer."""
+        """Returns the function that creates LoRA backends of linear layers. max_rank: maximum rank of an adapter."""
 
     @abstractmethod
     def layer_model(
@@ -211,17 +211,17 @@ class Backend(ABC):
         embedding: nn.Module | None,
         head: nn.Module | None,
     ) -> PagedModel:
-        """Returns a model by its spec that no forward pass of `transformers` judges: a drafter of one layer.
+        """Returns a drafter of one layer, computed by its spec without a comparison with `transformers`.
 
-        source: has its weights. variants: how layers attend, beside what the spec says. embedding, head: of another
-        model, if it has none of its own. Raises Unfit for a spec that does not describe it.
+        source: module with its weights. variants: attention of the layers beyond the spec. embedding, head: those of
+        another model, if it has none. Raises Unfit if the spec does not describe it.
         """
 
     def pack(self, module: nn.Module) -> None:  # noqa: B027
-        """Packs the linear layers of a module that is computed beside the model, where the device has a layout."""
+        """Packs the linear layers of a further module, if the device has a packed layout."""
 
     def pack_source(self) -> None:  # noqa: B027
-        """Packs the linear layers of a model that runs in padded batches, where the device has a layout."""
+        """Packs the linear layers of a model that runs in padded batches, if the device has a packed layout."""
 
     def unpack_source(self) -> bool:
         """Takes `pack_source` back. Returns False if there is nothing to take back."""

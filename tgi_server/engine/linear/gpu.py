@@ -35,9 +35,9 @@ _OLDEST, _WITH_BLOCKS = (8, 9), (9, 0)
 
 @dataclass(slots=True)
 class Findings:
-    """What was found of kernels, of a model and of what drafts for it: each is tried once.
+    """Results of checking kernels, shared by a model and its drafter so that each kernel is checked once.
 
-    faults: by kernel and sizes; None: it is right. fallbacks: why slower kernels are used.
+    faults: the fault of each kernel at each size; None: its results are right. fallbacks: reasons for slower kernels.
     """
 
     faults: dict[tuple[object, ...], str | None] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def gpu_linear_factory(
     """Returns the factory of a model's linear layers on a GPU, and the reasons for slower kernels.
 
     Plain torch multiplies quantized weights of a kind for which no kernel is right. All shards choose the same kernels.
-    found: of another model with the same kernels; it grows.
+    found: results of another model with the same kernels; new ones are added.
     """
     found = found or Findings()
     by_kind: dict[str, list[QuantizedLinear]] = {}

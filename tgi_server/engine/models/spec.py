@@ -85,10 +85,10 @@ class MixtureSpec:
 class IndexSpec:
     """An index, which chooses the tokens that a query attends to (DeepSeek-V3.2, 2025).
 
-    tokens: how many are chosen. heads: of the index's queries. interleaved: its rotary positions pair neighbouring
-    elements. shared: the layer has no index and attends to the tokens that the last one chose. Modules: query makes
-    the index's queries from the input of the layer's own queries; key and norm make one key for all heads; weights
-    makes the weight of each head in the sum of scores.
+    tokens: number of chosen tokens. heads: number of heads of the index. interleaved: its rotary positions pair
+    neighboring elements. shared: the layer has no index and attends to the tokens that the previous index chose.
+    Modules: query computes the index's queries from the input of the layer's queries; key and norm compute one key for
+    all heads; weights computes the weight of each head in the sum of scores.
     """
 
     tokens: int
@@ -105,9 +105,9 @@ class IndexSpec:
 class MixerSpec:
     """A module with recurrent states, such as a gated delta net.
 
-    name: the module. kernel: what computes it. projections: the first linear layers; the kernel reads their outputs
-    side by side. norm: of the kernel's output. output: the last linear layer. grouped: the projections' outputs are
-    ordered by key head: its queries, keys, values and so on.
+    name: the module. kernel: its kernel. projections: the first linear layers, whose outputs the kernel reads
+    concatenated. norm: norm of the kernel's output. output: the last linear layer. grouped: the projections' outputs
+    are ordered by key head: its queries, keys, values and so on.
     """
 
     name: str
@@ -128,14 +128,14 @@ class LayerSpec:
     Attention. attention: the module that knows the size of heads; None: the layer does not attend. qkv: projections
     that are computed as one; the checkpoint may store them as one, too. grouped: their outputs are ordered by KV head:
     its query heads, its key, its value. clip: bound of the absolute values of these outputs; 0: none. output: the last
-    projection. query_norm, key_norm, value_norm: of each head, or of all heads together if their weights are that long;
-    with latents, of the input of `query`, and of latents. scaling: of scores, if `transformers` scales the query before
-    it calls attention. value_scale: of values. gated: the query's projection also gives a gate for each head; its
-    sigmoid multiplies the head's output.
+    projection. query_norm, key_norm, value_norm: norms of each head, or of all heads together if their weights are that
+    long; with latents, norms of the input of `query` and of the latents. scaling: factor of the scores, if
+    `transformers` scales the query before it calls attention. value_scale: factor of the values. gated: the query's
+    projection also computes a gate for each head, whose sigmoid multiplies the head's output.
 
-    Latents (DeepSeek-V2, 2024). latents: the last of `qkv` makes latents and the rotated elements of keys. query: makes
-    queries from the output of the first of `qkv`; None: that output is the queries. index: chooses the latents that are
-    attended to, if there is a `query`; None: all are.
+    Latents (DeepSeek-V2, 2024). latents: the last of `qkv` computes latents and the rotated elements of keys. query:
+    computes queries from the output of the first of `qkv`; None: that output is the queries. index: chooses the latents
+    to attend to, if there is a `query`; None: all.
 
     Positions. rope: index of the rotary table; None: none. alibi: the bias by the position of the key (Press et al.,
     2022), with slopes as in BLOOM ("geometric"), rounded as in Falcon ("rounded"), or ordered as in MPT
@@ -146,18 +146,19 @@ class LayerSpec:
     Feed-forward. up: the projections that are computed as one, the gate's first if there is one; empty: the layer has
     none, or only a mixture. mixture: replaces `up` and `down`. shared: the layer has both; `up` and `down` are the
     expert of all tokens. shared_gate: a linear layer; the sigmoid of its output multiplies that expert's output.
-    deviations: of the gate's output only what exceeds the mean by so many standard deviations counts (Gemma 3n).
+    deviations: threshold of the gate's output (Gemma 3n): mean + deviations * standard deviation is subtracted, and
+    negative results become 0.
 
-    Norms. attention_norm, feed_forward_norm: of the inputs. attended_norm, fed_norm: of what attention and feed-forward
-    add to the residual. mixture_norm, router_norm: of the residual; experts and router read it in place of the input of
-    `up`. mixed_norm, shared_norm: of the outputs of the mixture and of the shared expert. token_norm: of the token's
-    embedding, which attention reads in front of the layer's input (EAGLE-3). normed_residual: the residual is the
-    normalised input.
+    Norms. attention_norm, feed_forward_norm: norms of the inputs. attended_norm, fed_norm: norms of the outputs of
+    attention and feed-forward before they are added to the residual. mixture_norm, router_norm: norms of the residual,
+    which experts and router read instead of the input of `up`. mixed_norm, shared_norm: norms of the outputs of the
+    mixture and of the shared expert. token_norm: norm of the token's embedding, which attention reads concatenated with
+    the layer's input (EAGLE-3). normed_residual: the residual is the normalised input.
 
-    Rest. input_gate, input_projection, input_norm: the layer's further input (`LayerInputs`) is multiplied by the
+    Others. input_gate, input_projection, input_norm: the layer's further input (`LayerInputs`) is multiplied by the
     activated gate, projected, normalised, and added to the residual. output_scale: a tensor that multiplies the layer's
-    output. scales: by the names of linear layers, a number that multiplies their outputs, or one and the name of a
-    tensor with another for each output.
+    output. scales: a factor for the outputs of linear layers, by their names, or a factor and the name of a tensor with
+    a further factor for each output.
     """
 
     mixer: MixerSpec | None = None
@@ -229,8 +230,8 @@ class LayerInputs:
     """A further input of each layer (Gemma 3n): an embedding of its token and a projection of the first layer's input.
 
     embedding, projection: modules of the decoder; their outputs are those of all layers side by side. tokens: size of
-    the embedding's vocabulary; other tokens have the input of token 0. norm: of each layer's slice of the projection.
-    embedding_scale, projection_scale, scale: of the two, and of their sum.
+    the embedding's vocabulary; other tokens have the input of token 0. norm: norm of each layer's slice of the
+    projection. embedding_scale, projection_scale, scale: factors of the two, and of their sum.
     """
 
     tokens: int
@@ -246,13 +247,13 @@ class LayerInputs:
 class DecoderSpec:
     """A model with a causal decoder: token embedding, layers, norm, head.
 
-    activation: of the feed-forward part; gated_mlp: of its gate. layer_list, final_norm, positions, embedding_norm,
-    rotary: modules of the decoder: the list of layers, the norm after them, learned positions, the norm of embeddings,
-    rotary positions. ropes: the rotary tables. interleaved: rotary positions pair neighbouring elements of a head, not
-    elements that are half of it apart.
+    activation: activation of the feed-forward part, or of its gate if `gated_mlp`. layer_list, final_norm, positions,
+    embedding_norm, rotary: modules of the decoder: the list of layers, the norm after them, learned positions, the norm
+    of embeddings, rotary positions. ropes: the rotary tables. interleaved: rotary positions pair neighboring elements
+    of a head, not elements that are half of it apart.
     parallel: the feed-forward part reads the input of attention or, if there is a `feed_forward_norm`, the layer's
     input after that norm. residual_scale: multiplies what layers add. embedding_scale: multiplies embeddings, rounded
-    to the model's dtype. logits_divisor, logits_softcap: of logits; 0: no cap.
+    to the model's dtype. logits_divisor, logits_softcap: divisor and soft cap of the logits; cap 0: none.
     inputs: further inputs of layers; None: none. altup: several streams of hidden states, with Gemma 3n's module names.
     """
 
@@ -281,7 +282,7 @@ class DecoderSpec:
 
     @property
     def has_index(self) -> bool:
-        """True if there are layers that attend to chosen tokens alone."""
+        """True if some layers attend to chosen tokens only."""
         return any(layer.index for layer in self.layers)
 
     @property
@@ -290,12 +291,12 @@ class DecoderSpec:
         return any(layer.latents for layer in self.layers)
 
     def rotary_in(self, rotary: Iterable[bool]) -> Self:
-        """Returns the spec with rotary positions in those layers alone for which there is a True."""
+        """Returns the spec with rotary positions only in the layers that are True in `rotary`."""
         pairs = zip(self.layers, rotary, strict=True)
         return replace(self, layers=tuple(layer if turned else replace(layer, rope=None) for layer, turned in pairs))
 
     def rotary_by_type(self, layer_types: Sequence[str]) -> Self:
-        """Returns the spec with rotary tables for each type of layers. layer_types: of each layer."""
+        """Returns the spec with rotary tables for each type of layer. layer_types: the type of each layer."""
         types = sorted(set(layer_types))
         kinds = zip(self.layers, layer_types, strict=True)
         layers = tuple(replace(layer, rope=types.index(kind)) for layer, kind in kinds)
@@ -303,7 +304,7 @@ class DecoderSpec:
 
     @classmethod
     def uniform(cls, config: Any, layer: LayerSpec | None = None, **facts: Any) -> Self:
-        """Returns the spec of a model whose layers are alike. facts: what else differs from the defaults."""
+        """Returns the spec of a model whose layers are alike. facts: further fields of the spec."""
         return cls((layer or LayerSpec(),) * config.num_hidden_layers, **facts)
 
 
@@ -312,7 +313,7 @@ class Family:
     """A model family, by its `model_type`: functions of the configuration, and facts.
 
     spec: raises NoSpec for a model that it does not describe; None: the family has no spec.
-    plan: how the model is split among ranks; None: it cannot be split.
+    plan: returns the sharding plan; None: the model cannot be split among ranks.
     relative: positions are relative, so nothing bounds the length of a text.
     mtp: checkpoints may have a layer that predicts further tokens (DeepSeek-V3, 2024).
     padding_first: positions are counted from the id of the padding token plus one, as in RoBERTa.

@@ -1,1 +1,1 @@
-"""What models write: the forms of calls and thoughts, grammars of answers, and what reads answers as they come."""
+"""Answers of models: formats of tool calls and reasoning, grammars of answers, and streaming parsers."""

@@ -1,6 +1,6 @@
-"""Sleep: shards hold no memory for a model that nobody uses, until it is needed again.
+"""Sleep of a model: its shards free the memory of weights and KV cache until the model is needed again.
 
-A model falls asleep once the requests that run have ended; others wait. What it had cached is lost, except on disk.
+A model falls asleep when its running requests have ended; new ones wait. Cached prefixes are lost, except on disk.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at what still runs, or is written.
+# Seconds between two checks for running requests and files that are being written.
 _LOOK_EVERY_S = 0.01
 
 
 class SleepState(Enum):
-    """AWAKE: requests are computed. FALLING: those that run are, others wait. ASLEEP, WAKING: all wait."""
+    """AWAKE: requests are computed. FALLING: running ones are computed, new ones wait. ASLEEP, WAKING: all wait."""
 
     AWAKE = "awake"
     FALLING = "falling asleep"
@@ -37,9 +37,9 @@ class SleepState(Enum):
 class SleepMode:
     """Puts the shards to sleep and wakes them.
 
-    state: the current one. on_wanted: called when a request needs a model that is not awake, or still waits for one
-    that has just fallen asleep; it wakes the model unless something else is set. log: told in words what the model has
-    done; what is set instead knows its name. wake_s: seconds that the last wake took; 0 before the first one.
+    state: the current state. on_wanted: called if a request needs the model while it is not awake, and again if one
+    still waits when it has fallen asleep; by default it wakes the model. log: writes a log line about the model, such
+    as "woke in 0.5 s". wake_s: seconds that waking took last; 0 before the first time.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class SleepMode:
         metrics: SleepMetrics,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """in_flight: calls that shards have not answered. on_awake: called when requests may be computed again.
+        """in_flight: calls that the shards have not answered. on_awake: called when requests can be computed again.
 
-        on_failure: called with the error of a model that cannot wake, for the requests that wait. clock: in seconds.
+        on_failure: called with the error if the model cannot wake, to fail the waiting requests. clock: in seconds.
         """
         self.state = SleepState.AWAKE
         self.on_wanted: Callable[[], None] = self.wake_soon
@@ -80,7 +80,7 @@ class SleepMode:
 
     @property
     def awake(self) -> bool:
-        """True while waiting requests may be computed."""
+        """True while requests can be computed."""
         return self.state is SleepState.AWAKE
 
     @property
@@ -94,7 +94,7 @@ class SleepMode:
         return not self.awake and bool(self._waiters or len(self._waiting))
 
     def seconds_until_awake(self) -> float:
-        """Returns an estimate, by the last wake; 0 before the first one."""
+        """Returns an estimate by the last time that waking took; 0 before the first time."""
         if self.awake:
             return 0.0
         return max(0.0, self.wake_s - (self._clock() - self._began if self.state is SleepState.WAKING else 0.0))
@@ -110,22 +110,23 @@ class SleepMode:
             )
 
     def queued(self) -> None:
-        """Notes that a request has joined the queue."""
+        """Reports that a request has joined the queue."""
         if not self.awake:
             self.on_wanted()
 
     def wake_soon(self) -> None:
-        """Wakes the model in the background, once it has fallen asleep."""
+        """Wakes the model in the background. If it is falling asleep, that ends first."""
         if self._soon is None:
             self._soon = asyncio.get_running_loop().create_task(self._wake_soon(), name="wake")
 
     async def sleep(self, *, grammars: bool = False) -> int:
-        """Returns the bytes of memory that the shards hold less, once they sleep; 0 if they did already.
+        """Puts the model to sleep after its running requests. Returns the bytes of memory that the shards have freed.
 
-        grammars: the tables for grammars are given up, too; a model that wakes reads them again, beside its requests.
+        grammars: True if the tables for grammars are freed, too; they are loaded again, concurrently with requests,
+        when the model wakes.
 
-        Requests that run are computed to their ends; a model that wakes wakes first. Raises CannotSleep and Unhealthy;
-        the model is awake then.
+        A model that is waking wakes first. Returns 0 if it sleeps already. Raises CannotSleep and Unhealthy; then the
+        model is awake.
         """
         while self.state is SleepState.WAKING:
             await self._changed()
@@ -135,7 +136,7 @@ class SleepMode:
         return await self._changed() if self.state is SleepState.FALLING else 0
 
     async def wake(self) -> None:
-        """Returns when the model is awake. Raises Unhealthy; the model sleeps on then."""
+        """Returns when the model is awake. Raises Unhealthy; then the model still sleeps."""
         while self.state is SleepState.FALLING:
             try:
                 await self._changed()
@@ -148,7 +149,7 @@ class SleepMode:
             await self._changed()
 
     def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancels sleeping, waking, and waiting for the model."""
         for task in (self._soon, self._change):
             if task is not None:
                 task.cancel()
@@ -157,7 +158,7 @@ class SleepMode:
 
     @asynccontextmanager
     async def _in_use(self) -> AsyncIterator[None]:
-        """Waits until the model is awake, and keeps it so. Raises Unhealthy if it cannot wake."""
+        """Waits until the model is awake, and keeps it awake. Raises Unhealthy if it cannot wake."""
         while not self.awake:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -173,7 +174,7 @@ class SleepMode:
             self._users -= 1
 
     async def _changed(self) -> int:
-        """Waits for the change that is under way, which goes on if its caller leaves."""
+        """Waits for the current change of state, which continues if the caller is cancelled."""
         assert self._change is not None
         return await asyncio.shield(self._change)
 
@@ -187,7 +188,7 @@ class SleepMode:
 
     async def _fall_asleep(self, grammars: bool) -> int:
         try:
-            while self._busy:  # noqa: ASYNC110 - of things that tell nobody when they end
+            while self._busy:  # noqa: ASYNC110 - nothing reports the end of all of them
                 await asyncio.sleep(_LOOK_EVERY_S)
             began = self._clock()
             if self._batch.step > 1:  # shards may hold sequences that have ended
@@ -213,12 +214,12 @@ class SleepMode:
         return bool(len(self._in_flight) or len(self._batch) or self._users or started or disk)
 
     async def _stay_awake(self, error: BaseException) -> None:
-        """Wakes the shards that may sleep, after others could not."""
+        """Wakes the shards that may sleep, after another one failed to."""
         self.state = SleepState.AWAKE
         if isinstance(error, RouterError):
             try:
                 await self._shards.wake()
-            except RouterError:  # they are gone; steps show that
+            except RouterError:  # they have ended; the next step reports that
                 logger.error("the shards do not answer: %s", error)
         self._let_go(None)
 
@@ -240,7 +241,7 @@ class SleepMode:
         return 0
 
     def _let_go(self, error: RouterError | None) -> None:
-        """Lets calls and requests continue that waited for the model, or fails the calls."""
+        """Lets waiting calls and requests continue; with an error, fails the calls."""
         for waiter in self._waiters:
             if waiter.done():
                 continue

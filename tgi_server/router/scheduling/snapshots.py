@@ -1,4 +1,4 @@
-"""Where the shards have snapshots of states: models with layers without keys can continue a prefix only from one."""
+"""Positions of state snapshots in the shards. Models with recurrent layers continue a prefix only from a snapshot."""
 
 from collections import OrderedDict
 from collections.abc import Iterable

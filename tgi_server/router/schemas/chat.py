@@ -263,7 +263,7 @@ class ChatCompletionChoice(ResponseModel, kw_only=True):
 
 
 class ChatCompletionChunk(ResponseModel, kw_only=True):
-    """With `return_token_ids`, the first one has `prompt_token_ids`, and each the tokens since the one before it."""
+    """A chunk. With `return_token_ids`, the first one has `prompt_token_ids`, and each one its new `token_ids`."""
 
     id: str
     object: Literal["chat.completion.chunk"]

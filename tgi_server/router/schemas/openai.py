@@ -36,9 +36,10 @@ class PrefixDifference(ResponseModel, kw_only=True):
 
 
 class PrefixExplanation(ResponseModel, kw_only=True):
-    """Why a prompt was not wholly found in the prefix cache. `cause` is null if only its last token was computed;
-    `known_tokens` of its beginning have been cached at some time; `movable_tokens` after the difference would have been
-    found if what differs came after them.
+    """The cause of tokens that were missing in the prefix cache; null if only the last token was computed.
+
+    `known_tokens` at the beginning of the prompt have been cached before; `movable_tokens` after the difference would
+    have been found if the different text came after them.
     """
 
     cause: str | None

@@ -1,1 +1,1 @@
-"""From text to tokens and back: what a request says, checked and tokenized, and what the model answers."""
+"""Text to tokens and back: requests are checked and tokenized, answers are detokenized."""

@@ -1,4 +1,4 @@
-"""What a model's folder has for texts: its tokenizer, its chat template, and its defaults."""
+"""The text files of a model's folder: tokenizer, chat template, and defaults of options."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokeni
 
 @dataclass(frozen=True, slots=True)
 class FolderTexts:
-    """special_tokens: that only the chat template may write; None: messages may, too. sampling: defaults of options.
-    The rest are the parts of `service.TextParts` and `Service` with these types.
+    """The parsed files. special_tokens: tokens that only the chat template may write; None: messages may, too.
+    sampling: defaults of options. For the others see `service.TextParts` and `Service`.
     """
 
     config: TokenizerConfig
