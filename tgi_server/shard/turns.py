@@ -5,10 +5,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
-# Steps that the time of a usual one is the median of.
-_RECENT_STEPS = 15
+# A usual step takes as long as a quarter of these last ones at most: prompts, and programs that prepare images, make
+# many steps in a row longer.
+_RECENT_STEPS, _USUAL = 60, 0.25
 # The gap between two tokens that the pieces of other work leave, in usual steps, unless the router has a target.
 _GAP_STEPS = 2.0
 # The part of a gap that a step and a piece may fill: there is more between two tokens than these.
@@ -86,7 +86,7 @@ class Turns:
                 return _IDLE_PIECE_SECONDS if target_gap_s is None else min(target_gap_s / 2, _IDLE_PIECE_SECONDS)
             if not self._recent:
                 return _IDLE_PIECE_SECONDS
-            usual, last = median(self._recent), self._recent[-1]
+            usual, last = sorted(self._recent)[int(_USUAL * len(self._recent))], self._recent[-1]
         gap = _GAP_STEPS * usual if target_gap_s is None else target_gap_s
         return max(_FILLED * gap - max(usual, last), _LEAST_STEPS * usual)
 

@@ -75,6 +75,13 @@ def test_a_piece_and_a_step_fill_the_gap_between_two_tokens(clock: Clock) -> Non
     assert made.piece_seconds(0.1) == made.piece_seconds(None) == pytest.approx(0.1 * 0.03)
 
 
+def test_a_run_of_longer_steps_does_not_make_pieces_longer(clock: Clock) -> None:
+    made = Turns()
+    for seconds in (0.03,) * 40 + (0.08,) * 12 + (0.03,):  # 12 steps with pieces of a prompt, or beside another program
+        step(made, clock, seconds)
+    assert made.piece_seconds(None) == pytest.approx(0.9 * 2 * 0.03 - 0.03)
+
+
 def test_pieces_are_longer_while_there_are_no_steps(clock: Clock) -> None:
     made = Turns()
     assert made.piece_seconds(None) == 0.05

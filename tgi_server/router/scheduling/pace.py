@@ -9,7 +9,7 @@ UNMEASURED_TOKENS = 128
 # The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
 # prompts, so these are computed nearly as fast as alone.
 _TARGET_STEPS = 3.0
-# When a crowd comes while few replies run, the target is longer: short steps would make all others wait, and the more
+# When more requests wait than replies run, the target is longer: short steps would make all others wait, and the more
 # of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
 _LONGEST_FOR_A_CROWD_S = 0.15
 # Prompt tokens of a step at least, if there is a target and no room for more: with fewer, prompts hardly progress.
@@ -165,15 +165,17 @@ class PromptPace:
         They fill whole KV blocks, at least one, so that prompts always progress. With a target of the operator's they
         may fill a part of one.
 
-        expected: replies once all that wait for their first token have it. The default target is that for this many,
-        and longer by the square of the share of them that runs already, up to 0.15 s.
+        expected: replies once all that wait for their first token have it. The default target is that for this many;
+        if more wait than run, it is longer by the square of how many times as many, up to 0.15 s.
         """
         decode_s, goal_s = self._times.decode_s(replies), self._target_gap_s
         expected = max(replies, expected)
         if goal_s is None and (expected_s := self._times.decode_s(expected)) is not None:
             goal_s = _TARGET_STEPS * expected_s
-            goal_s = max(goal_s, min(_LONGEST_FOR_A_CROWD_S, goal_s * (expected / replies) ** 2))
+            goal_s = max(goal_s, min(_LONGEST_FOR_A_CROWD_S, goal_s * ((expected - replies) / replies) ** 2))
         token_s = self._times.token_s
+        if token_s is None and self._prompt_steps:
+            token_s, _ = self._alone_s()
         if decode_s is None or goal_s is None or token_s is None:
             return self.tokens_alone()
         spare_s = max(0.0, goal_s - decode_s)

@@ -57,11 +57,26 @@ def test_whole_blocks_ride_along_and_one_at_least() -> None:
 def test_the_few_do_not_make_a_crowd_wait() -> None:
     quick = _machine(0.010, 0.0001, 0.0001)
     pace = _used(PromptPace(100_000, 16), quick, 1, 40)
-    alone, few, half, most = (pace.tokens_beside(*each) for each in ((1, 1), (1, 40), (20, 40), (39, 40)))
-    assert alone < most < half < few
-    assert quick(39, most) <= 3 * quick(40, 0) * (40 / 39) ** 2
-    assert quick(20, half) <= 0.15
+    alone, few, third, most = (pace.tokens_beside(*each) for each in ((1, 1), (1, 40), (14, 40), (39, 40)))
+    assert alone < most < third < few
+    assert quick(14, third) <= 0.15
     assert quick(1, few) <= 0.15
+
+
+def test_the_gaps_of_most_are_no_longer_for_a_few_that_wait() -> None:
+    quick = _machine(0.010, 0.0001, 0.0001)
+    pace = _used(PromptPace(100_000, 16), quick, 1, 40)
+    for replies in (20, 32, 39):
+        assert quick(replies, pace.tokens_beside(replies, 40)) <= 3 * quick(40, 0)
+
+
+def test_prompts_beside_the_first_replies_take_what_prompts_took_alone() -> None:
+    pace = _default_pace()
+    for _ in range(5):
+        pace.observe(0, 512, CPU(0, 512))
+    for _ in range(3):
+        pace.observe(16, 0, CPU(16, 0))
+    assert CPU(16, pace.tokens_beside(16, 16)) <= 3 * CPU(16, 0)
 
 
 def test_a_crowd_makes_no_gap_longer_where_steps_take_long_anyway() -> None:
