@@ -54,7 +54,8 @@ class ReadOnce:
             if not done.cancelled() and done.exception() is None:  # `texts` raises it
                 model.chats = bool(done.result().template.source)
 
-        reading = asyncio.get_running_loop().run_in_executor(self._thread, texts_of, self._settings[model])
+        read = partial(texts_of, self._settings[model], encodes=model.task is not None)
+        reading = asyncio.get_running_loop().run_in_executor(self._thread, read)
         reading.add_done_callback(note)
         return reading
 

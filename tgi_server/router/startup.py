@@ -50,7 +50,7 @@ from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.encoder import Encoders, ServedEncoder
 from tgi_server.router.text.folder_texts import FolderTexts, read_texts
 from tgi_server.router.text.preparation import Preparer, grammar_refusal
-from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.tokenizer import ReadTokenizer, TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ async def assembled(
         adapters = Adapters(shards, settings.max_loras)
         await _add_adapters(adapters, settings)
         info, capacity = await _warm_up(shards, settings, adapters)
-        encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings)
+        encoders = await asyncio.to_thread(_encoders, info, shards, threads, settings, own.encoders)
         limits = _limits(settings, info, capacity)
         if (tokens := own.tokenizer.vocab_size) > info.vocab_size:
             warning = "the tokenizer has %d tokens, the model %d: prompts with unknown tokens are refused"
@@ -256,13 +256,14 @@ async def assembled(
         threads.close()
 
 
-def texts_of(settings: PipelineSettings) -> FolderTexts:
+def texts_of(settings: PipelineSettings, *, encodes: bool = False) -> FolderTexts:
     """Reads what the folder of a model has for texts (`read_texts`). Raises StartupError."""
     return read_texts(
         settings.tokenizer_name,
         settings.tokenizer_config_path,
         guard_special_tokens=not settings.allow_special_tokens,
         own_sampling=settings.generation_config == "auto",
+        encodes=encodes,
     )
 
 
@@ -516,15 +517,20 @@ def public_name(model_id: str) -> str:
 
 
 def _encoders(
-    info: pb.InfoResponse, shards: ShardedClient, threads: TokenizerThreads, settings: PipelineSettings
+    info: pb.InfoResponse,
+    shards: ShardedClient,
+    threads: TokenizerThreads,
+    settings: PipelineSettings,
+    read: ReadTokenizer,
 ) -> Encoders:
     """Returns the models that embed and rank. Raises StartupError for one whose tokenizer cannot be read."""
     # A name is that of the only model.
     given = settings.served_model_name if info.encoders_only and len(info.encoders) == 1 else []
+    gap_ms = settings.target_token_gap_ms
     return Encoders(
         {
             encoder.task: ServedEncoder(
-                next(iter(given), public_name(encoder.model_id)), encoder, shards, threads, settings.target_token_gap_ms
+                next(iter(given), public_name(encoder.model_id)), encoder, shards, threads, gap_ms, read
             )
             for encoder in info.encoders
         }

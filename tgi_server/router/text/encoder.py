@@ -11,7 +11,7 @@ from tokenizers import Encoding, Tokenizer
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.scheduling.shard_client import ShardedClient
-from tgi_server.router.text.tokenizer import TokenizerThreads, tokenizer_of
+from tgi_server.router.text.tokenizer import ReadTokenizer, TokenizerThreads, tokenizer_of
 from tgi_server.router.text.tokenizer_config import read_object
 
 T = TypeVar("T")
@@ -66,20 +66,24 @@ class ServedEncoder:
     """One embedding or rerank model. name: in requests and responses; requests may also have the id as it was given."""
 
     def __init__(
-        self, name: str, info: pb.Encoder, shards: ShardedClient, threads: TokenizerThreads, target_gap_ms: float | None
+        self,
+        name: str,
+        info: pb.Encoder,
+        shards: ShardedClient,
+        threads: TokenizerThreads,
+        target_gap_ms: float | None,
+        read: ReadTokenizer = tokenizer_of,
     ) -> None:
-        """Reads the tokenizer of the model's folder. Raises StartupError."""
+        """read: reads the tokenizer of the model's folder. Raises StartupError."""
         folder = Path(info.folder)
         self.name = name
         self.info = info
         self._shards = shards
         self._threads = threads
         self._target_gap_ms = target_gap_ms or 0
-        self._tokenizer = tokenizer_of(folder)
+        self._tokenizer = read(folder)
         if info.answers:
-            plain = tokenizer_of(folder)
-            plain.encode_special_tokens = True  # what a document spells is text
-            self._user_tokenizer = plain
+            self._user_tokenizer = read(folder, literal=True)  # what a document spells is text
         described = read_object(folder / "config_sentence_transformers.json")
         self._prompts: dict[str, Any] = described.get("prompts") or {}
         self._default_prompt = described.get("default_prompt_name")

@@ -1,20 +1,22 @@
 """The text files of a model's folder: tokenizer, chat template, and defaults of options."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.decisions import DecisionConfig, read_decision_config
 from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.special_tokens import SpecialTokens
-from tgi_server.router.text.tokenizer import TextTokenizer, load_tokenizer
+from tgi_server.router.text.tokenizer import ReadTokenizer, TextTokenizer, load_tokenizer, tokenizer_of
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 
 @dataclass(frozen=True, slots=True)
 class FolderTexts:
     """The parsed files. special_tokens: tokens that only the chat template may write; None: messages may, too.
-    sampling: defaults of options. For the others see `service.TextParts` and `Service`.
+    sampling: defaults of options. encoders: reads each tokenizer of models that embed or rank once. For the others see
+    `service.TextParts` and `Service`.
     """
 
     config: TokenizerConfig
@@ -23,10 +25,16 @@ class FolderTexts:
     special_tokens: SpecialTokens | None
     sampling: dict[str, float]
     decisions: DecisionConfig
+    encoders: ReadTokenizer
 
 
 def read_texts(
-    folder: Path, override: Path | None = None, *, guard_special_tokens: bool = True, own_sampling: bool = True
+    folder: Path,
+    override: Path | None = None,
+    *,
+    guard_special_tokens: bool = True,
+    own_sampling: bool = True,
+    encodes: bool = False,
 ) -> FolderTexts:
     """Reads the files of a model's folder, which takes up to five seconds. Raises StartupError.
 
@@ -34,10 +42,13 @@ def read_texts(
     up to a second. So this is for times when nobody is served.
 
     override: as for `read_tokenizer_config`. guard_special_tokens: messages may not write special tokens.
-    own_sampling: the folder's sampling defaults count.
+    own_sampling: the folder's sampling defaults count. encodes: the model embeds or ranks.
     """
     config = read_tokenizer_config(folder, override)
     tokenizer = load_tokenizer(folder, config)
+    encoders = cache(tokenizer_of)
+    if encodes:
+        encoders(folder)
     return FolderTexts(
         config,
         ChatTemplate(config),
@@ -45,4 +56,5 @@ def read_texts(
         tokenizer.special_token_guard() if guard_special_tokens else None,
         read_sampling_defaults(folder) if own_sampling else {},
         read_decision_config(folder),
+        encoders,
     )

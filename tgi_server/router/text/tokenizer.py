@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -214,12 +214,22 @@ def load_tokenizer(model: Path, config: TokenizerConfig) -> TextTokenizer:
     return TextTokenizer(_found(model), config)
 
 
-def tokenizer_of(model: Path) -> Tokenizer:
-    """Returns the tokenizer of a model that embeds or ranks, as its files have it. Raises StartupError."""
+class ReadTokenizer(Protocol):
+    """Returns the tokenizer of a model that embeds or ranks, as `tokenizer_of` does."""
+
+    def __call__(self, model: Path, /, *, literal: bool = False) -> Tokenizer: ...
+
+
+def tokenizer_of(model: Path, *, literal: bool = False) -> Tokenizer:
+    """Returns the tokenizer of a model that embeds or ranks, as its files have it. Raises StartupError.
+
+    literal: special tokens that a text spells are text.
+    """
     tokenizer = _found(model)
     _check_growth(tokenizer)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = literal
     return tokenizer
 
 
