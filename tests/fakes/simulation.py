@@ -50,7 +50,7 @@ class FixedPace(PromptPace):
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
         pass
 
-    def tokens_beside(self, replies: int, expected: int) -> int:
+    def tokens_beside(self, replies: int, expected: int, *, images: bool = False) -> int:
         return self._tokens
 
     def tokens_alone(self) -> int:

@@ -9,6 +9,9 @@ UNMEASURED_TOKENS = 128
 # The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
 # prompts, so these are computed nearly as fast as alone.
 _TARGET_STEPS = 3.0
+# The same where prompts have images: pieces of others come between the steps (`shard/turns.py`), and the images before
+# them take longer than they do.
+_TARGET_STEPS_WITH_IMAGES = 2.0
 # When more requests wait than replies run, the target is longer: short steps would make all others wait, and the more
 # of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
 _LONGEST_FOR_A_CROWD_S = 0.15
@@ -159,7 +162,7 @@ class PromptPace:
         like_it = ((tokens, seconds) for tokens, seconds in self._prompt_steps if 2 * tokens >= largest)
         return median(max(0.0, seconds - decode_s) / tokens for tokens, seconds in like_it), decode_s
 
-    def tokens_beside(self, replies: int, expected: int) -> int:
+    def tokens_beside(self, replies: int, expected: int, *, images: bool = False) -> int:
         """Returns how many prompt tokens a step may compute that continues `replies` replies.
 
         They fill whole KV blocks, at least one, so that prompts always progress. With a target of the operator's they
@@ -167,11 +170,12 @@ class PromptPace:
 
         expected: replies once all that wait for their first token have it. The default target is that for this many;
         if more wait than run, it is longer by the square of how many times as many, up to 0.15 s.
+        images: there are some in the prompts.
         """
         decode_s, goal_s = self._times.decode_s(replies), self._target_gap_s
         expected = max(replies, expected)
         if goal_s is None and (expected_s := self._times.decode_s(expected)) is not None:
-            goal_s = _TARGET_STEPS * expected_s
+            goal_s = (_TARGET_STEPS_WITH_IMAGES if images else _TARGET_STEPS) * expected_s
             goal_s = max(goal_s, min(_LONGEST_FOR_A_CROWD_S, goal_s * ((expected - replies) / replies) ** 2))
         token_s = self._times.token_s
         if token_s is None and self._prompt_steps:

@@ -162,8 +162,7 @@ class StepPlanner:
         growing = batch.growing()
         short = not batch.memory.can_grow(len(growing))
         if short or self._must_give_way():
-            if steps_in_flight:
-                # They may end sequences, which frees blocks; and who is preempted must have all its tokens before.
+            if steps_in_flight:  # they may end sequences, and who is preempted must have all its tokens before
                 return []
             preempted = self._make_room() if short else self._give_way()
             if short or batch.filter_due:
@@ -272,7 +271,10 @@ class StepPlanner:
             return limits.max_batch_prefill_tokens
         if not replies:
             return min(self._pace.tokens_alone(), limits.max_batch_prefill_tokens)
-        return self._pace.tokens_beside(replies, min(len(self._batch) + len(self._waiting), limits.max_batch_size))
+        expected = min(len(self._batch) + len(self._waiting), limits.max_batch_size)
+        prompts = (*self._batch.prefilling(), self._waiting.first())
+        images = any(each.request.images for each in prompts if each is not None)
+        return self._pace.tokens_beside(replies, expected, images=images)
 
     def _grow(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -384,8 +386,7 @@ class StepPlanner:
         held = memory.held_tokens
         if self._lacked_memory(sequence):
             return False
-        # Each running sequence is left room to grow by a block, so that the newcomer is not preempted at once.
-        growth = len(self._batch) * memory.block_size
+        growth = len(self._batch) * memory.block_size  # a block for each, so that the newcomer is not preempted at once
         verdict = self._batch.admit(sequence, self._policy.total_budget(held, growth))
         self._did_not_fit = (sequence.id, held) if verdict is Verdict.FULL else None
         if verdict is not Verdict.ADMITTED:

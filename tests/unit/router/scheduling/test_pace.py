@@ -70,6 +70,12 @@ def test_the_gaps_of_most_are_no_longer_for_a_few_that_wait() -> None:
         assert quick(replies, pace.tokens_beside(replies, 40)) <= 3 * quick(40, 0)
 
 
+def test_a_step_with_images_takes_twice_as_long_as_one_without_prompts() -> None:
+    pace = _used(_default_pace(), CPU, 16)
+    tokens = pace.tokens_beside(16, 16, images=True)
+    assert CPU(16, tokens) <= 2 * CPU(16, 0) < CPU(16, tokens + 16)
+
+
 def test_prompts_beside_the_first_replies_take_what_prompts_took_alone() -> None:
     pace = _default_pace()
     for _ in range(5):
