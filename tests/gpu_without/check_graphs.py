@@ -9,7 +9,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
-from tests.unit.engine.probed import probed
+from tests.unit.engine.probed import by_spec
 from tests.unit.engine.runners.test_no_waiting import Operations
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.backends.attention.base import AttentionBackend
@@ -69,7 +69,7 @@ class Steps:
 
     def __init__(self, architecture: str, kind: type[AttentionBackend]) -> None:
         model = build(architecture)
-        paged_model, _ = probed(model)
+        paged_model = by_spec(model)
         paged_model.attention = kind(paged_model.kv_shape, model.device, model.dtype)
         config = EngineConfig(Path("/nowhere"), cpu_memory=1 << 24, cuda_graphs=(ROWS,))
         self.runner = PagedRunner(paged_model, PlainBackend(model, config))
@@ -155,4 +155,5 @@ def test_a_step_is_the_same_work_in_the_same_places(
     prompt, other_prompt, decode, other_decode = capture.watched
     assert prompt == other_prompt
     assert decode == other_decode
-    assert sum("_attend_part" in name for name, _ in prompt) == steps.runner._config.num_hidden_layers
+    # of prompts, and of the rows that decode beside them
+    assert sum("_attend_part" in name for name, _ in prompt) == 2 * steps.runner._config.num_hidden_layers

@@ -243,32 +243,37 @@ class TextGenerationService(TextGenerationServiceServicer):
             # What the model's own folder lacks is no fault of a request.
             logger.error("%s", error)
             return grpc.StatusCode.INTERNAL, str(error)
+        status, reason = grpc.StatusCode.INTERNAL, (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, torch.cuda.OutOfMemoryError):
             torch.cuda.empty_cache()
             logger.error(
                 "a step ran out of device memory; lower --cuda-memory-fraction. Its batch is dropped: %s", error
             )
-            return grpc.StatusCode.RESOURCE_EXHAUSTED, "a step ran out of device memory, and its batch was dropped"
-        if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
+            status = grpc.StatusCode.RESOURCE_EXHAUSTED
+            reason = "a step ran out of device memory, and its batch was dropped"
+        elif isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
             logger.error("out of memory: the batch or adapter is dropped; lower --cpu-memory: %s", error)
-            return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory: the batch or adapter was dropped"
-        if reading:
+            status, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory: the batch or adapter was dropped"
+        elif reading:
             logger.error("the adapter %s cannot be read", reading, exc_info=error)
         elif isinstance(error, PeerLost):
             logger.error("a step failed because of another shard; the batch is dropped: %s", error)
         else:
             logger.error("a step failed; the batch is dropped", exc_info=error)
-        if self._device_is_lost():
-            logger.critical("the device has failed, so this shard ends")
+        if (fault := self._device_fault()) is not None:
+            logger.critical("the device has failed, or the other shards wait in vain, so this shard ends: %s", fault)
             self._on_fatal()
-        elif reading:
+        elif reading and status is grpc.StatusCode.INTERNAL:
             return grpc.StatusCode.FAILED_PRECONDITION, f"{reading} cannot be read: {type(error).__name__}: {error}"
-        return grpc.StatusCode.INTERNAL, (str(error).splitlines() or [type(error).__name__])[0]
+        return status, reason
 
-    def _device_is_lost(self) -> bool:
-        """Returns True if the device computes nothing any more: a CUDA error may poison the process's context."""
+    def _device_fault(self) -> str | None:
+        """Returns why nothing can be computed any more, in words; None if it can.
+
+        A CUDA error may poison the process's context, and shards may be out of step.
+        """
         try:
             self._engine.check_device()
-        except RuntimeError:
-            return True
-        return False
+        except RuntimeError as error:
+            return one_line(str(error), _LONGEST_REASON)
+        return None

@@ -74,11 +74,11 @@ class Requests:
         texts: list[list[int]],
         max_total_tokens: int = MAX_TOTAL_TOKENS,
         adapters: Sequence[str] | None = None,
+        **settings: int,
     ) -> None:
-        """adapters: the id of each request's adapter; empty: none."""
-        capacity = engine.warm_up(
-            max_batch_size=len(LENGTHS), max_prefill_tokens=256, max_total_tokens=max_total_tokens
-        )
+        """adapters: the id of each request's adapter; empty: none. settings: of the warm-up, if it shall be shorter."""
+        sizes = {"max_batch_size": len(LENGTHS), "max_prefill_tokens": 256, "max_total_tokens": max_total_tokens}
+        capacity = engine.warm_up(**(sizes | settings))
         self.engine = engine
         self._texts = texts
         self._adapters = adapters or [""] * len(texts)
@@ -125,11 +125,9 @@ def generate_alone(engine: Engine, texts: list[list[int]], max_total_tokens: int
     return requests.outputs
 
 
-def generate_together(
-    engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS
-) -> list[list[int]]:
-    """Has two requests join in each step; each leaves when it is done."""
-    requests = Requests(engine, texts, max_total_tokens)
+def generate_together(engine: Engine, texts: list[list[int]], **settings: int) -> list[list[int]]:
+    """Has two requests join in each step; each leaves when it is done. settings: of `Requests`."""
+    requests = Requests(engine, texts, **settings)
     for index in range(len(texts)):
         requests.join(index)
         if index % 2:

@@ -240,6 +240,14 @@ async def test_a_step_that_runs_out_of_memory_fails_alone(stub: Any, engine: Eng
     assert not ended
 
 
+async def test_a_shard_without_memory_for_a_step_ends_if_the_others_wait_for_it(
+    stub: Any, engine: Engine, ended: list[bool]
+):
+    engine.fault, engine.poisoned = MemoryError(), True  # as shards are that are out of step
+    await run_step(stub)
+    assert ended == [True]
+
+
 @pytest.mark.logs_tracebacks
 async def test_any_error_of_a_step_is_told(stub: Any, engine: Engine):
     engine.fault = ZeroDivisionError()

@@ -1,7 +1,7 @@
 """Models without a spec: the forward pass of `transformers` on the paged KV cache.
 
-What such a model lacks is added here, from outside: modules that attend to latents are replaced by others with the same
-weights, and torch hooks add LoRA deltas to linear layers and read hidden states.
+What such a model lacks is added here, from outside: torch hooks add LoRA deltas to linear layers and read hidden
+states.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
