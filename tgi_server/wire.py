@@ -106,8 +106,8 @@ def report_from_message(message: pb.Request) -> ReportParameters:
 
 
 def members(parameters: SamplingParameters | StoppingParameters | ReportParameters) -> dict[str, Any]:
-    """Returns the fields of the parameters, which the messages have by the same names."""
-    return {name: getattr(parameters, name) for name in _NAMES[type(parameters)]}
+    """Returns the fields of the parameters, which the messages have by the same names, but for zeros and empty ones."""
+    return {name: value for name in _NAMES[type(parameters)] if (value := getattr(parameters, name))}
 
 
 def block_copy_to_message(copy: BlockCopy) -> pb.BlockCopy:

@@ -120,13 +120,12 @@ class RequestMetrics:
             "adapter",
         )
         self._adapters: set[str] = set()
-        self._missed = made.counter(
+        missed = made.counter(
             "tgi_prefix_cache_miss_tokens",
             "Prompt tokens that were not found in the prefix cache, by the cause that most tokens of the prompt have.",
             "cause",
         )
-        for cause in MissCause:  # shown from the start
-            self._missed.labels(cause.value)
+        self._missed = {cause: missed.labels(cause.value) for cause in MissCause}
         self._total = made.seconds("tgi_request_duration", "Time from a request's arrival to its last token.")
         self._phases: dict[str, Histogram] = {
             "validation": made.seconds(duration("validation"), "Time to validate and tokenize a request."),
@@ -165,7 +164,7 @@ class RequestMetrics:
 
     def missed(self, cause: MissCause, tokens: int) -> None:
         """Counts tokens of a prompt that were not found in the prefix cache."""
-        self._missed.labels(cause.value).inc(tokens)
+        self._missed[cause].inc(tokens)
 
     def succeeded(self, times: RequestTimes, generated_tokens: int) -> None:
         self._success.inc()

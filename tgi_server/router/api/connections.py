@@ -5,14 +5,14 @@ import ipaddress
 import logging
 import resource
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from time import monotonic
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol
 
 from tgi_server.router.api.memory import Account, memory_full
 from tgi_server.router.errors import Overloaded, StartupError, error_body
@@ -42,6 +42,9 @@ _LAST_SECONDS = 0.3
 REFUSE = "refuse"
 # In the same place: takes a function that is called if the connection is lost, in place of the last one; None: none is.
 WATCH = "watch"
+# In the same place: sends a whole response, as `ClientConnection.respond` does.
+RESPOND = "respond"
+Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -161,9 +164,27 @@ class ClientConnection(HttpToolsProtocol):
         if self.on_data is not None:
             self.on_data(len(data))
 
+    def respond(self, status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Sends a whole response at once. Returns False if uvicorn has to send it, which handles field by field and
+        writes head and body apart.
+
+        fields: of the head, `content-length` among them.
+        """
+        cycle = self.cycle
+        if not cycle.keep_alive or cycle.disconnected or self.flow.write_paused or self.scope["method"] == "HEAD":
+            return False
+        if HEADER_VALUE_RE.search(b"".join([value for _, value in fields])):  # uvicorn refuses it
+            return False
+        head = b"".join([b"%b: %b\r\n" % field for field in fields])
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], head, body))
+        cycle.on_response()
+        return True
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][REFUSE], self.scope["state"][WATCH] = self.refuse, self.watch
+        self.scope["state"] |= {REFUSE: self.refuse, WATCH: self.watch, RESPOND: self.respond}
         self.receiving = self._in_head = True
         self._wait()
 

@@ -14,7 +14,15 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.processes import port_name
-from tgi_server.router.api.connections import REFUSE, ClientConnection, Connections, network_of, refusal
+from tgi_server.router.api.connections import (
+    REFUSE,
+    RESPOND,
+    ClientConnection,
+    Connections,
+    Respond,
+    network_of,
+    refusal,
+)
 from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import Overloaded, StartupError
 
@@ -97,25 +105,11 @@ def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        lease = Lease(account, network_of(scope["client"][0]), scope["state"][REFUSE])
-        scope["state"][LEASE] = lease
+        state = scope["state"]
+        lease = state[LEASE] = Lease(account, network_of(scope["client"][0]), state[REFUSE])
         account.add(lease)
-
-        async def send_in_pieces(message: Message) -> None:
-            """Sends; of a large body, only what the client takes leaves the account."""
-            body = message.get("body", b"")
-            if len(body) <= _LARGEST_PIECE:
-                await send(message)
-                return
-            lease.sending = len(body)
-            for start in range(0, len(body), _LARGEST_PIECE):
-                end = start + _LARGEST_PIECE
-                more = end < len(body) or message.get("more_body", False)
-                await send({**message, "body": bytes(body[start:end]), "more_body": more})
-            lease.sending = 0
-
         try:
-            await app(scope, receive, send_in_pieces)
+            await app(scope, receive, _Sender(send, state[RESPOND], lease))
         except asyncio.CancelledError:
             pass
         finally:
@@ -123,6 +117,41 @@ def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
             lease.answer = lease.end = None
 
     return call
+
+
+class _Sender:
+    """Sends one response: a short one at once, and a large body in pieces, of which only what the client takes leaves
+    the account.
+    """
+
+    __slots__ = ("_head", "_lease", "_respond", "_send")
+
+    def __init__(self, send: Send, respond: Respond, lease: Lease) -> None:
+        self._send = send
+        self._respond = respond
+        self._lease = lease
+        self._head: Message | None = None  # until its body comes, whose length is known
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and b"content-length" in dict(message["headers"]):
+            self._head = message
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        short = len(body) <= _LARGEST_PIECE
+        if self._head is not None:
+            head, self._head = self._head, None
+            if short and not more and self._respond(head["status"], head["headers"], body):
+                return
+            await self._send(head)
+        if short:
+            await self._send(message)
+            return
+        self._lease.sending = len(body)
+        for start in range(0, len(body), _LARGEST_PIECE):
+            end = start + _LARGEST_PIECE
+            piece = {**message, "body": bytes(body[start:end]), "more_body": more or end < len(body)}
+            await self._send(piece)
+        self._lease.sending = 0
 
 
 def drain(servers: Iterable[uvicorn.Server]) -> None:

@@ -273,9 +273,9 @@ class Sequence:
 
         Returns how the request ends with them; None if it continues.
         """
-        if generation.token_ids:  # a sequence may fail without any
-            self.tokens.extend(generation.token_ids)
-            self.newest = len(generation.token_ids)
+        if token_ids := generation.token_ids:  # a sequence may fail without any
+            self.tokens.extend(token_ids)
+            self.newest = len(token_ids)
         if generation.error:
             return GrammarFailed(f"the grammar could not be followed: {generation.error}")
         if self.closing and generation.finish_reason == pb.FINISH_REASON_EOS_TOKEN:

@@ -137,13 +137,15 @@ class TokenStream(Generic[F]):
             return self.finish_reason
         if generation.HasField("prefill_tokens"):
             self.prefill = generation.prefill_tokens
-        if not generation.drafted:  # those come with the token before them
+        drafted, token_ids = generation.drafted, generation.token_ids
+        logprobs, top_tokens = generation.logprobs, generation.top_tokens
+        if not drafted:  # those come with the token before them
             self._note_time()
-        last = len(generation.token_ids) - 1
-        for position, token_id in enumerate(generation.token_ids):
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids):
             self.generated_tokens += 1
             self.token_id = token_id
-            self.drafted = generation.drafted and position == 0
+            self.drafted = drafted and position == 0
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
             stop_token = token_id in self._stop_ids and self._may_end
@@ -165,8 +167,8 @@ class TokenStream(Generic[F]):
                     visible += self._rest(incomplete)
                     text = text if special or stop_token or end_token else text + incomplete
             self.text, self.visible = text, visible
-            self.logprob = generation.logprobs[position] if generation.logprobs else None
-            self.top = generation.top_tokens[position] if generation.top_tokens else None
+            self.logprob = logprobs[position] if logprobs else None
+            self.top = top_tokens[position] if top_tokens else None
             enough = self._output.token(self)
             if stopped or stop_token:
                 return reason

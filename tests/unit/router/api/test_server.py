@@ -68,7 +68,7 @@ INTERNALS = {
     "server": "config server_state servers started should_exit force_exit",
     "connection": "transport cycle flow parser headers url scope loop logger timeout_keep_alive",
     "flow": "read_paused pause_reading resume_reading",
-    "cycle": "body response_started response_complete more_body keep_alive",
+    "cycle": "body response_started response_complete more_body keep_alive disconnected message_event on_response",
 }
 
 
